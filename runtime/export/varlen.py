@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
+from frisket.lowering.engines.packing import packing
 from frisket.runtime.layouts.tiling import Tiling
 
 from .visible import ANY, VisibleRuns, lines, listed, why
@@ -57,45 +58,20 @@ def to_varlen(layout: Tiling) -> Varlen:
     seen = lines(layout, most=1, too_many=too_many)
     one_mask(layout, seen, "varlen attention")
     q, first, stop = packed(layout, seen)
-    doc, r0, r1, k0, k1 = _documents(q, first, stop)
+    made = packing(q, first, stop)
+    k0, k1, left, right = made.k0, made.k1, made.left, made.right
     for i in np.flatnonzero(k0[1:] < k1[:-1])[:1]:
         said = "a later query sees keys before the end of these, so they are not documents one after another"
-        raise _misfit(layout, int(r1[i]) - 1, (int(first[doc == i][-1]), int(k1[i])), None, said)
-    stands = k1[doc] - r1[doc] + q  # the key where each query stands
-    left = _width(stands - first, first == k0[doc])
-    right = _width(stop - 1 - stands, stop == k1[doc])
-    low = k0[doc] if left < 0 else np.maximum(k0[doc], stands - left)
-    high = k1[doc] if right < 0 else np.minimum(k1[doc], stands + right + 1)
+        raise _misfit(layout, int(made.r1[i]) - 1, (int(first[made.doc == i][-1]), int(k1[i])), None, said)
+    low, high = made.shown
     for i in np.flatnonzero((low != first) | (high != stop))[:1]:
         said = f"a window of {left} to the left and {right} to the right shows it"
         raise _misfit(layout, int(q[i]), (int(first[i]), int(stop[i])), (int(low[i]), int(high[i])), said)
-    cu = _corners(layout, r0, r1, k0, k1)
+    cu = made.cumulative(layout.batch * layout.q_len, layout.batch * layout.kv_len)
     longest_q, longest_k = np.diff(cu, axis=1).max(axis=1).tolist()
     causal = right == 0
     window = (left, right) if left >= 0 or not causal else (-1, -1)
     return Varlen(cu[0], cu[1], longest_q, longest_k, causal, window)
-
-
-def _documents(q: Array, first: Array, stop: Array) -> tuple[Array, ...]:
-    """The document of every query that sees a key, and of every document its queries `[r0, r1)` and its keys
-    `[k0, k1)`. Neighbouring queries without a common key are of two documents."""
-    opens = np.ones(len(q), bool)
-    opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])
-    at = np.flatnonzero(opens)
-    end = np.append(at[1:], len(q))[: len(at)] - 1
-    return np.cumsum(opens) - 1, q[at], q[end] + 1, first[at], stop[end]
-
-
-def _corners(layout: Tiling, r0: Array, r1: Array, k0: Array, k1: Array) -> NDArray[np.int32]:
-    """cu_seqlens of queries and of keys, int32 [2, documents + 1]. Queries between two documents are one without
-    keys, keys between them one without queries."""
-    total_q, total_k = layout.batch * layout.q_len, layout.batch * layout.kv_len
-    queries = np.stack([r0, r0, r1], axis=1).reshape(-1)
-    keys = np.stack([np.append(0, k1)[: len(k1)], k0, k1], axis=1).reshape(-1)
-    rest = keys[-1] if len(keys) else 0
-    corners = np.array([[0, *queries, total_q, total_q], [0, *keys, rest, total_k]], np.int32)
-    moves = (np.diff(corners, axis=1) > 0).any(axis=0)
-    return np.ascontiguousarray(corners[:, np.append(True, moves)])
 
 
 def one_mask(layout: Tiling, seen: VisibleRuns, name: str) -> None:
@@ -134,11 +110,6 @@ def packed(layout: Tiling, seen: VisibleRuns) -> tuple[Array, Array, Array]:
         parts.append(np.stack([query + b * layout.q_len, start + b * layout.kv_len, stop + b * layout.kv_len]))
     q, first, stop = np.concatenate(parts, axis=1)
     return q, first, stop
-
-
-def _width(distance: Array, free: Array) -> int:
-    """How far a query sees to one side, -1 where its document alone bounds it."""
-    return -1 if free.all() else max(-1, int(distance.max()))
 
 
 def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int] | None, said: str) -> ExportError:

@@ -1,0 +1,251 @@
+"""Flags: a form with values, for arrays of given lengths: what adapters of engines pass on.
+
+>>> from frisket.dsl.sugar import k, q
+>>> from frisket.lowering.engines.forms import form_of
+>>> from frisket.lowering.plan import Geometry
+>>> place = Geometry(1, 8, 8, 1024, 4096, 64, 64, 0.125, origin=(0, 0, 3072, 0))
+>>> found = flags_of(form_of((q >= k) & (q - k <= 255)), place, {}, {})
+>>> found.left, found.right, str(found)
+(255, 0, 'causal, window 255 to the left')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import EvaluationError
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr
+from frisket.lowering.plan import Geometry
+
+from .forms import EngineForm, Exprs
+from .packing import packing
+
+Array = NDArray[Any]
+Number = int | Array  # one for all batch entries, or int64 [batch]
+SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """The keys that queries see, in places of the call's arrays. With n queries and m keys, query i stands at
+    e = i + m - n, the last query at the last key ("bottom right"), and sees keys e - left .. e + right; None is no
+    bound.
+
+    With `documents`, cu_seqlens of queries and of keys, int32 [2, documents + 1] over the packed batch, that holds of
+    each document, n and m being its lengths. `keys` and `queries` are the places [start, stop) that are valid, None:
+    all; a query that is not sees nothing. The score is `factor * score`, then `softcap * tanh(score / softcap)`, then
+    plus `slopes` [heads or batch, heads] times `distance`."""
+
+    left: Number | None = None
+    right: Number | None = None
+    documents: NDArray[np.int32] | None = None
+    keys: tuple[Number, Number] | None = None
+    queries: tuple[Number, Number] | None = None
+    factor: float = 1.0
+    softcap: float | None = None
+    slopes: Array | None = None
+    distance: str = ""
+
+    def top_left(self, geometry: Geometry) -> tuple[Number | None, Number | None]:
+        """(left, right) where query i stands at key i."""
+        ahead = geometry.kv_len - geometry.q_len
+        return None if self.left is None else self.left - ahead, None if self.right is None else self.right + ahead
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The queries and the keys of the longest document."""
+        assert self.documents is not None
+        q, k = np.diff(self.documents, axis=1).max(axis=1).tolist()
+        return q, k
+
+    def visible(self, geometry: Geometry) -> tuple[Array, Array]:
+        """The keys `[first, stop)` that every query sees, int64 [batch, q_len] each, places of its own batch entry."""
+        b, n, m = geometry.batch, geometry.q_len, geometry.kv_len
+        at = np.broadcast_to(np.arange(n), (b, n))
+        if self.documents is None:
+            low, high, stands = np.zeros((b, n), int), np.full((b, n), m), at + m - n
+        else:
+            cu_q, cu_k = self.documents.astype(np.int64)
+            place = at + np.arange(b)[:, None] * n
+            doc = np.searchsorted(cu_q, place, side="right") - 1
+            base = np.arange(b)[:, None] * m
+            low, high = cu_k[doc] - base, cu_k[doc + 1] - base
+            stands = place - cu_q[doc + 1] + cu_k[doc + 1] - base
+        if self.left is not None:
+            low = np.maximum(low, stands - _column(self.left))
+        if self.right is not None:
+            high = np.minimum(high, stands + _column(self.right) + 1)
+        if self.keys is not None:
+            low, high = np.maximum(low, _column(self.keys[0])), np.minimum(high, _column(self.keys[1]))
+        if self.queries is not None:
+            high = np.where((at >= _column(self.queries[0])) & (at < _column(self.queries[1])), high, 0)
+        return low, np.maximum(low, high)
+
+    def empty_rows(self, geometry: Geometry) -> bool:
+        """Whether some query sees no key."""
+        first, stop = self.visible(geometry)
+        return bool((stop <= first).any())
+
+    def __str__(self) -> str:
+        said = []
+        if self.right is not None:
+            said.append("causal" if _is(self.right, 0) else f"window {_number(self.right)} to the right")
+        if self.left is not None:
+            said.append(f"window {_number(self.left)} to the left")
+        if self.documents is not None:
+            n = self.documents.shape[1] - 1
+            said.append(f"documents as cu_seqlens of {n} sequence{'s' * (n != 1)}")
+        if self.keys is not None:
+            start, stop = self.keys
+            said.append(f"keys {_number(start)} to {_number(stop)}")
+        if self.queries is not None:
+            said.append(f"queries {_number(self.queries[0])} to {_number(self.queries[1])}")
+        said = said or ["full"]
+        said += [] if self.factor == 1.0 else [f"scores times {self.factor:g}"]
+        said += [] if self.softcap is None else [f"soft cap {self.softcap:g}"]
+        return ", ".join(said + ([] if self.slopes is None else ["ALiBi slopes"]))
+
+
+def flags_of(
+    form: EngineForm, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]
+) -> Flags | str:
+    """A form with values at a place, or the reason why it has no flags there: documents that are torn apart, say.
+    Where tables say what a query sees, every query is compared with what the flags show it; work follows the tokens."""
+    try:
+        return _Binding(geometry, scalars, tables).flags(form)
+    except EvaluationError as error:
+        return str(error)
+
+
+class _Binding:
+    """The values of a form's names at one place."""
+
+    def __init__(self, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> None:
+        self.geometry, self.tables = geometry, tables
+        b, h, q, k = geometry.origin
+        self.q, self.k = (x if type(x) is int else np.asarray(x, np.int64) for x in (q, k))
+        self.batch, self.heads = int(b) + np.arange(geometry.batch), int(h) + np.arange(geometry.heads)
+        self.env = {**dict(zip(SIZE_NAMES, geometry.full, strict=True)), **scalars}
+
+    def flags(self, form: EngineForm) -> Flags | str:
+        g = self.geometry
+        ahead, moved = g.kv_len - g.q_len, self.q - self.k  # i - j = (q - k) - moved
+        high, low = self.ends(form.high, "min"), self.ends(form.low, "max")
+        left = None if high is None else _unless(high - moved + ahead, g.kv_len - 1)
+        right = None if low is None else _unless(moved - low - ahead, g.q_len - 1)
+        keys = None if form.by_rows else self.valid(form.first, form.last, self.k, g.kv_len)
+        found = Flags(left, right, None, keys, self.valid(form.first_query, form.last_query, self.q, g.q_len))
+        if form.document or form.by_rows:
+            packed = self.packed(form, found)
+            if isinstance(packed, str):
+                return packed
+            found = packed
+        slopes = None if form.slope is None else self.slopes(form.slope)
+        return Flags(
+            found.left, found.right, found.documents, found.keys, found.queries,
+            1.0 if form.factor is None else self.number(form.factor),
+            None if form.softcap is None else self.number(form.softcap), slopes, form.distance,
+        )  # fmt: skip
+
+    def value(self, e: Expr, **places: Any) -> Array:
+        return evaluate(e, {**self.env, **places}, self.tables)
+
+    def number(self, e: Expr) -> float:
+        return float(self.value(e))
+
+    def slopes(self, e: Expr) -> Array:
+        found = self.value(e, b=self.batch[:, None], h=self.heads)
+        return np.broadcast_to(found, found.shape if found.ndim > 1 else (self.geometry.heads,))
+
+    def ends(self, bounds: Exprs, op: str) -> Number | None:
+        """The tightest of some bounds, in positions."""
+        if not bounds:
+            return None
+        found = [self.value(e, b=self.batch) for e in bounds]
+        return _one({"min": np.minimum, "max": np.maximum}[op].reduce(np.broadcast_arrays(*found)))
+
+    def valid(self, first: Exprs, last: Exprs, origin: Number, n: int) -> tuple[Number, Number] | None:
+        """The places [start, stop) between bounds, None where those leave all of them."""
+        low, high = self.ends(first, "max"), self.ends(last, "min")
+        start = 0 if low is None else _one(np.clip(low - origin, 0, n))
+        stop = n if high is None else _one(np.maximum(np.clip(high + 1 - origin, 0, n), start))
+        return None if _is(start, 0) and _is(stop, n) else (start, stop)
+
+    def packed(self, form: EngineForm, flags: Flags) -> Flags | str:
+        """The flags of documents, from the keys that every query sees."""
+        g = self.geometry
+        seen = flags.visible(g)
+        low, stop = (np.array(x) for x in seen)
+        b = self.batch[:, None]
+        q = np.broadcast_to(np.asarray(self.q).reshape(-1, 1) + np.arange(g.q_len), low.shape)
+        k = np.broadcast_to(np.asarray(self.k).reshape(-1, 1) + np.arange(g.kv_len), (g.batch, g.kv_len))
+        origin = np.asarray(self.k).reshape(-1, 1)
+        if form.by_rows:
+            for e in form.first:
+                low = np.maximum(low, self.value(e, b=b, q=q) - origin)
+            for e in form.last:
+                stop = np.minimum(stop, self.value(e, b=b, q=q) + 1 - origin)
+        for e in form.document:
+            mine, theirs = (np.broadcast_to(self.value(e, b=b, q=x), x.shape) for x in (q, k))
+            for entry in range(g.batch):
+                found = _runs(mine[entry], theirs[entry])
+                if found is None:
+                    return f"equal values of `{e}` do not stand together in batch entry {entry}: they are no documents"
+                low[entry], stop[entry] = np.maximum(low[entry], found[0]), np.minimum(stop[entry], found[1])
+        rows = np.arange(g.batch)[:, None]
+        some = stop > low
+        place = (rows * g.q_len + np.arange(g.q_len))[some]
+        made = packing(place, (low + rows * g.kv_len)[some], (stop + rows * g.kv_len)[some])
+        if not made.fits:
+            return "the keys that queries see are not documents one after another under one window"
+        cu = made.cumulative(g.batch * g.q_len, g.batch * g.kv_len)
+        left, right = (None if x < 0 else x for x in (made.left, made.right))
+        fitted = Flags(left, right, cu)
+        # widths of the text where they show the same: those that are fitted to documents change with them
+        asked = Flags(flags.left, flags.right, cu)
+        same = all(_alike(a, b) for a, b in zip(asked.visible(g), fitted.visible(g), strict=True))
+        return asked if same else fitted
+
+
+def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
+    """The keys `[first, stop)` with a query's value; None where equal values do not stand together."""
+    starts = np.flatnonzero(np.append(True, theirs[1:] != theirs[:-1]))
+    values, order = np.unique(theirs[starts], return_index=True)
+    if len(values) != len(starts):
+        return None
+    at = np.minimum(np.searchsorted(values, mine), len(values) - 1)
+    known, run = values[at] == mine, order[at]
+    return np.where(known, starts[run], 0), np.where(known, np.append(starts[1:], len(theirs))[run], 0)
+
+
+def _alike(one: Array, other: Array) -> bool:
+    return bool((one == other).all())
+
+
+def _column(x: Number) -> Any:
+    return x if isinstance(x, int) else x[:, None]
+
+
+def _one(x: Any) -> Number:
+    """One number where all batch entries have the same."""
+    values = np.asarray(x, np.int64)
+    return int(values.flat[0]) if (values == values.flat[0]).all() else values
+
+
+def _unless(bound: Any, most: int) -> Number | None:
+    """A bound, None where no pair of places is as far apart."""
+    return None if bool((np.asarray(bound) >= most).all()) else _one(bound)
+
+
+def _is(x: Number, n: int) -> bool:
+    return isinstance(x, int) and x == n
+
+
+def _number(x: Number) -> str:
+    return str(x) if isinstance(x, int) else f"{x.min()} to {x.max()}, by batch entry"
