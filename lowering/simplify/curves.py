@@ -21,6 +21,7 @@ from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
 from .affine import FLIP, Linear, is_int_comparison, linear, relation, write
+from .facts import interval
 
 _Q, _K = var("q"), var("k")
 
@@ -82,11 +83,13 @@ def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[C
 
 def _curve(op: str, other: Linear, needs: Expr) -> Curve:
     value = write(other)
-    return Curve("low" if op == "ge" else "high", value, _near(other, op), rising(value), needs)
+    return Curve("low" if op == "ge" else "high", value, _near(other, op, needs), rising(value), needs)
 
 
-def _near(form: Linear, op: str) -> Expr | None:
-    """An affine Expr at or above (ge) or at or below (le) a form whose atoms have a known distance from q."""
+def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
+    """An affine Expr at or above (ge) or at or below (le) a form whose atoms have a known distance from q, provided
+    `needs` holds."""
+    conditions = needs.args if needs.op == "and" else (needs,)
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is _Q:
@@ -95,9 +98,10 @@ def _near(form: Linear, op: str) -> Expr | None:
             total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
         elif a.op == "floordiv" and a.args[1].op == "lit" and f == a.args[1].name > 0:
             total += linear(a.args[0]) - Linear((), 0 if op == "ge" else f - 1)  # x - n + 1 <= x // n * n <= x
-        elif a.op == "mul" and a.args[0].op == "floordiv" and f == 1 and a.args[0].args[1] is a.args[1]:
-            inner, d = a.args[0].args[0], linear(a.args[1])
-            total += linear(inner) - (Linear((), 0) if op == "ge" else d - Linear((), 1))
+        elif f == 1 and a.op == "mul" and a.args[0].op == "floordiv" and a.args[0].args[1] is (n := a.args[1]):
+            if (n > 0) not in conditions and (interval(n)[0] or 0) <= 0:
+                return None  # x // n * n is above x where n < 0
+            total += linear(a.args[0].args[0]) - (Linear((), 0) if op == "ge" else linear(n) - Linear((), 1))
         else:
             return None
     return write(total)

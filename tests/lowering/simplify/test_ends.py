@@ -13,7 +13,7 @@ from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.ends import ends_of
 
 N = 40
-TABLES = {"end": np.random.default_rng(3).integers(-2, N + 2, N), "start": np.array([5])}
+TABLES = {"end": np.random.default_rng(3).integers(-2, N + 2, N), "start": np.array([5]), "size": np.array([-3, 4])}
 MASKS = {
     "causal": q >= k,
     "window": (q >= k) & (q - k < 7),
@@ -30,6 +30,7 @@ MASKS = {
     "window of a prefix": ((q >= k) | (k < param("w"))) & (q - k < 9),
     "first rows see all": (k >= q - 3) | (q < 9) | eq(q % 3, 0),
     "either window": (q - k < 7) | (q - 2 * k < 4) | (k >= 30),
+    "chunks behind a query": (k >= q // lookup("size", (h,)) * lookup("size", (h,))) & (k >= q),
     "dilated": (q >= k) & (q - k < 12) & eq((q - k) % 4, 0),
 }
 
@@ -47,7 +48,8 @@ def test_ends_are_the_mask(name, axis):
         assert found is None  # no end for the keys that all queries see, or for remainders
         return
     assert found is not None
-    left = {("dilated", "k"), ("dilated", "q"), ("ends from a table", "q"), ("a query alone", "q")}
+    left = {("dilated", "k"), ("dilated", "q"), ("ends from a table", "q"), ("a query alone", "q"),
+            ("chunks behind a query", "q")}  # fmt: skip
     assert (found.rest is TRUE) == ((name, axis) not in left)
     for head in (0, 1):
         at = {"q": np.arange(N)[:, None], "k": np.arange(N)[None, :], "h": head}
