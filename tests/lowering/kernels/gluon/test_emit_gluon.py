@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from support.attention_cases import CASES, plan
+from support.triton.reserved import unreserved
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
@@ -54,6 +55,7 @@ def test_every_case_has_a_text(name, target):
     ast.parse(text)
     assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
     assert ("from triton import language as tl" in text) == ("tl.PropagateNan" in text)
+    assert not unreserved(text, plan(CASES[name]))
     assert max(map(len, text.splitlines())) <= 180
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.attention_cases import CASES, plan
+from support.triton.reserved import unreserved
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
@@ -21,7 +22,7 @@ from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.forward import emit
-from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
+from frisket.lowering.kernels.triton.parameters import arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Pages, Target, make_plan
 
@@ -203,12 +204,8 @@ def test_every_name_of_the_kernel_is_reserved(name):
     case = CASES[name]
     made = plan(case)
     dims = Dims(80, 48, "float16", 2, "float8_e5m2")
-    text = emit(made, TARGET, dims, **WITH) + triton_decode.emit(made, TARGET, dims, **WITH)
-    users = [n for a in arguments(made).values() for n in a.all]
-    tables = "|".join(a.name for a in arguments(made).values()) or "-"
-    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
-    found = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x)\d+|({tables})_\w+", n)]
+    decode = [triton_decode.emit(made, TARGET, dims, **WITH, balanced=balanced) for balanced in (False, True)]
+    assert not unreserved("".join([emit(made, TARGET, dims, **WITH), *decode]), made)
 
 
 def test_sinks_largest_scores_and_dropout_are_absent_unless_asked_for():

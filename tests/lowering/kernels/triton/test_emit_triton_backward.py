@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 from support.attention_cases import CASES, causal, plan
 from support.torch.torch_gradients import MODS
+from support.triton.reserved import unreserved
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.kernels.triton.cotangents import sums
-from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 
@@ -66,12 +65,7 @@ def test_every_name_of_the_kernels_is_reserved(name):
     made = replace(plan({**CASES, **MODS}[name]), kept=None)
     text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
     assert text == emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
-    users = [n for a in arguments(made).values() for n in a.all]
-    users += [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)]
-    tables = "|".join(a.name for a in arguments(made).values()) or "-"
-    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
-    found = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x)\d+|({tables})_\w+", n)]
+    assert not unreserved(text, made, [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)])
     assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 150]
     assert "atomic" not in text
 

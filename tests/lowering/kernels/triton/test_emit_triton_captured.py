@@ -1,19 +1,17 @@
 """The text of the Triton kernels of captured gradients by distance and by position. Nothing here imports triton."""
 
 import ast
-import re
 
 import pytest
 from support.attention_cases import causal
+from support.triton.reserved import unreserved
 
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
-from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.captured import diagonal, plane, scatter, square
-from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 
@@ -67,11 +65,7 @@ def test_golden_text(name, golden):
 def test_every_name_of_the_kernel_is_reserved(name):
     made, source = text(name)
     assert source == text(name)[1]
-    users = [n for a in arguments(made).values() for n in a.all]
-    tables = "|".join(a.name for a in arguments(made).values())
-    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
-    found = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
-    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x|sum)\d+|({tables})_\w+", n)]
+    assert not unreserved(source, made)
 
 
 def test_atomics_only_where_programs_meet():
