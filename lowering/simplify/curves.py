@@ -1,10 +1,11 @@
-"""Bounds on k that move with q: `k >= A(q)` and `k <= B(q)` where A and B never decrease.
+"""Bounds on k that vary with q: `k >= A(q)` and `k <= B(q)`, the curves of a mask.
 
-`doc[q] == doc[k]` over a table whose equal entries stand together is `first(q) <= k <= last(q)`, the run that
-holds q; `q // n >= k // n` is `k <= q // n * n + n - 1`. A conjunction of such bounds has one interval of keys for
-a row of tiles, as bounds on q - k do, if its lower ends stay at or below `q + o` and its upper ends at or above
-it, for one offset o: a key between the ends of the row is then seen by query `k - o`, or by the row's first or
-last query.
+`q // n >= k // n` is `k <= q // n * n + n - 1`. `doc[q] == doc[k]` is `first(q) <= k <= last(q)`, the run of equal
+entries that holds q, where the equal entries of the table stand together.
+
+Where curves never decrease, the queries of a row of tiles may together see one interval of keys, as they do under
+bounds on q - k. They do if, for one offset o, all lower bounds are at most `q + o` and all upper bounds at least
+`q + o`. Every key between the ends of the row is then seen by query `k - o`, or by the first or last query of the row.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> [(c.side, c.value) for c in solve(eq(q // 8, k // 8))]
@@ -27,15 +28,15 @@ _Q, _K = var("q"), var("k")
 
 
 def depends(e: Expr) -> frozenset[str]:
-    """The variables among q and k that a value varies with."""
+    """Which of q and k an Expr reads."""
     return uses(e) & {"q", "k"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A bound `k >= value` (low) or `k <= value` (high), provided `needs` holds; `value` may vary with q, and never
-    decreases where `rising` holds (FALSE: nothing is known). `near` is an affine Expr on the far side of q: at least a
-    low value, at most a high one."""
+    """A bound `k >= value` (low) or `k <= value` (high), provided `needs` holds. `value` may vary with q, and never
+    decreases where `rising` holds (FALSE: not known). `near` is an affine Expr that is never below the value of a low
+    bound and never above that of a high one; None: not known."""
 
     side: Literal["low", "high"]
     value: Expr
@@ -69,9 +70,9 @@ def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ..
 
 def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
     """The bounds on k of `factor * atom op other` with factor > 0 and op `ge` or `le`."""
-    if factor > 1:
-        up = write(-other) if op == "ge" else write(other)
-        other = linear(up // lit(factor)).times(-1 if op == "ge" else 1)
+    if factor > 1:  # other / factor, rounded up for `ge` and down for `le`
+        sign = -1 if op == "ge" else 1
+        other = linear(write(other.times(sign)) // lit(factor)).times(sign)
     if atom is _K:
         return (_curve(op, other, needs),)
     if atom.op == "floordiv" and not depends(atom.args[1]):
@@ -87,8 +88,8 @@ def _curve(op: str, other: Linear, needs: Expr) -> Curve:
 
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
-    """An affine Expr at or above (ge) or at or below (le) a form whose atoms have a known distance from q, provided
-    `needs` holds."""
+    """An affine Expr that is never below (ge) or never above (le) a form, provided `needs` holds; None where an atom
+    of the form has no affine bound."""
     conditions = needs.args if needs.op == "and" else (needs,)
     total = Linear((), form.const)
     for a, f in form.terms:
@@ -117,10 +118,8 @@ def _of_quotient(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve
         size = Linear((), n.name)
     else:
         needs = conj(needs, n > 0)
-        scaled = Linear((), 0)
-        for a, f in (*other.terms, *(((lit(1), other.const),) if other.const else ())):
-            scaled += (linear(n) if a.op == "lit" else linear(a * n)).times(f)
         size = linear(n)
+        scaled = sum((linear(a * n).times(f) for a, f in other.terms), size.times(other.const))
     return _solve(linear(x), op, scaled if op == "ge" else scaled + size - Linear((), 1), needs)
 
 
@@ -129,24 +128,21 @@ _RUNS = {"run_first", "run_last", "segment_first", "segment_last"}
 
 
 def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """Bounds on the position from bounds on the table entry there. Entries of one value stand together, or never
-    decrease: facts of the table, so they become conditions."""
+    """Bounds on the position x from bounds on the entry `T[.., x]`, for tables that never decrease. That is a fact of
+    the table, so it becomes a condition; offsets of segments have it."""
     *fixed, x = atom.args
     if any(depends(a) for a in fixed):
         return None
     kind = "segment" if atom.op == "segment" else "run"
-    ends = ("first", "last")
     mate = other.terms[0][0] if len(other.terms) == 1 and other.terms[0][1] == 1 else None
     if mate is not None and mate.op == atom.op and mate.name == atom.name and mate.args[:-1] == atom.args[:-1]:
         if kind == "run":
             needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
-        run = [make(f"{kind}_{end}", mate.args, atom.name, INT) for end in ends]
-        if op == "ge" and other.const in (0, 1):  # from the run's first on; or past its last
-            return _solve(linear(x), op, linear(run[0]) if other.const == 0 else linear(run[1]) + linear(lit(1)), needs)
-        if op == "le" and other.const in (0, -1):
-            past = linear(run[1]) if other.const == 0 else linear(run[0]) - linear(lit(1))
-            return _solve(linear(x), op, past, needs)
-        return None
+        first, last = (linear(make(f"{kind}_{end}", mate.args, atom.name, INT)) for end in ("first", "last"))
+        one = Linear((), 1)
+        known = {("ge", 0): first, ("ge", 1): last + one, ("le", 0): last, ("le", -1): first - one}
+        bound = known.get((op, other.const))
+        return None if bound is None else _solve(linear(x), op, bound, needs)
     if kind == "segment" or fixed:
         return None
     needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
@@ -155,8 +151,9 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
 
 
 def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
-    """The bounds of `T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values;
-    only the values count of queries that meet the conditions `asked` beside it, as in `image[q] > 0`."""
+    """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries stand together, in any order of values. Where the
+    mask also asks something of the query alone, such as `image[q] > 0`, `asked` is that condition: entries of queries
+    that do not meet it may stand anywhere."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
@@ -173,7 +170,7 @@ def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
 
 @memo(group="expressions")
 def rising(e: Expr) -> Expr:
-    """The condition under which `e` never decreases in q; FALSE if no condition is found."""
+    """A condition under which `e` never decreases in q; FALSE where none is known."""
     if "q" not in depends(e) or e is _Q:
         return TRUE
     form = linear(e)

@@ -1,7 +1,7 @@
-"""The keys that one query sees as an interval: its ends, and the conditions that no interval says.
+"""The keys that one query sees, as the first and last key of an interval and the conditions that are left.
 
-Kernels compare a position of a border tile with ends that they work out once per query, instead of asking the whole
-mask of every pair. With `axis="q"` it is the other way around: the queries that see one key.
+Kernels compute the two ends once per query and compare every key of a border tile with them, instead of evaluating the
+whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> found = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
@@ -10,7 +10,8 @@ mask of every pair. With `axis="q"` it is the other way around: the queries that
 >>> ends_of(q >= k, axis="q").first
 k
 
-Some ends take a fact of a table: `doc[q] == doc[k]` shows one interval where equal entries stand together.
+Some masks have ends only if a fact of a table holds: `doc[q] == doc[k]` shows one interval where equal entries stand
+together.
 
 >>> from frisket.dsl.ir import lookup
 >>> same = eq(lookup("doc", (q,)), lookup("doc", (k,)))
@@ -34,18 +35,18 @@ from .affine import linear
 from .curves import Curve, solve, together
 from .facts import interval
 
-Fact = tuple[str, str]  # one of FACTS, or "segment" of offsets, and the name of a table
+Fact = tuple[str, str]  # one of FACTS, or "segment" for offsets, and the name of the table
 FACTS = ("has_runs", "is_sorted")
 _Q, _K = var("q"), var("k")
-ENDS_OF_RUNS = ("run_first", "run_last", "segment_first", "segment_last")  # nodes that a table of positions answers
+ENDS_OF_RUNS = ("run_first", "run_last", "segment_first", "segment_last")  # kernels read these from a derived table
 _TURN = {_Q: _K, _K: _Q}
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The positions that one row sees: those from `first` to `last`, inclusive, for which `rest` holds. Exprs in the
-    row's own coordinate, None where there is no bound; `asks` is a condition on the row alone, and without it the row
-    sees nothing."""
+    """The positions that one row (a query, or a key with `axis="q"`) sees: from `first` to `last`, inclusive, where
+    `rest` holds. `first` and `last` are Exprs in the row's coordinate, None where there is no bound. `asks` is a
+    condition on the row alone: a row that fails it sees nothing."""
 
     first: Expr | None
     last: Expr | None
@@ -55,8 +56,8 @@ class Ends:
 
 @memo(group="expressions")
 def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -> Ends | None:
-    """The ends of a simplified mask along an axis, None where no term is a bound. `facts` are those of `facts_of` that
-    hold: without them a term that needs one stays in `rest`."""
+    """The ends of a simplified mask along an axis, None where no term is a bound. `facts` are the facts of `facts_of`
+    that hold; a term that needs another one stays in `rest`."""
     lows: list[Curve] = []
     highs: list[Curve] = []
     asks, rest = TRUE, TRUE
@@ -78,13 +79,13 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
 
 @memo(group="expressions")
 def facts_of(mask: Expr) -> frozenset[Fact]:
-    """The facts of tables that would let more terms of a mask be ends, along one axis or the other."""
+    """The facts of tables that would turn more terms of a mask into ends, along either axis."""
     turned = substitute(mask, _TURN)
     found = (_needs(curves) for e in (*_terms(mask), *_terms(turned)) if "k" in uses(e) for curves in _solved(e))
     return frozenset(f for needs in found if _UNKNOWN not in needs for f in needs)
 
 
-_UNKNOWN: Fact = ("", "")  # a condition that is no fact of a table
+_UNKNOWN: Fact = ("", "")  # stands for a condition that is no fact of a table, which no call knows to hold
 
 
 def _terms(mask: Expr) -> tuple[Expr, ...]:
@@ -92,21 +93,21 @@ def _terms(mask: Expr) -> tuple[Expr, ...]:
 
 
 def _solved(e: Expr) -> Iterator[tuple[Curve, ...]]:
-    """The ways to write a term as bounds on k."""
+    """The bounds on k that each way to solve a term finds."""
     for way in (solve, together, _either):
         if (found := way(e)) is not None:
             yield found
 
 
 def _either(e: Expr) -> tuple[Curve, ...] | None:
-    """The bound of a disjunction of bounds on one side: `q >= k | k < n` is `k <= max(q, n - 1)`, and for one key the
-    queries `q >= where(k < n, 0, k)`."""
+    """The bound of a disjunction of bounds on the same side: `q >= k | k < n` is `k <= max(q, n - 1)`. A term that does
+    not read k lifts a lower bound to 0: `k >= q | q < n` is `k >= where(q < n, 0, q)`."""
     found = [solve(a) for a in e.args if "k" in uses(a)] if e.op == "or" else []
     curves = [c for x in found for c in x or ()]
     if not found or None in found or len(curves) != len(found) or len({c.side for c in curves}) != 1:
         return None
     side, alone = curves[0].side, [a for a in e.args if "k" not in uses(a)]
-    if alone and side == "high":  # no number is known to be past every position
+    if alone and side == "high":  # no number is known to be at or past every position
         return None
     value = reduce(partial(build, "max" if side == "high" else "min"), (c.value for c in curves))
     value = where(disj(*alone), 0, value) if alone else value
@@ -114,7 +115,7 @@ def _either(e: Expr) -> tuple[Curve, ...] | None:
 
 
 def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
-    """The facts that some bounds take."""
+    """The facts of tables that some bounds need; `_UNKNOWN` among them where they need something else."""
     conditions = {n for c in curves for n in _terms(c.needs)} - {TRUE}
     found = {(n.op, n.name) if n.op in FACTS and isinstance(n.name, str) else _UNKNOWN for n in conditions}
     for n in walk(*(c.value for c in curves)):
@@ -127,7 +128,8 @@ def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:
-    """The bounds that no other one implies: the last entry of a run that holds q is not before q."""
+    """The bounds that no other one implies: beside `k <= q`, `k <= last(q)` says nothing, as the run that holds q does
+    not end before q."""
     return [c for c in curves if not any(c is not other and _implied(c, other) for other in curves)]
 
 
@@ -139,8 +141,5 @@ def _implied(c: Curve, other: Curve) -> bool:
 
 
 def _one(curves: list[Curve], op: str, axis: str) -> Expr | None:
-    found: Expr | None = None
-    for c in curves:
-        value = c.value if axis == "k" else substitute(c.value, _TURN)
-        found = value if found is None else build(op, found, value)
-    return found
+    values = [c.value if axis == "k" else substitute(c.value, _TURN) for c in curves]
+    return reduce(partial(build, op), values) if values else None

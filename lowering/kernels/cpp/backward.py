@@ -1,7 +1,7 @@
 """Writes the native backward kernel of a LoopPlan: one self-contained C++ source, compiled apart from the forward.
 
 Beside the forward's functions of positions it has the slope of the score mod and, for every captured value, the
-weight of its gradient (lowering/derive.py); the rest is cpp_backward*.hpp.
+weight of its gradient (lowering/derive.py); the rest is backward*.hpp.
 """
 
 from __future__ import annotations

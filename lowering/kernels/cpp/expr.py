@@ -1,8 +1,8 @@
 """The operators of the language in C++, for single numbers and for vectors of keys alike.
 
 What is known per call, batch entry and head (`fixed.x`) or per query (`row.x`) is a single number; what depends on
-the key (`column.x`) or the score is a vector with a lane for every key. The functions are those of cpp_functions.hpp
-and cpp_integers.hpp, overloaded for both; meanings are those of `dsl.evaluate`.
+the key (`column.x`) or the score is a vector with a lane for every key. The functions are those of functions.hpp
+and integers.hpp, overloaded for both; meanings are those of `dsl.evaluate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the native kernels of a LoopPlan: one self-contained C++ source for g++ or clang.
 
-The text is made of hand-written parts (cpp_vectors.hpp, cpp_gemm.hpp, cpp_forward.hpp) and, between them, what the
+The text is made of hand-written parts (vectors.hpp, gemm.hpp, forward.hpp and others) and, between them, what the
 plan says: its sizes, and the mask and the score mod as functions over a vector of keys. What depends on the batch
 entry and the head is worked out once (`Fixed`), what depends on the query once per row (`Row`), what depends on the
 key once per vector of keys (`Column`).
@@ -31,6 +31,10 @@ KEYWORDS = (
     "double else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept "
     "not nullptr operator or private protected public register return short signed sizeof static struct switch "
     "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
+).split()
+MACROS = (
+    "ADD APART BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS REAL_BYTES "
+    "REGISTER REGISTERS REGISTER_BYTES SHUFFLE SWAPPED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
 WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # names of what is ours
@@ -102,7 +106,7 @@ class CppKernel:
 
     def _named(self) -> dict[str, str]:
         """The C++ names of slots and tables: the user's names where C++ allows them."""
-        names = Names({*KEYWORDS, *NUMBERS, "fixed", "row", "column", "score"})
+        names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
         found = {s.name: names.new(WISHES.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
         wish = {t.name: WISHES.get(t.source, t.source) + ("_by_index" if t.derived else "") for t in self.plan.tables}
         return found | {t.name: names.new(wish[t.name]) for t in self.plan.tables}

@@ -1,5 +1,6 @@
 """The text of the C++ kernels: golden files, names, errors. Nothing here needs a compiler."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,13 @@ def test_names_of_users_do_not_meet_those_of_the_language():
     text = cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
     assert "Int int_;" in text
     assert "Int row_;" in text
+
+
+@pytest.mark.parametrize("module", [cpp, cpp_backward])
+def test_names_of_users_do_not_meet_macros(module):
+    source = module.emit(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, 64, 64, "float32")
+    assert "Int HALF_;" in source
+    assert set(re.findall(r"#define (\w+)", source)) <= set(cpp.MACROS)
 
 
 def test_intervals_of_keys():
