@@ -28,7 +28,7 @@ _Q, _K = var("q"), var("k")
 
 
 def depends(e: Expr) -> frozenset[str]:
-    """Which of q and k an Expr reads."""
+    """The coordinates among q and k that an Expr reads."""
     return uses(e) & {"q", "k"}
 
 
