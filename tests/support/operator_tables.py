@@ -26,6 +26,7 @@ from frisket.lowering.analysis import intervals
 from frisket.lowering.aten import expr as aten
 from frisket.lowering.kernels import jnp_expr, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
+from frisket.lowering.kernels.cute import expr as cute
 from frisket.lowering.kernels.pallas_gpu import expr as pallas_gpu
 from frisket.lowering.kernels.triton import expr as triton
 from frisket.lowering.planner import cpp as planner_cpp
@@ -192,6 +193,12 @@ TABLES = [
         "lowering/kernels/triton/skeletons/functions.tpl",
         "the function of that text",
         called(triton.TRITON, "lowering/kernels/triton/expr.py", "lowering/kernels/triton/skeletons/functions.tpl"),
+    ),
+    Table("lowering/kernels/cute/expr.py", "CUTE: its text for FlashAttention 4", cute.CUTE.__contains__),
+    Table(
+        "lowering/kernels/cute/expr.py",
+        "PRELUDE: the function of that text",
+        called(cute.CUTE, "lowering/kernels/cute/expr.py"),
     ),
     Table("lowering/kernels/cpp/expr.py", "CPP: its text", cpp.CPP.__contains__),
     Table("lowering/kernels/cpp/functions.hpp", "the function of that text, or in integers.hpp", called(cpp.CPP, *HPP)),

@@ -1,0 +1,174 @@
+"""Prints the mask and score mod of a LoopPlan as CuTe functions, which FlashAttention 4 builds into its kernels.
+
+>>> from frisket.dsl.sugar import k, q
+>>> from frisket.lowering.plan import make_plan
+>>> print(emit(make_plan((q >= k) & (q - k <= 255), None, "causal & window(256)")).body, end="")
+def mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):
+    s0 = cute.full(q_idx.shape, aux_scalars[0], Int32)
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= s0)
+
+The engine calls them at positions past the last query and key too, and hides those itself. Tables of the plan are its
+`aux_tensors`, clamped lookups; numbers that come with a call are its `aux_scalars`: slots of the plan, sizes of the
+problem, and where the call lies in it. So `window(256)` and `window(512)` are one text, and one kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.derive import backward_of
+from frisket.lowering.kernels.expr import LONG, Text, machine, operator, same_remainder
+from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.plan import LoopPlan
+
+from . import expr
+
+POSITIONS = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
+INSTEAD = "take backend='triton'"
+MODS = ("mask_mod", "score_mod", "score_mod_bwd")
+
+
+@dataclass(frozen=True)
+class Mods:
+    """The text of a plan's functions. `tables` and `scalars` are, in their order, the names of what they read:
+    tables of the plan; slots of the plan, sizes of the problem and "first q", the origin along an axis."""
+
+    title: str
+    body: str  # what kernels are known by
+    tables: tuple[str, ...]
+    scalars: tuple[str, ...]
+    functions: tuple[str, ...]  # of MODS
+
+    @property
+    def text(self) -> str:
+        """The module's source."""
+        code = expr.prelude(self.body)
+        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in expr.words(code + self.body)]
+        lines = [f'"""{self.title}"""', "", *["import cutlass"] * ("cutlass." in code), "import cutlass.cute as cute"]
+        lines += [f"from cutlass import {', '.join(names)}"] * bool(names)
+        return "\n".join(lines) + f"\n{code}\n\n{self.body}"
+
+
+def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = frozenset()) -> Mods:
+    """The functions of a plan; `placed` are the axes of `b h q k` along which the call begins past 0. Raises
+    LoweringError for what a function of a position cannot say: `refusal` has the words."""
+    if why := refusal(plan):
+        raise LoweringError(f"FlashAttention's mask and score mods {why}\n  {INSTEAD}")
+    roots = {} if plan.mask is None else {"mask_mod": plan.mask}
+    if plan.score is not None:
+        roots["score_mod"] = plan.score
+        if gradients and (slope := backward_of(plan).slope) is not None:
+            roots["score_mod_bwd"] = slope
+    ready = {name: transform(machine(root), same_remainder) for name, root in roots.items()}
+    read = {n.name for n in walk(*ready.values()) if n.op in ("lookup", "param")} | {
+        n for root in ready.values() for n in uses(root)
+    }
+    tables = tuple(t.name for t in plan.tables if t.name in read)
+    scalars = [s.name for s in plan.slots if s.name in read] + [n for n in SIZES if n in read]
+    scalars += [f"first {n}" for n in COORDINATES if n in placed and n in read]
+    writer = _Writer(plan, tables, tuple(scalars))
+    texts = [writer.function(name, root, backward_of(plan).guard) for name, root in ready.items()]
+    if gradients and plan.score is not None and "score_mod_bwd" not in roots:
+        texts.append(writer.unchanged())
+    functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))
+    return Mods(_title(plan), "\n\n".join(texts), tables, tuple(scalars), functions)
+
+
+def refusal(plan: LoopPlan) -> str:
+    """A reason why no function of a position says what a plan computes; "" where one does."""
+    if plan.kept is not None:
+        return "drop no weights: FlashAttention 4 has no dropout"
+    if plan.weight is not None:
+        return "scale no stored keys and values"
+    if plan.pages is not None:
+        return "read no pages: an entry of a recycled page may be NaN, and FlashAttention 4 adds 0 times that"
+    if plan.unwritten:
+        return "take no keys that may hold anything: FlashAttention 4 adds 0 times a hidden value, which may be NaN"
+    if plan.int64:
+        return "compute in integers of 32 bits, and these may be larger"
+    return ""
+
+
+def _title(plan: LoopPlan) -> str:
+    """The plan as the user wrote it, and what its slots and tables are, fit for a docstring."""
+    lines = [plan.text or "every key visible, plain scores"]
+    lines += [f"{s.name} = {s.source if s.value is None else s.value}" for s in plan.slots]
+    lines += [f"{t.name} = {t.derived.replace('_', ' ')}{' of ' * bool(t.derived)}{t.source}" for t in plan.tables]
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
+
+
+class _Writer:
+    """The writer of the functions of one plan."""
+
+    def __init__(self, plan: LoopPlan, tables: tuple[str, ...], scalars: tuple[str, ...]) -> None:
+        self.tables, self.scalars = tables, scalars
+        self.types = {s.name: s.type for s in plan.slots} | {t.name: t.type for t in plan.tables}
+
+    def function(self, name: str, root: Expr, guard: bool) -> str:
+        names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
+        lines, value = self._written(root, names)
+        page = Page()
+        with page.block(self._head(name)):
+            for line in (*self._arguments(root), *lines):
+                page.line(line)
+            if name == "score_mod_bwd" and guard:
+                page.line(f"return cute.where(grad == 0.0, 0.0, grad * {value.inside(8)})")
+            elif name == "score_mod_bwd":
+                page.line(f"return grad * {value.inside(8)}")
+            else:
+                page.line(f"return {(expr.full(root, value) if root.op == 'lit' else value).text}")
+        return str(page)
+
+    def unchanged(self) -> str:
+        """The derivative of a score mod that adds to the score."""
+        page = Page()
+        with page.block(self._head("score_mod_bwd")):
+            page.line("return grad")
+        return str(page)
+
+    def _head(self, name: str) -> str:
+        first = {"score_mod": "score, ", "score_mod_bwd": "grad, score, "}.get(name, "")
+        return f"def {name}({first}b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):"
+
+    def _arguments(self, root: Expr) -> list[str]:
+        """The lines that name the tables and numbers that a function reads."""
+        read = uses(root) | {n.name for n in walk(root) if n.op in ("lookup", "param")}
+        lines = [f"{t} = aux_tensors[{i}]" for i, t in enumerate(self.tables) if t in read]
+        for i, name in enumerate(self.scalars):
+            axis = name.removeprefix("first ")
+            if axis != name and axis in read:
+                lines.append(f"{POSITIONS[axis]} = {POSITIONS[axis]} + aux_scalars[{i}]")
+            elif name in read:
+                kind = "Float32" if self.types.get(name) is FLOAT else "Int32"
+                number = f"cute.full(q_idx.shape, aux_scalars[{i}], {kind})"
+                lines.append(f"{name} = {number}{' != 0' * (self.types.get(name) is BOOL)}")
+        return lines
+
+    def _written(self, root: Expr, names: Names) -> tuple[list[str], Text]:
+        """The lines that name nodes used twice or long, and the text of the value."""
+        users = Counter(a for node in walk(root) for a in node.args)
+        lines: list[str] = []
+        texts: dict[Expr, Text] = {}
+        for node in walk(root):
+            args = [texts[a] for a in node.args]
+            text = self._leaf(node, args) or operator(node, args, expr.CUTE, "CuTe")
+            if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
+                lines.append(f"{(name := names.numbered('x'))} = {text.text}")
+                text = Text(name)
+            texts[node] = text
+        return lines, texts[root]
+
+    def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        if node.op == "var":
+            return Text(POSITIONS.get(node.name, node.name))
+        if node.op == "param":
+            return Text(node.name)
+        if node.op == "lookup":
+            at = [expr.full(n, t) if n.op == "lit" else t for n, t in zip(node.args, args, strict=True)]
+            read = f"entry({', '.join([node.name, *(t.text for t in at)])})"
+            return Text(f"{read} != 0", 1) if node.type is BOOL else Text(read)
+        return expr.operator(node, args)
