@@ -1,9 +1,9 @@
 """Predictions for the kernels that Mosaic GPU compiles, beside flex_attention.
 
-Two warp groups compute and one copies by TMA. The loops of those that compute are played in their steady state; what is
-copied is ahead of them, so that a tile takes no less than its bytes take of L2, and the turns that the two groups take
-are left out. `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiles the kernels and keeps their machine
-code; it needs JAX's CUDA plugin and no GPU.
+Two warp groups compute and one copies by TMA. The loops of the computing groups are simulated in their steady state.
+Copies run ahead of them, so a tile takes at least the time in which L2 delivers its bytes. That the two groups take
+turns is not simulated. `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiles the kernels and keeps
+their machine code; it needs JAX's CUDA plugin and no GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .ours import FLOPS, Tile
 from .published import name
 from .report import FIGURES, PAIR, SOFTCAP, Row
 
-COMPUTING = 8  # warps
-NAMES = {"window 128": "window"}  # names of masks here, and there
-RESULTS = {"forward": "", "dq": ": dq", "dkv": ": dk dv"}
+COMPUTING = 8  # warps that compute
+NAMES = {"window 128": "window"}  # masks that the folder of kernels calls otherwise
+RESULTS = {"forward": "", "dq": ": dq", "dkv": ": dk dv"}  # how names of kernels in the folder end
 GPU = GPUS["sm_90"]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One kernel that was kept: its machine code, its tile (queries, keys, tiles ahead) and bytes of shared memory."""
+    """One kernel of the folder: its machine code, its tile (queries, keys, tiles ahead) and bytes of shared memory."""
 
     file: Path
     tile: tuple[int, int, int]
@@ -40,8 +40,8 @@ class Kept:
         registers, stack = resources(self.file)
         q, k, ahead = self.tile
         text = disassembled(self.file)
-        made = Compiled("", GPU.arch, "", COMPUTING, registers, stack, self.shared, 0, text, ahead)
-        made = Compiled(**{**vars(made), "kernel": re.findall(r"^\s*\.text\.(\w+):", text, re.M)[0]})
+        symbol = re.findall(r"^\s*\.text\.(\w+):", text, re.M)[0]
+        made = Compiled(symbol, GPU.arch, "", COMPUTING, registers, stack, self.shared, 0, text, ahead)
         border, rest = full.loop_numbers(made, made.sass.products)
         copied = 2 * 2 * dim * (q if which == "dkv" else k)  # two arrays of 16-bit numbers
         return Kernel(made, border, rest, q * k, FLOPS[which] * dim, copied)
@@ -60,7 +60,7 @@ def kept(folder: Path) -> dict[tuple[str, int], Kept]:
 
 
 def time(found: dict[tuple[str, int], Kept], which: str, case: Case) -> Time:
-    """One kernel; that of dk and dv walks the queries of all heads of a group."""
+    """The time of one kernel. The kernel of dk and dv walks the queries of all heads of a group."""
     one = found[NAMES.get(case.mask, case.mask) + RESULTS[which], case.dim]
     work = full.ours_work(which, case.mask, case.length, Tile(*one.tile[:2], COMPUTING, one.tile[2]))
     parts = [(one.kernel(which, case.dim), work.grouped(case.group, which == "dkv"))]
@@ -78,7 +78,7 @@ def rate(found: dict[tuple[str, int], Kept], direction: str, case: Case) -> floa
 
 
 def predicted(folder: Path) -> Iterator[tuple[str, Row]]:
-    """Rows as `report.predicted` has them."""
+    """Rows of predictions, in the form of `report.predicted`."""
     found = kept(folder)
     for (direction, mask, dim, length), goal in FIGURES.items():
         case = Case(mask, dim, length, group=2)

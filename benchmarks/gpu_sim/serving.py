@@ -1,10 +1,10 @@
-"""Steps of serving: few queries of every sequence over a long cache of keys and values, which HBM brings once.
+"""Predicted times of serving steps: few queries of every sequence over a long cache, which is read from HBM once.
 
-A program reads its share of the tiles of one sequence and one key head. Programs start in the order of the launch, each
-where a place is free first. Each has a part of the time beside its tiles, and then reads as fast as its loops do where
-as many blocks share the SM; all together read no faster than HBM. What one program leaves of the rate, others take. A
-second kernel combines the parts. The share of a step is the time in which HBM brings the visible keys and values, their
-scales and page numbers, over the time of its kernels.
+A program reads its share of the key tiles of one sequence and one key head. Programs start in the order of the launch,
+each on the first SM with a free place. A program first spends a fixed time, then reads at the rate of its loops in an
+SM with as many blocks. All programs together read no faster than HBM; what one leaves of that rate, others use. A
+second kernel combines the parts. The share of a step is the time in which HBM delivers the visible keys and values,
+their scales and page numbers, divided by the time of its kernels.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from .machine import GPUS, Gpu, resident
 from .simulate import Role, simulate
 from .steps import steps
 
-FAR = 479 - 263  # cycles from L2 to HBM: Luo et al., as `machine` has it
+FAR = 479 - 263  # cycles from L2 to HBM, by Luo et al., as in `machine`
 GROUP, KEY_HEADS, DIM = 8, 8, 128
-SEARCH = 2500  # cycles of a program that finds nothing to do, some four loads from L2 one after another
-TURNS = 8  # full tiles of the run that says what a program takes beside its tiles
+SEARCH = 2500  # cycles of a program that finds no row to work on: some four loads from L2, one after another
+TURNS = 8  # full tiles of the simulated program from which the fixed time of a program is taken
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of `queries` for every sequence, the last of `lengths` tokens each; a cache has room for `room`."""
+    """A step of `queries` queries for every sequence, its last tokens. Sequences have `lengths` tokens, and the cache
+    has room for `room` tokens of each."""
 
     queries: int
     lengths: tuple[int, ...]
@@ -55,12 +56,12 @@ class Step:
 
     @property
     def entry(self) -> int:
-        """Bytes of a key or value of one head, with its scale."""
+        """Bytes of one key or one value of one head, with its scale."""
         return DIM + 4 if self.kv_dtype else 2 * DIM
 
     @property
     def bytes(self) -> float:
-        """Bytes of the keys and values that some query sees, their scales and page numbers."""
+        """Bytes of all visible keys and values, their scales and page numbers."""
         pages = sum(-(-n // self.page) for n in self.lengths) * 4 if self.page else 0
         return 2.0 * sum(self.lengths) * KEY_HEADS * self.entry + pages
 
@@ -81,7 +82,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """One program: cycles beside its tiles, cycles of its tiles where it waits for no one, and their bytes."""
+    """One program: its fixed cycles, the cycles of its tiles where no other program takes of the rate, and their
+    bytes."""
 
     fixed: float
     work: float
@@ -90,8 +92,8 @@ class Block:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step with its launches, `busy` without them, and the shares of the memory rate and of the
-    matrix unit's peak in that time."""
+    """The seconds of a step with its launches, and `busy` without them. `share` and `matrix` are fractions of the rate
+    of HBM and of the matrix unit's peak in the busy time."""
 
     seconds: float
     busy: float
@@ -102,11 +104,11 @@ class StepTime:
 
 
 def stream(blocks: Sequence[Block], places: int, cap: float) -> float:
-    """The cycle at which the last of the blocks ends, where all together read `cap` bytes a cycle at most."""
+    """The cycle at which the last block ends, where all blocks together read at most `cap` bytes a cycle."""
     waiting = iter(blocks)
-    now = served = demand = 0.0  # `served`: cycles of work that every block that reads since the start has done
-    starting: list[tuple[float, int, Block]] = []  # the cycle in which they begin to read
-    reading: list[tuple[float, int, Block]] = []  # the work served at which they end
+    now = served = demand = 0.0  # `served`: cycles of work done by a block that has been reading since cycle 0
+    starting: list[tuple[float, int, Block]] = []  # with the cycle at which a block begins to read
+    reading: list[tuple[float, int, Block]] = []  # with the value of `served` at which a block ends
     count = 0
 
     def start() -> None:
@@ -118,7 +120,7 @@ def stream(blocks: Sequence[Block], places: int, cap: float) -> float:
     for _ in range(places):
         start()
     while starting or reading:
-        rate = min(1.0, cap / demand) if demand > cap else 1.0
+        rate = cap / demand if demand > cap else 1.0
         end = now + (reading[0][0] - served) / rate if reading else float("inf")
         if starting and starting[0][0] <= end:
             at, number, one = heapq.heappop(starting)
@@ -141,7 +143,7 @@ def stream(blocks: Sequence[Block], places: int, cap: float) -> float:
 
 @cache
 def plan_of(kv_dtype: str, page: int) -> LoopPlan:
-    """Causal attention behind what every sequence has of its own, as caches ask for it."""
+    """The plan of causal attention over a cache, in which every sequence has its own start and end."""
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
     places = (lookup("pages", (b, k // page)), h // GROUP, k % page) if page else (b, h // GROUP, k)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
@@ -151,7 +153,7 @@ def plan_of(kv_dtype: str, page: int) -> LoopPlan:
 
 
 def divided(step: Step) -> Shares:
-    """The shares that frisket chooses: lengths live on the device, so that the host knows the room alone."""
+    """The shares that frisket chooses. Lengths are on the device: the host knows only the room."""
     plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
     tile = default_target(step.geometry, "bfloat16", keys=MEDIUM, stored=stored, arch=step.arch)
@@ -162,7 +164,7 @@ def divided(step: Step) -> Shares:
 
 @cache
 def made(name: str, step: Step, chosen: Shares) -> Compiled:
-    """A kernel of the module for such a step."""
+    """The compiled kernel called `name` of the module for a step."""
     plan, target = plan_of(step.kv_dtype, step.page), chosen.target
     target = replace(target, splits=int(chosen.alone))
     source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
@@ -176,13 +178,13 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
 
 
 def tiles_of(step: Step, length: int, queries: int, keys: int) -> tuple[int, int]:
-    """(border, full) tiles of keys that the last queries of a sequence see, one tile of queries."""
+    """(border, full) tiles of keys that the last tile of queries of a sequence sees."""
     full = max(0, length - queries + 1) // keys
     return -(-length // keys) - full, full
 
 
 def rows_of(step: Step, chosen: Shares) -> list[tuple[int, int, int]]:
-    """(border tiles, full tiles, programs) of every row of one key head."""
+    """(border tiles, full tiles, programs) of every row of tiles of one key head."""
     splits, queries = chosen.target.splits, min(step.queries, chosen.queries)
     of_sequence = -(-step.queries // chosen.queries) * (GROUP // chosen.pack)
     rows = [tiles_of(step, n, queries, chosen.target.block_k) for n in step.lengths for _ in range(of_sequence)]
@@ -215,25 +217,25 @@ def timed(step: Step, chosen: Shares | None = None) -> StepTime:
     one = made("attention_decode", step, chosen)
     more = combine_cycles(step, chosen, GPUS[step.arch]) if not chosen.alone else 0
     blocks = [*blocks_of(step, chosen)]
-    # Where rows have parts in proportion, the key heads of a program start one after another.
+    # In a balanced launch the same program of every key head starts before the next program.
     blocks = [x for x in blocks for _ in range(KEY_HEADS)] if chosen.balanced else blocks * KEY_HEADS
     return _timed(step, one, blocks, target.block_k, target.block_q, more)
 
 
 def flex_timed(step: Step) -> StepTime:
-    """The time of flex_attention's decoding with torch's tile and splits, where it exists: for keys in bfloat16 without
-    pages. What combines its parts, a few reductions of torch, is taken to be as fast as our kernel."""
+    """The time of a step with flex_attention's decoding, in torch's tile and splits: for keys in bfloat16 without pages
+    alone. The few reductions of torch that combine its parts are taken to be as fast as our kernel."""
     gpu, (tile,) = GPUS[step.arch], flex_kernels.tiles("decode", DIM, "bfloat16", step.arch)
     splits = max(1, gpu.processors // (len(step.lengths) * KEY_HEADS) * 2)  # as torch has it
     one = flex_kernels.Flex("decode", "causal", DIM, arch=step.arch, group=GROUP, queries=step.queries, splits=2)
     programs = []
+    each = -(-step.room // splits // tile.block_k)  # tiles of a part
     for length in step.lengths:
         blocks = -(-length // flex_kernels.BLOCK)
-        each = -(-step.room // splits // tile.block_k)  # tiles of a part
         edges, inner = (n * flex_kernels.BLOCK // tile.block_k for n in (1, blocks - 1))
         for part in range(splits):
-            whole_ = min(max(0, inner - (splits - part - 1) * each), each)
-            programs.append((min(max(0, edges - part * each), each), whole_))
+            full = min(max(0, inner - (splits - part - 1) * each), each)
+            programs.append((min(max(0, edges - part * each), each), full))
     rows = max(16, 1 << (step.queries * GROUP - 1).bit_length())
     like = divided(step)
     like = replace(like, target=replace(like.target, splits=splits), balanced=False)
@@ -244,12 +246,13 @@ def flex_timed(step: Step) -> StepTime:
 def _timed(
     step: Step, one: Compiled, programs: Sequence[tuple[int, int]], keys: int, rows: int, more: float
 ) -> StepTime:  # fmt: skip
-    """The time of programs of (border, full) tiles of so many keys and rows; `more` are cycles of a second kernel."""
-    near = GPUS[step.arch]
+    """The time of `programs`, (border, full) tiles each, in tiles of `keys` keys and `rows` rows; `more` is the number
+    of cycles of a second kernel."""
+    near = GPUS[step.arch]  # loads take the latency of L2; in `far` they take that of HBM
     far = replace(near, copy_latency=near.copy_latency + FAR, global_latency=near.global_latency + FAR)
     fit = resident(near, one.warps, one.registers, one.shared)
-    busy = 1 + max(i for i, n in enumerate(programs) if sum(n))  # programs behind those leave at once
-    fit = max(1, min(fit, -(-busy // near.processors)))
+    working = 1 + max(i for i, n in enumerate(programs) if sum(n))  # the programs after these leave at once
+    fit = max(1, min(fit, -(-working // near.processors)))
     border, full = loop_numbers(one, one.sass.products)
     x = Kernel(one, border, full, rows * keys, 4 * DIM)
     each = figures(one, far, fit)
@@ -261,7 +264,7 @@ def _timed(
     ]  # fmt: skip
     products = sum(e + f for e, f in programs) * x.pairs * x.flops
     clock, matrix = near.clock, 0.0
-    for _ in range(3):  # power takes from the clock of the processors, not from that of the memory
+    for _ in range(3):  # under load the clock of the SMs drops, that of the memory does not
         cycles = stream(blocks, near.processors * fit, near.hbm / clock)
         matrix = products / cycles / (near.processors * near.matrix * 8)
         clock = near.clock_under(matrix)
@@ -271,8 +274,8 @@ def _timed(
 
 
 def beside(x: Kernel, far: Gpu, bordered: bool, fit: int, programs: int, bytes: float) -> float:
-    """Cycles of a program beside its tiles of so many bytes: a run of the whole programs of an SM that has its share of
-    HBM, less what their tiles take there."""
+    """The fixed cycles of a program, beside its tiles of `bytes` bytes each: those of a simulated SM with `fit` whole
+    programs and its share of the rate of HBM, less the cycles of their tiles."""
     rate = min(far.l2_rate, far.hbm / far.clock / min(far.processors, programs))
     crowded = replace(far, l2_rate=rate, l2_burst=0)
     turns = {x.border: int(bordered), x.full: TURNS}
@@ -283,7 +286,7 @@ def beside(x: Kernel, far: Gpu, bordered: bool, fit: int, programs: int, bytes: 
 
 
 def combine_cycles(step: Step, chosen: Shares, gpu: Gpu) -> float:
-    """Cycles of the kernel that combines the parts: its whole program, played with as many turns as it takes."""
+    """Cycles of the kernel that combines the parts, simulated from its first to its last instruction."""
     one = made("attention_combine", step, chosen)
     turns = -(-max(parts for *_, parts in rows_of(step, chosen)) // 16)
     total = step.queries * GROUP * KEY_HEADS * len(step.lengths)

@@ -1,14 +1,15 @@
 """Writes the Gluon forward kernel of a LoopPlan, warp-specialised for Hopper and for Blackwell.
 
-One program works on one tile of queries of one head. A warp, `produce`, walks the records of the row and loads tiles
-of keys and of values by TMA into two rings in shared memory; two warp groups, `consume`, compute half of the queries
-each, so that one's softmax runs beside the other's products.
+One program works on one tile of queries of one head. One warp, `produce`, walks the records of the row and loads tiles
+of keys and of values by TMA into two rings in shared memory. Two warp groups, `consume`, compute half of the queries
+each: the softmax of one group runs beside the products of the other.
 
-On Hopper a tile has 128 queries. The groups begin their own products and take turns at it; a product with values runs
-beside the softmax of the next tile. On Blackwell it has 256, and another warp, `multiply`, begins the products, whose
-results are in tensor memory; heads past 128 fill it with 128 queries, which one group computes.
+On Hopper a tile has 128 queries. Each group issues its own products, in turns with the other group. The product with
+values runs beside the softmax of the next tile. On Blackwell a tile has 256 queries, and another warp, `multiply`,
+issues the products of both groups, whose results are in tensor memory. Heads past 128 fill tensor memory with 128
+queries, so their tile has 128 and one group.
 
-Expressions are printed as Triton's are, and by its table: the languages differ in the name of their module.
+Expressions are printed by Triton's table of operators: in the text of both languages only the module's name differs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from frisket.lowering.plan import LoopPlan, Target
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
-WIDEST = 256  # head dim: the sums of 64 queries are 128 registers then
+WIDEST = 256  # head dim: the sums of 64 queries take 128 registers of a thread
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
-PART = 64  # columns of the sums in tensor memory that a warp group has in registers at once
-SLACK = 8  # how much larger than its reference a score may be, in powers of two
-OF_USE = {  # lines of the head that not every kernel needs, and what says that it does
+PART = 64  # columns of the sums that a warp group reads from tensor memory at once
+SLACK = 8  # a weight may be 2**8: sums are rescaled where a score exceeds the maximum so far by more
+OF_USE = {  # lines of the module's head that not every kernel needs, and the text of a kernel that does
     "import triton": "triton.knobs",
     "from triton import language as tl": "tl.",
     "from triton.experimental.gluon.language.nvidia import blackwell": "seen_as(",
@@ -53,7 +54,7 @@ def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
 ) -> str:
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
-    the same text. `sinks`, `top` and `low` as Triton's forward has them; LoweringError where `refusal` has words."""
+    the same text. `sinks`, `top` and `low` are those of Triton's forward; a LoweringError says what `refusal` says."""
     if why := refusal(plan, dims):
         raise LoweringError(f"the Gluon kernel {why}\n  {INSTEAD}")
     groups, rows = groups_of(target.arch, dims.head_dim, dims.v_dim)
@@ -66,8 +67,8 @@ def emit(
 
 
 def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
-    """(warp groups that compute, queries of each). Of the 512 columns of tensor memory the sums of 128 queries take as
-    many as their head has dims, and scores as many as a tile has keys."""
+    """(warp groups that compute, queries of each). Tensor memory has 512 columns: for 128 queries, sums take a column
+    for each dim of the head, and scores a column for each key of a tile."""
     if arch == "sm_90":
         return 2, 64
     return (2 if max(head_dim, v_dim) <= 128 else 1), 128
@@ -97,7 +98,7 @@ def translated(text: str) -> str:
         head, gap, rest = found.replace("gl.sigmoid(", "sigmoid(").partition("\n\n\n@gluon.jit")
         found = f"{head}{SIGMOID}{gap}{rest}"
     for line, use in OF_USE.items():
-        found = found if use in found.replace("gl.", "") else found.replace(f"{line}\n", "")
+        found = found if use in found else found.replace(f"{line}\n", "")
     return found
 
 
@@ -106,14 +107,14 @@ class GluonForward(RowKernel):
 
     skeleton = FORWARD
     of_group: tuple[str, ...] = ("q_full", "turns")  # barriers
-    gathers = False  # a vector of a tile's distances would go through shared memory of both warp groups
+    gathers = False  # a vector of a tile's diagonals would take shared memory of both warp groups
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
         self.target, self.sinks, self.top, self.low = target, sinks, top, low
         self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
         self.groups, self.queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
         super().__init__(plan, dims, target, self.kept)
-        self.spread = False  # a scalar Bool is one here
+        self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
     def kernel(self) -> TritonKernel:
         launch = (
@@ -124,12 +125,12 @@ class GluonForward(RowKernel):
         return TritonKernel("attention_forward", self.filled(self.skeleton), launch)
 
     def beside(self) -> int:
-        """The warps beside those of the first group that computes: the second's, and one that loads."""
+        """The number of warps beside the four of the first group: four of the second, and one that loads."""
         return 5
 
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
-        self.hoisted = set()  # what was before is the kernel's, what follows `consume`'s
+        self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them anew
         rate = self.plan.rate
         results = [("Top", self.top), ("Low", self.low), ("Sinks", self.sinks)]
         return {
@@ -158,7 +159,7 @@ class GluonForward(RowKernel):
         }  # fmt: skip
 
     def _passed(self, common: dict[str, Any]) -> list[str]:
-        """The names that the kernel hands to `consume` for its expressions."""
+        """The arguments of `consume` that its expressions read."""
         made = arguments(self.plan)
         origins = [n for n in self.parameters.origins() if n in "qk"]
         names = ["b"] * common["by_batch"] + ["h"] * common["by_head"]
@@ -197,7 +198,7 @@ class GluonForward(RowKernel):
         return {
             "positioned": any("k" in uses(r) for r in roots),
             "column": column,
-            "bounded": any("inside" in line for line in visible),  # bounds of rows end with the keys
+            "bounded": any("inside" in line for line in visible),  # the ends of rows already stop at the last key
             "visible": visible,
             "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
             "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
@@ -205,13 +206,14 @@ class GluonForward(RowKernel):
 
 
 class BlackwellForward(GluonForward):
-    """Writes the four functions of Blackwell's forward: another one, `multiply`, begins the products."""
+    """Writes the four functions of Blackwell's forward: those of Hopper, and `multiply`, which issues the products."""
 
     skeleton = BLACKWELL
     of_group = ("q_full", "s_full", "p_full", "o_full")
 
     def beside(self) -> int:
-        """The warps of the other groups that compute, one that multiplies and one that loads."""
+        """The number of warps beside the four of the first group: four of the second, if there is one, one that
+        multiplies, and one that loads."""
         return 4 * self.groups - 2
 
     def holes(self) -> dict[str, Any]:

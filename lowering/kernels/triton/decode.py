@@ -1,8 +1,8 @@
 """Writes the Triton decode kernels: attention of few queries to parts of the keys, and the parts combined.
 
-A program has one tile of queries and one part of the tiles of keys that these see. The query heads of a key head are
-packed into the tile, so that keys and values are read once for all of them, unless the mask tells heads apart. The
-parts of a row are combined by a kernel of their own, in the order of the keys: the same bits at every call.
+A program works on one tile of queries and one part of the key tiles that these queries see. The query heads that share
+a key head are packed into one tile, so that keys and values are read once for all of them. They are not where the mask
+depends on the head. A second kernel combines the parts of a row in the order of the keys: equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
     low: bool = False, balanced: bool = False,
 ) -> str:  # fmt: skip
-    """The text of a module with `attention_decode` and `attention_combine`, as `forward.emit`; without `packs` every
-    query head has tiles of its own. Where `target.splits` says 1, nothing is combined: `attention_decode` writes the
-    results. With `balanced`, rows of a table of spans have parts in proportion to the tiles that they see, which the
-    kernel reads there: the host need not know them."""
+    """The text of a module with `attention_decode` and `attention_combine`; arguments as in `forward.emit`. Without
+    `packs`, a tile holds the queries of one head. Where `target.splits` is 1 there are no parts: `attention_decode`
+    writes the results. With `balanced`, each row has parts in proportion to the tiles that it sees. The kernel reads
+    their number from the table of spans, so the host need not know it."""
     given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced)
     return module("Attention of few queries", plan, dims, given)
 
@@ -48,8 +48,8 @@ def kernels(
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
-    """The number of query heads packed into a tile, where the mask is the same for all: the heads of a key head, or as
-    many of them as divide them and leave a tile that registers carry."""
+    """The number of query heads packed into a tile, 1 where the mask depends on the head: all heads that share a key
+    head, or the largest divisor of their number whose tile fits into registers."""
     if plan.uses_head:
         return 1
     dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
@@ -59,15 +59,15 @@ def packed(plan: LoopPlan, dims: Dims) -> int:
 
 
 def rows_of_a_tile(dims: Dims) -> int:
-    """The most queries of all heads in a packed tile, unless more heads share a key head. 16 queries of each of 8 heads
-    read keys and values once."""
+    """The most rows of a packed tile, a row being one query of one head: 128 rows hold 16 queries of each of 8 heads,
+    which read keys and values once. A key head with more heads than this may have a larger tile."""
     dim = padded(max(dims.head_dim, dims.v_dim))
     return 128 if dim <= 128 and dims.dtype != "float32" else 64 if dim <= 256 else 16
 
 
 class DecodeKernel(ForwardKernel):
     skeleton, name = DECODE, "attention_decode"
-    bounded = False  # few queries wait for keys, not for a mask, and stored keys take the registers
+    bounded = False  # loads of keys take the time here, not the mask, and stored keys need the registers
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool = False, top: bool = False,
@@ -124,8 +124,8 @@ class DecodeKernel(ForwardKernel):
         }
 
     def rewritten(self, e: Expr) -> Expr:
-        """A score mod without repeated reads: heads in one tile share a key head, so its values are read once, not by
-        every row."""
+        """An Expr in which `h // n` is that of the tile's first head, where all heads of the tile have the same: values
+        that depend on the key head alone are then read once, not for every row."""
         return super().rewritten(transform(e, self._of_group) if self.packs else e)
 
     def _of_group(self, e: Expr) -> Expr:
@@ -136,7 +136,7 @@ class DecodeKernel(ForwardKernel):
 def combine(
     plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False, balanced: bool = False
 ) -> TritonKernel:  # fmt: skip
-    """The kernel that combines the parts; it depends on whether a row of the plan may be empty."""
+    """The kernel that combines the parts of each row. Of the plan it reads `guard`: whether a row may be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim
     text = filled(

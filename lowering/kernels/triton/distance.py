@@ -1,9 +1,9 @@
-"""Tables read by distance: one vector a tile of queries and keys, instead of one load a position.
+"""Tables read by distance: one vector for each tile of queries and keys, instead of one load for each position.
 
-The index of `bias[h, q - k]`, of its clamped forms and of buckets of `q - k` is the same along a diagonal: a tile of
-BLOCK_Q queries and BLOCK_K keys has BLOCK_Q + BLOCK_K - 1 of them. They are worked out and loaded once, for queries
-`q_line` and the one key `k_line` at these distances, and every position takes its own out of shared memory. The values
-are those of a load a position, bit for bit.
+The index of `bias[h, q - k]`, with or without a clamp or buckets, is the same along a diagonal of a tile. A tile of
+BLOCK_Q queries and BLOCK_K keys has BLOCK_Q + BLOCK_K - 1 diagonals. Their entries are loaded once: for one key
+`k_line` and as many queries `q_line` as there are diagonals, one at each distance. Every position then takes the entry
+of its diagonal out of shared memory. The values equal those of one load for each position, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATHERED = "gathered"
 
 
 def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
-    """An Expr whose outermost lookups by distance are taken from vectors.
+    """An Expr whose outermost lookups by distance are read from the vector of the tile's diagonals.
 
     >>> from frisket.dsl.ir import lookup
     >>> from frisket.dsl.sugar import k, q
@@ -39,7 +39,7 @@ def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
 
 
 def _along(e: Expr, when: Mapping[str, int]) -> bool:
-    """Whether a lookup hangs on the distance, and otherwise on what a program has one of."""
+    """Whether a lookup depends on `q - k`, and beside it only on values that a program has one of."""
     return over((e,)) == "diagonal" and all(when.get(n, SCALAR) == SCALAR for n in uses(e) & {"b", "h"})
 
 

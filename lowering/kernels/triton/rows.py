@@ -26,12 +26,13 @@ QUERIES = frozenset(("q", "q0", "q1"))
 
 class RowKernel(TritonWriter):
     """A kernel whose program owns one row of tiles. `mask` and `score` are the expressions of the loops; `more` are
-    other expressions used per position. Swapped kernels always read their records from a table, where there is a mask.
+    other expressions that a position needs, such as that of dropout. A swapped kernel of a mask reads its records from
+    a table; others may have them from a closed form.
     """
 
-    shown = "inside[None, :]"  # of a border tile: what may be visible at all
-    gathers = True  # a position may take its value out of a vector of the tile's distances
-    bounded = True  # rows are known before their tiles: what they see is worked out once
+    shown = "inside[None, :]"  # the positions of a border tile that exist
+    gathers = True  # tables by distance are loaded as one vector a tile, out of which positions take their entries
+    bounded = True  # the ends of what a row sees are computed once, before its tiles
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
@@ -68,7 +69,7 @@ class RowKernel(TritonWriter):
         return e
 
     def units(self) -> dict[str, Any]:
-        """The holes that say what turns scores into exponents of 2, and products into scores."""
+        """The holes of two factors: `unit` turns scores into exponents of 2, `scale` products into scores."""
         plain = self.plan.score is None
         unit = "scale" if plain else "" if self.factor == 1.0 else f"{self.factor!r}"
         return {
@@ -81,7 +82,7 @@ class RowKernel(TritonWriter):
         return filled(skeleton, partial(wrapped, longest=self.longest), **self.holes())
 
     def holes(self) -> dict[str, Any]:
-        """The holes that every skeleton of rows has: flags, and the reads of scalars."""
+        """The holes of every skeleton with rows of tiles: flags, and the lines that read scalars."""
         given = self.parameters.holes(self.numbers)
         return {
             **given,
@@ -121,7 +122,7 @@ class RowKernel(TritonWriter):
     def tiles(self) -> list[dict[str, Any]]:
         """The holes of both loops of a skeleton over tiles: partial tiles first, then full ones."""
         edge = {"which": "The ragged edge: a last tile that is not full.", "tile": "tile", "range": "full_hi, hi"}
-        if self.plan.mask is not None:  # without one a loop of its own says in fewer registers that one tile is ragged
+        if self.plan.mask is not None:  # without a mask, a loop over one ragged tile takes fewer registers
             which = "Border tiles, before and behind the full ones: the mask is a predicate."
             edge = {"which": which, "tile": "j", "range": "lo, hi - full_hi + full_lo"}
         full = {"which": "Full tiles: every position is visible.", "tile": "tile", "range": "full_lo, full_hi"}
@@ -131,13 +132,13 @@ class RowKernel(TritonWriter):
         ]
 
     def tile(self, inside: str) -> dict[str, Any]:
-        """The holes of one loop; `inside` names the positions of a tile that exist, empty where all do."""
+        """The holes of one loop; `inside` names the positions of a tile that exist, "" where all exist."""
         raise NotImplementedError
 
     def _ends(self, plan: LoopPlan, dims: Dims, swapped: bool) -> Ends | None:
-        """The ends of a row, where the kernel works them out. Beside accumulators of a swapped kernel, heads past 64
-        leave no registers for a row's second end: the compiler spills. Entries of a table take more of them than ends
-        of its runs."""
+        """The ends of what a row sees, or None where the kernel evaluates the whole mask instead. A swapped kernel with
+        heads past 64 has no registers left for a row's last position beside its accumulators: the compiler spills. The
+        ends of runs are worth it there: the entries of the table would take more registers."""
         ends = plan.by_key if swapped else plan.by_query
         if ends is None or not self.bounded:
             return None
@@ -146,7 +147,7 @@ class RowKernel(TritonWriter):
         return ends
 
     def _rows(self) -> dict[str, Expr]:
-        """The parts of a row's ends that are worked out before the loops, by name."""
+        """The Exprs of a row's ends, which are computed before the loops, by name."""
         if self.ends is None:
             return {}
         asks = None if self.ends.asks is TRUE else self.ends.asks
@@ -154,7 +155,7 @@ class RowKernel(TritonWriter):
         return {name: expr.machine(e) for name, e in made.items() if e is not None}
 
     def before_tiles(self) -> list[str]:
-        """The lines before the loops: values of scalars and of rows, and the ends of what a row sees."""
+        """The lines before the loops: values that are known once a program or once a row, and the ends of each row."""
         roots = [*self.positions, *self.rows.values()]
         found = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
         if not self.rows:
@@ -190,24 +191,24 @@ class RowKernel(TritonWriter):
         return found
 
     def quoted(self, e: Expr | None, root: Expr | None, line: str, written: set[str], mask: str = "") -> list[str]:
-        """An expression of the plan as a comment, and the lines that work it out and apply it."""
+        """An Expr of the plan as a comment, and the lines that compute and apply it."""
         if e is None or root is None:
             return []
         found = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
         return [*found, *[line.format(self.value(root))] * bool(line)]
 
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
-        """The coordinate of a tile's walked axis, where `roots` read it, and the lines that depend on it."""
+        """The coordinate along the walked axis, where `roots` read it, and the lines of values that depend on it."""
         known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []
         return [*known, *self.line(roots), *self.lines(roots, COLUMN, written)]
 
 
 def shrinking(bounds: Mapping[str, Expr]) -> bool:
-    """Whether the rows of a closed form see fewer keys the later they come, as those of `k >= q` do: the first key
-    moves with the queries, and the last does not. Then the longest row is the first."""
+    """Whether later rows of a closed form see fewer keys, as under `k >= q`: their first key moves with the queries and
+    their last key does not. The longest row is then the first."""
     return bool(bounds) and bool(uses(bounds["first"]) & QUERIES) and not uses(bounds["last"]) & QUERIES
 
 
 def operands(e: Expr, op: str) -> list[Expr]:
-    """The operands of a tree of one operator: of a minimum of minima."""
+    """The operands of nested nodes of one operator: a, b and c of `min(min(a, b), c)`."""
     return [x for a in e.args for x in operands(a, op)] if e.op == op else [e]

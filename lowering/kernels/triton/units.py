@@ -1,18 +1,19 @@
-"""Score mods of 16-bit inputs in the units of the products: factors meet, and are multiplied before the loops.
+"""Score mods of 16-bit inputs, rewritten so that constant factors are multiplied before the loops.
 
-A kernel has `score`, the product of a query and a key, and `scale`. For float32 it works out `score * scale`, and what
-the score mod says of that, operator by operator. For 16 bits the text is free to round in other places, as long as each
-rounding is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
+A kernel has `score`, the product of a query and a key, and `scale`. For float32 inputs it computes `score * scale` and
+then the score mod, operator by operator. For 16-bit inputs the text may round in other places, as long as each rounding
+is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
 
-- `scale` is a factor like others, and factors that no position changes become one: `score / c` is `score * (scale *
-  (1 / c))`, whose factor is worked out once;
-- a quotient by a number that no position changes is a product with its reciprocal, at most 1.5 * 2**-23 of the quotient
-  away. A division at a position itself stays, and so does one by which an Int or a Bool is decided;
-- `exp(x)` is `exp2(x * LOG2E)`, which GPUs have;
-- `float(k - q)` is a difference of Floats that count from where the program's own tile begins: whole numbers, exact up
-  to distances of 2**24 tokens.
+- `scale` joins the factors that are the same at every position, and they become one factor, computed once: `score / c`
+  is `score * (scale * (1 / c))`;
+- a quotient by a number that is the same at every position is a product with its reciprocal, at most 1.5 * 2**-23 of
+  the quotient away. A division by a number that varies with the position stays, and so does a division that decides an
+  Int or a Bool;
+- `exp(x)` is `exp2(x * LOG2E)`, for which GPUs have an instruction;
+- `float(k - q)` is a difference of two Floats, counted from the first position of the program's own tile: whole
+  numbers, exact up to distances of 2**24 tokens.
 
-A last factor, the literal of `50 * tanh(...)`, joins that of the softmax, whose base is 2.
+A last literal factor, the 50 of `50 * tanh(...)`, joins the factor of the softmax, whose base is 2.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .expr import decisive
 SCALE = var("scale", FLOAT)
 START = var("start")  # the position at which the program's own tile begins
 LOG2E = math.log2(math.e)
-COMMON = 2.0**-60, 2.0**60  # factors whose products and reciprocals neither overflow nor lose digits
+COMMON = 2.0**-60, 2.0**60  # between these, products and reciprocals of factors neither overflow nor lose digits
 
 
 class Rounding(Protocol):
@@ -43,16 +44,16 @@ class Rounding(Protocol):
 
 
 def machine(e: Expr, dims: Rounding, when: Mapping[str, int] = LEVELS, *, gathers: bool = True) -> Expr:
-    """A score mod, one of its derivatives or a weight, written with the operators that machines have, for inputs of
-    these dimensions; `gathers` says that a kernel takes values by distance out of vectors."""
+    """A score mod, one of its derivatives or a weight in the operators that machines have, with the units of 16-bit
+    inputs where `dims` has these. With `gathers`, tables by distance are read as one vector a tile."""
     e = expr.machine(e)
     e = in_products(e, when) if dims.half else e
     return by_distance(e, when) if gathers else e
 
 
 def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
-    """An Expr of `score`, the scaled product, as one of `score`, the product, and of `scale`; `when` gives the levels
-    of coordinates.
+    """An Expr in which `score` is the scaled product, rewritten so that `score` is the product itself and `scale` a
+    factor; `when` gives the levels of coordinates.
 
     >>> from frisket.dsl.sugar import function
     >>> in_products(50.0 * function("tanh", SCORE / 50.0), {"score": 3})
@@ -68,7 +69,7 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
 
 
 def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
-    """An Expr whose arguments are done."""
+    """An Expr with its constant factors merged; those of its arguments already are."""
     if e.op == "exp":
         return build("exp2", _times(e.args[0], lit(LOG2E), when))
     if e.op == "float":
@@ -84,7 +85,7 @@ def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
 
 
 def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
-    """`x * factor`; where x ends in a product with a factor of its own, the two are one."""
+    """`x * factor`; where x is itself a product with a factor, the two factors become one."""
     if x.op == "mul":
         for rest, own in (x.args, x.args[::-1]):
             if _level(own, when) == SCALAR and _level(rest, when) != SCALAR:
@@ -105,7 +106,7 @@ def _common(x: Expr) -> bool:
 
 
 def _distance(e: Expr, when: Mapping[str, int]) -> Expr:
-    """`float(k - q)` with one conversion a key and one a query, instead of one a position."""
+    """`float(k - q)` with one conversion for each key and each query, instead of one for each pair."""
     (inner,) = e.args
     if inner.op == "abs":
         return build("abs", moved) if (moved := _distance(build("float", inner.args[0]), when)).op == "sub" else e
@@ -121,7 +122,7 @@ def _level(e: Expr, when: Mapping[str, int]) -> int:
 
 
 def last_factor(e: Expr, dims: Rounding) -> tuple[Expr, float]:
-    """A score mod without the positive literal that it is multiplied with in the end, and that literal, or 1."""
+    """A score mod without its last factor, a positive literal, and that literal; 1 where there is none."""
     if dims.half and e.op == "mul":
         for x, y in (e.args, e.args[::-1]):
             if _common(y) and y.name > 0:

@@ -1,8 +1,8 @@
 """Few queries on Triton: whether the heads of a key head share a tile, and in how many parts the keys are read.
 
-A program of the forward reads all keys of a tile of queries. With few queries its tile is mostly empty, and there are
-too few programs for the machine: then tiles hold the queries of all heads of a key head, and the tiles of keys that
-are visible go to several programs, whose results a second kernel combines.
+A program of the forward reads all keys that a tile of queries sees. With few queries most of the tile is empty, and
+there are fewer programs than the GPU can run at once. So a tile holds the queries of all heads that share a key head,
+and the visible tiles of keys are divided among several programs, whose results a second kernel combines.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .arguments import Bound, Launch, Made, Values, loaded_kernels
 from .grids import of_host
 
 Tensor = Any
-PACK = 64  # queries of one head from which on a tile is full without those of other heads
-FILLED = 0.8  # of the machine's slots: with so many programs nothing is split
-LEAST = 4  # tiles of 64 keys, or fewer, that are not worth splitting
-MOST = 256  # parts
-# Rows have parts in proportion to what they see where reading one costs so many times what the results of a part do,
-# there are no more of one head, and one sees so many times what they see in the mean. By the model of
-# benchmarks/gpu_sim that costs equal sequences 1 to 6 %, and 9 % with int8 in pages of 16, where ptxas takes 168
-# registers for 255; one of 128k tokens among 31 of 1k takes 10 times as long without. Rows and MOST parts are few
-# enough for an axis of a grid, which has 65,535 programs.
+PACK = 64  # queries of one head that fill a tile: from here on heads are not packed
+FILLED = 0.8  # share of the slots (programs that run at once): with this many programs nothing is split
+LEAST = 4  # so few tiles of 64 keys are not worth splitting
+MOST = 256  # parts of a row
+# Rows of tiles have parts in proportion to the tiles that they see where three things hold: to read the longest row
+# costs at least RAGGED times what the results of a part cost; one head has at most ROWS rows; and the longest row sees
+# more than EVEN times the mean. By the model of benchmarks/gpu_sim, one sequence of 128k tokens among 31 of 1k would
+# take 10 times as long without. Sequences of equal length take 1 to 6 % longer with it, and 9 % with int8 in pages of
+# 16, where ptxas gives a thread 168 registers, not 255. ROWS rows of MOST parts, and one more for each, are the 65,535
+# programs that an axis of a grid may have.
 RAGGED, ROWS, EVEN = 64, 255, 1.25
-BLOCKS = (
-    2  # programs of four warps that share a processor: one waits for memory while the other converts and multiplies
-)
+# Programs of four warps that share a processor: one waits for memory while the other converts and multiplies.
+BLOCKS = 2
 DEEP = 98_304  # bytes of keys and values that three stages may hold, on any NVIDIA GPU
-FLOP = 180  # products for a byte: as many of 16 bits as an H100 makes while it reads one, at 60 % of its peak
-# Bytes that a program could have read in the time of its first and last instructions, and of the kernel that combines.
+FLOP = 180  # operations in 16 bits that an H100 does while it reads one byte, at 60 % of its peak
+# The time of a program's first and last instructions, and that of the kernel that combines: as bytes read meanwhile.
 START, COMBINE = 16_384, 32_768
-NEAR = 1.03  # of the least cost: fewer parts are as good
+NEAR = 1.03  # times the least cost: up to here fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
 NOTHING = make_plan(None, None)  # the plan of the kernel that combines
 NO_VALUES = Values(({}, {}), (), (), (), ())
@@ -49,27 +49,27 @@ NO_VALUES = Values(({}, {}), (), (), (), ())
 
 @dataclass(frozen=True)
 class Shares:
-    """How a call of few queries is divided."""
+    """How a call of few queries is divided: the queries and heads of a tile, and the parts of a row of tiles."""
 
-    target: Target  # its `splits` are those chosen
-    queries: int  # of a tile, for each head in it
+    target: Target  # `splits` are the parts of a row
+    queries: int  # queries of each head in a tile
     pack: int  # heads in a tile
-    block: tuple[int, int]  # tiles whose spans say what a row sees
-    balanced: bool = False  # rows have parts in proportion to what they see: `splits` are those of a row in the mean
+    block: tuple[int, int]  # the tile (queries, keys) of the spans that the kernel reads
+    balanced: bool = False  # rows have parts in proportion to the tiles they see; `splits` is then the mean
 
     @property
     def alone(self) -> bool:
-        """Whether every row is read by one program, which writes the results."""
+        """Whether one program reads all keys of a row, and so writes the results."""
         return self.target.splits == 1 and not self.balanced
 
     def grid(self, g: Geometry) -> tuple[int, int, int]:
         rows, heads = -(-g.q_len // self.queries), g.heads // self.pack
-        if self.balanced:  # what rows have beyond their share is rounded up
+        if self.balanced:  # rounding up gives each row one part more at most
             return heads, g.batch * rows * (self.target.splits + 1), 1
         return rows * self.target.splits, heads, g.batch
 
     def results(self, g: Geometry) -> dict[str, tuple[tuple[int, ...], type]]:
-        """Shapes and dtypes of what programs leave to be combined."""
+        """Shapes and dtypes of the arrays that hold the results of parts until they are combined."""
         heads, programs, _ = self.grid(g)
         rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else (
             self.target.splits, g.batch, g.heads, g.q_len
@@ -81,7 +81,7 @@ class Shares:
         return found
 
     def numbers(self, g: Geometry) -> dict[str, int]:
-        """Numbers that the kernel which combines parts is launched with."""
+        """The numbers that the combining kernel is launched with."""
         own = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
         return {"heads": g.heads, "q_len": g.q_len, **own}
 
@@ -89,8 +89,8 @@ class Shares:
 def shares(
     plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
 ) -> Shares | None:
-    """The shares of a short query's keys, or None where the forward kernel does as well: `target.splits` says 1, or
-    there is nothing to pack and enough programs. Never asks a device for anything."""
+    """How a call of few queries is divided, or None where the forward kernel is as good: `target.splits` is 1, or heads
+    are not packed and there are enough programs. Reads nothing from a device."""
     if target.splits == 1:
         return None
     pack = packed(plan, dims) if g.q_len < PACK and _whole_groups(g) else 1
@@ -115,9 +115,8 @@ def shares(
 
 
 def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, queries: int, block: tuple[int, int]) -> bool:
-    """Whether some rows of tiles may see many more tiles of keys than others.
-
-    Sequences of a batch do where their lengths differ. Where the host does not know, they may."""
+    """Whether some rows of tiles may see many more tiles of keys than others, as the sequences of a batch do where
+    their lengths differ. True where the lengths are known to the device alone."""
     rows = g.batch * -(-g.q_len // queries)
     if plan.mask is None or plan.bounds is not None or not 1 < rows <= ROWS:
         return False
@@ -131,23 +130,23 @@ def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, queries: int, 
 
 
 def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int]:
-    """The cost of a tile of keys, and of the results of a part, which are written and read: in bytes, or in what is
-    read while as much is multiplied."""
+    """The costs of a tile of keys and of a part's results, which are written once and read once. A cost is a number of
+    bytes; that of a tile is its bytes, or the bytes that could be read while it is multiplied."""
     width = g.head_dim + g.v_dim
     of_key = 1 if dims.kv_dtype else 4 if dims.dtype == "float32" else 2
     return keys * width * max(of_key, 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
 
 
 def _whole_groups(g: Geometry) -> bool:
-    """Whether the call begins with the first head of a group, as that of every shard does: then h // group is one
-    number for all heads in a tile."""
+    """Whether the call begins with the first head of a group, as the call of every shard does: h // group is then the
+    same for all heads in a tile."""
     first = g.origin[1]
     return not of_host(first) or int(first) % (g.heads // g.kv_heads) == 0
 
 
 def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
-    """Few queries wait for memory: more stages of loads, where they fit, and no more warps than rows need. The number
-    of a page is loaded before its keys, so that five stages are in flight what three are without pages."""
+    """The target of few queries, which wait for memory: more stages of loads, where they fit, and no more warps than
+    rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys."""
     of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
     stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
     fits = target.num_stages > 1 and 3 * stage <= DEEP
@@ -156,7 +155,7 @@ def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
 
 
 def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
-    """Tiles of keys that a row reads at most, as far as the host knows."""
+    """The most tiles of keys that a row reads; all of them where only the device knows."""
     if spans is not None and not isinstance(spans, FlatPlan):
         found = spans.rows(block)
         if isinstance(found, Spans):
@@ -166,8 +165,9 @@ def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) ->
 
 @memo(1024, weigh=100)
 def parts(programs: int, slots: int, tiles: int, tile: int, results: int) -> int:
-    """The fewest parts whose predicted cost is next to the least: that of all waves of programs, each with its share
-    of the tiles, and of combining their results. `tile` and `results` are what a tile and a part cost, in bytes.
+    """The fewest parts of a row whose predicted cost is within 3 % of the least. The cost is that of all waves of
+    programs, each with its share of the tiles, and of combining the parts. `tile` and `results` are the costs of a tile
+    and of a part's results, in bytes.
 
     >>> parts(8, 264, 256, 32768, 16640), parts(264, 264, 256, 32768, 16640), parts(8, 264, 3, 32768, 16640)
     (32, 1, 1)
@@ -184,14 +184,14 @@ def processors(device: Any) -> int:
 
 
 class Parts:
-    """The launches of such a call: two, or one where nothing is divided."""
+    """The launches of a call of few queries: two, or one where rows have one part."""
 
     def __init__(
         self, own: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, live: tuple[str, ...], sinks: bool,
         top: bool, low: bool,
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
-        alike = replace(target, splits=int(chosen.alone))  # of any number of parts the kernels are the same
+        alike = replace(target, splits=int(chosen.alone))  # the kernels are the same for any number of parts
         kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low, chosen.balanced)
         self.combine: Launch | None = None
         results = {"Out": "o", "Lse": ""}

@@ -15,19 +15,21 @@ from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals
-PARTS, ROOM = 8, 1 << 24  # at most, and numbers in all of their sums
+ROWS = 16  # the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
+PARTS, ROOM = 8, 1 << 24  # the most parts of a block diagonal, and the most numbers in the sums of all parts
 
 Grid = tuple[int, int, int]
 
 
 def forward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
-    """The plan a forward kernel is printed for: the folded scale needs max(x * scale) = max(x) * scale."""
+    """The plan a forward kernel is printed for. A scale of 0 or less is applied score by score: the kernel that applies
+    it to the maximum needs max(x * scale) = max(x) * scale."""
     return replace(plan, score=SCORE) if not g.scale > 0 and plan.score is None else plan
 
 
 def backward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
-    """The plan backward kernels are printed for: products that begin at lse / scale need another one than 0."""
+    """The plan backward kernels are printed for. A scale of 0 is applied score by score: for others, the accumulator of
+    a product starts at lse / scale."""
     return replace(plan, score=SCORE) if g.scale == 0 and plan.score is None else plan
 
 
@@ -46,7 +48,7 @@ class LaunchStep:
 
 
 def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
-    """The kernels that a module has, in the order of their launches."""
+    """The launches of a backward in their order: those of the `kernels` that the module has."""
     dq, dkv = target.dq or target, target.dkv or target
     steps = (
         LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
@@ -66,7 +68,7 @@ def tiles(g: Geometry, side: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Diagonals:
-    """How the tiles along block diagonals are divided: a part of one is `share` rows of tiles."""
+    """How the tiles along block diagonals are divided: each part of a diagonal has `share` rows of tiles."""
 
     across: int  # block diagonals
     share: int
@@ -87,8 +89,8 @@ def of_plane(g: Geometry, side: int, shared: str) -> Grid:
 
 
 def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[str, Any]) -> str | None:
-    """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left, has
-    a place of its own; None where that is not so or not known."""
+    """The axes "b" and "h" that share the entries of a table, where every query and key, and each of the other axes,
+    has entries of its own; None where two may meet in one entry."""
     entries = zip(gradient.index, shape, strict=True)
     apart = {n for e, size in entries if (n := _apart(e, size, g, slots))}
     if not {"q", "k"} <= apart:
@@ -101,7 +103,7 @@ def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[
 
 
 def _apart(entry: Expr, size: int, g: Geometry, slots: Mapping[str, Any]) -> str | None:
-    """The coordinate that an entry of the index is, none of whose values is clamped."""
+    """The coordinate that an index is, up to a constant, where none of its values is clamped; otherwise None."""
     name = alone(entry)
     if name is None:
         return None
@@ -125,8 +127,8 @@ def of_host(x: Any) -> bool:
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
-    """The span arrays that kernels read, by the names of their parameters; rows of each slice with the most tiles
-    first."""
+    """The span arrays that kernels read, by the names of their parameters. `Order` lists the rows of each slice, those
+    with the most tiles first."""
     work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
     return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}

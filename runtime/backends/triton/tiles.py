@@ -1,24 +1,25 @@
-"""Choice of tiles, warps and stages of the Triton kernels: the one place that says so.
+"""Tiles, warps and stages of the Triton kernels: the one module that chooses them.
 
-Three things decide: what fits into registers and shared memory (head size, dtype, architecture, the score mod), how
-much of a tile is work, and how few queries there are. A tile of BQ queries and BK keys that follows
-a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this share of its work is useful:
+Three things decide: what fits into registers and shared memory (head size, dtype, architecture, the score mod), which
+share of a tile is visible, and how few queries there are. Under a window of W keys, a row of BQ queries in tiles of BK
+keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this share of its work is useful:
 
     W                128    192    256    512   1024   4096
     128 x 128        50 %   50 %   67 %   80 %   89 %   97 %
     128 x  64        50 %   60 %   67 %   80 %   89 %   97 %
      64 x  64        67 %   75 %   80 %   89 %   94 %   98 %
 
-    where the window does not begin with a tile, W / (W + BQ + BK - 2):
+    where the window does not begin with a tile, it is W / (W + BQ + BK - 2) in the mean:
     128 x 128        34 %   43 %   50 %   67 %   80 %   94 %
     128 x  64        40 %   50 %   57 %   73 %   84 %   96 %
      64 x  64        50 %   60 %   67 %   80 %   89 %   97 %
 
-Larger tiles read less for each product: 64 x 64 has half the work of 128 x 128 for a byte of shared memory. So windows
-are `short` up to 192 keys, where small tiles win by a quarter, `medium` up to 768, where narrower ones do by a tenth,
-and `long` beyond, as is all that is no window. Masks whose rows are no formula are `medium` at most: documents have two
-borders, and kernels that read which tiles a row sees have fewer registers for the rest. The class hangs on the mask
-alone, never on the lengths of a call or on what its tables hold: a change inside a class compiles nothing.
+Larger tiles read less for each product: 128 x 128 does twice the work of 64 x 64 for each byte of shared memory. So
+there are three classes of windows: `short` up to 192 keys, where small tiles win by a quarter, `medium` up to 768,
+where narrower tiles win by a tenth, and `long` beyond; masks without a window are `long`. Masks for whose rows there is
+no formula are `medium` at most: documents have two borders, and kernels that read their spans from a table have fewer
+registers left. The class depends on the mask alone, not on the lengths of a call or the contents of its tables: a
+change inside a class compiles nothing.
 """
 
 from __future__ import annotations
@@ -50,30 +51,32 @@ if TYPE_CHECKING:
 
 Window = Literal["short", "medium", "long"]
 Reads = Literal["axis", "distance", "each"]
-SHORT, MEDIUM = 192, 768  # keys: the last of their class
-ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how many keys a query sees
+SHORT, MEDIUM = 192, 768  # the most keys of a short and of a medium window
+ROW, LENGTH = 128, 4096  # the tile (128 x 128) and the tokens of the layout that says how many keys a query sees
 
 Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 where arrays are read by tensor descriptors
-# 16-bit numbers: architecture -> kernel -> window, or "curved" for long ones whose score mod has a derivative that is
-# not 1 -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: of the tiles that spill
-# nothing those of the least predicted time. Where there is a table for pointers alone, it is that of callers who have
-# no descriptors.
+# The tiles of 16-bit arrays: architecture -> kernel -> window, or "curved" for a long window with a score mod whose
+# derivative is not 1 -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: the tiles of
+# the least predicted time among those that spill nothing. An architecture with "by pointers" behind its name holds the
+# tiles of calls without tensor descriptors.
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
-LIKE = {  # whose tiles an architecture takes that is not in the table
+LIKE = {  # architectures that are not in the table, and the one whose tiles they take
     "sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942",
 }  # fmt: skip
 SHARED = {  # bytes of shared memory that a block may have, by the vendors' documents
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
-# Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
+# Keys of a tile for few queries, by padded head size. They wait for memory, not for products: narrow tiles leave room
+# for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
-# Of stored keys registers hold scales, pages and what is converted: with more keys the compiler spills.
+# Keys of a tile of stored keys, of many queries and of few. Scales, page numbers and converted keys take registers:
+# with more keys the compiler spills.
 STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
-# Two warps convert each key of 8 bits for 17 to 32 rows: by the model of benchmarks/gpu_sim a loop over 128 of them
-# keeps the memory busy, one over 64 does not. Less shared memory than this has no room for three stages.
+# Keys of 8 bits in a tile for 17 to 32 rows, where two warps convert each key: by the model of benchmarks/gpu_sim a
+# loop over tiles of 128 keys keeps the memory busy, one over 64 does not. Three stages need this much shared memory.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
@@ -84,7 +87,7 @@ SINGLE: dict[str, dict[int, Tile]] = {
 
 
 def window_of(keys: float) -> Window:
-    """The class of a mask whose queries see so many keys."""
+    """The class of a mask by the number of keys that a query sees."""
     return "short" if keys <= SHORT else "medium" if keys <= MEDIUM else "long"
 
 
@@ -92,9 +95,10 @@ def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
     stored: bool = False, arch: str = "sm_90", descriptors: bool = True,
 ) -> Target:  # fmt: skip
-    """Tiles of the forward and the backward. `keys` are those a query sees, `curved` says that the derivative of the
-    score mod is not 1, `stored` that keys and values are as caches store them; `reads` as `reads_of` has it, `arch` as
-    in `triton_report.ARCHITECTURES`. Without `descriptors` arrays are read by pointers.
+    """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
+    that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
+    scales or pages, as in a cache. `reads` is an answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without
+    `descriptors` arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -103,7 +107,7 @@ def default_target(
     """
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     window = window_of(keys)
-    if reads == "distance" and window == "long":  # addresses and values of a table beside those of keys
+    if reads == "distance" and window == "long":  # the table's addresses and entries take registers beside the keys
         window = "medium"
     table = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])
     if not descriptors:
@@ -134,8 +138,8 @@ def default_target(
 def _carried(
     kernel: str, rows: dict[str, dict[str, list[int]]], window: Window, dim: int, curved: bool, reads: Reads, arch: str
 ) -> Tile:
-    """The tile of a kernel, from its `rows` of the table, or what the architecture carries of it: fewer stages first,
-    then a narrower side that is walked."""
+    """The tile of a kernel, from its `rows` of the table. Where it does not fit into the architecture's shared memory,
+    it has fewer stages, and then fewer positions along the axis that is walked."""
     block_q, block_k, warps, stages, described = rows["curved" if curved and window == "long" else window][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers
@@ -151,15 +155,15 @@ def _carried(
 
 
 def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
-    """Bytes of shared memory that 16-bit arrays take: those of the program's own tile, one in the forward and two in
-    the backward, and two for each stage of what it walks. Without stages they follow one another."""
+    """Bytes of shared memory that 16-bit arrays take: the program's own tile of one array in the forward and of two in
+    the backward, and the walked tiles of two arrays for each stage. With one stage all of them use the same bytes."""
     if stages == 1:
         return 2 * dim * max(own, walked)
     return 2 * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked)
 
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
-    """The tile of a call with fewer queries, or keys, than its program's own side."""
+    """The tile of a call, halved along the program's own axis while the call has at most half of its positions."""
     block_q, block_k, warps, stages, described = tile
     side, length = (block_k, g.kv_len) if kernel == "dkv" else (block_q, g.q_len)
     while side > 16 and side >= 2 * length:
@@ -177,7 +181,7 @@ def of_kernel(name: str, target: Target) -> Target:
 
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
-    """A tile of the user's, for every kernel."""
+    """The target of a tile that the user gives, for every kernel."""
     wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
     return Target("triton", *tile, num_warps=8 if wide else 4)
 
@@ -189,8 +193,8 @@ def target(
     plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
     device: Any = None, arch: str | None = None,
 ) -> Target:  # fmt: skip
-    """The target of a call with `plan` on `device`, or for `arch`; without a plan that of a long window. `tile` is the
-    user's, of every kernel, `tuning` what he says beyond it."""
+    """The target of a call with `plan` on `device`, or for `arch`; without a plan, the target of a long window. `tile`
+    is a tile that the user gives for every kernel, `tuning` the other options that users give."""
     arch = arch or architecture(device)
     if tile is not None:
         return tuning.applied(with_precision(of_tile(tile, g, dtype), dtype, arch))
@@ -206,9 +210,9 @@ def target(
 
 
 def with_precision(target: Target, dtype: str, arch: str) -> Target:
-    """tanh of 16-bit inputs as `with_tanh` has it, and products of float32 as `torch.set_float32_matmul_precision`:
-    exact where that is "highest", its default, in TF32 where it is "high" or "medium". What a `Tuning` says goes
-    before. AMD's GPUs have no TF32."""
+    """A target with the tanh of `with_tanh` for 16-bit inputs, and for float32 the products that
+    `torch.set_float32_matmul_precision` asks for: exact for "highest", the default, in TF32 for "high" and "medium".
+    AMD's GPUs have no TF32. A `Tuning` takes precedence."""
     torch = sys.modules.get("torch")
     if dtype != "float32":
         return with_tanh(target, arch)
@@ -222,16 +226,16 @@ def in_tf32(target: Target) -> Target:
 
 
 def with_tanh(target: Target, arch: str) -> Target:
-    """tanh of 16-bit inputs by the instruction that NVIDIA's GPUs have for it: 2**-11 of the value away at most, where
-    a product of float16 inputs is 2**-12 away, of bfloat16 2**-9. `Tuning.tanh` goes before."""
+    """A target with the tanh instruction of NVIDIA's GPUs, for 16-bit inputs. Its relative error is at most 2**-11,
+    where rounding an input to float16 costs 2**-12 and to bfloat16 2**-9. `Tuning.tanh` takes precedence."""
     return target.everywhere(tanh="approximate") if arch.startswith("sm_") else target
 
 
 @memo(group="expressions")
 def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, bool]:
-    """How many keys a query sees in the middle of a long sequence, to the half of a tile, by those conjuncts of a
-    mask that are about positions alone: a bound where others hide more. And whether formulas say which tiles a row
-    reads; otherwise that comes from a table."""
+    """(keys that a query sees in the middle of a long sequence, whether formulas give the tiles of a row). Keys are
+    counted to half a tile, by the conjuncts of a mask that read positions alone, so there are no more where other
+    conjuncts hide keys too. Without formulas, the tiles of a row come from a table."""
     terms = mask.args if mask.op == "and" else (mask,)
     own = [e for e in terms if _of_positions(e)]
     if not own:
@@ -257,8 +261,8 @@ def _of_positions(e: Expr) -> bool:
 
 
 def reads_of(*roots: Expr | None) -> Reads:
-    """The positions at which tables are read: with an index that hangs on the query and the key, on their distance
-    alone, or at most on one of them."""
+    """The way tables are read: "each" where an index depends on the query and the key, "distance" where on their
+    distance alone, "axis" where at most on one of the two."""
     taken = [by_distance(e, LEVELS) for e in roots if e is not None]
     found = {n.op for n, at in levels(*taken, when={**LEVELS, **ALONG}).items() if at == POSITION}
     return "each" if "lookup" in found else "distance" if GATHERED in found else "axis"
