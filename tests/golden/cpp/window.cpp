@@ -1077,37 +1077,38 @@ static void few_products(const Operand *query, int rows, const Stored *keys, con
 
 // -- forward ------------------------------------------------------------------------------------------------------
 //
-// One work item is one tile of BLOCK_Q queries of one head. For every tile of keys it visits: scores and weights of
-// all rows, GROUP rows at a time, then weights times values. Online softmax in base 2 where scores are not modified
-// (log2 e is in the scale), in base e otherwise. Few rows read keys and values where they are, many have them packed.
+// One work item is one tile of BLOCK_Q queries of one head. For every tile of keys that it visits, it computes scores
+// and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not modified, the online
+// softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values where they are; for many
+// rows these are packed first.
 
-const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
-const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float of it is off by percents at scores of 1e5
+const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
+const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
-const int HEADS = 16;                                  // query heads of one item of decoding, at most
-const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // rows of an item that packing does not pay for
-const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // rows that are weighed in one go
-const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
+const int HEADS = 16;                                  // the most query heads of one item of decoding
+const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // the most rows for which packing does not pay
+const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
+const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
 const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
 const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
-static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "and whole chunks, as a page is");
+static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
 
-// The memory of one worker; lives on between calls.
+// The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots;
-    int64_t *tag;     // [slots] which tile is there
+    int64_t *tag;     // [slots] the number of the tile in a slot
     Operand *tiles;   // [slots, TILE]
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
-    Operand values[BLOCK_K / PAIR * V_WIDE];  // those of a tile without what nobody sees
+    Operand values[BLOCK_K / PAIR * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
     Real scores[TOGETHER * BLOCK_K];
     Bits seen[TOGETHER * VECTORS];
@@ -1118,14 +1119,15 @@ struct Worker {
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Row rows[ROWS];
-    int place[ROWS];           // of the row's head among those of this item that differ
-    int places;
+    int place[ROWS];           // the index in `fixed` of a row's head
+    int places;                // entries of `fixed`: heads of the item, 1 where heads do not differ
     Fixed fixed[HEADS];
     Column columns[HEADS * VECTORS];
 };
 
-// Memory is taken from and given back to a few places by one exchange each: nothing to lock, nothing to break by fork.
-const int PLACES = 16;  // what a kernel at rest holds: some 70 MB at most; more threads than this use malloc
+// Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
+// that a fork could leave locked.
+const int PLACES = 16;  // workers kept, some 70 MB at most; more threads than this call malloc each time
 static void *places[PLACES];
 
 static Worker *take(int64_t slots) {
@@ -1158,7 +1160,8 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-// Where keys or values of a tile are, and those that are fetched ahead: addresses of chunks, strides within them.
+// Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
+// between rows of a chunk.
 struct Chunks {
     const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
     int64_t stride;
@@ -1167,7 +1170,7 @@ struct Chunks {
 struct Tile {
     Chunks k, v;
     int64_t present;                // keys before the end
-    const Operand *keys, *values;   // the same packed, or values as they came
+    const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
     int64_t v_stride;               // of `values`
 };
 
@@ -1179,7 +1182,7 @@ static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.scores + j * LANES, BLOCK_K);
 }
 
-// acc = acc * shrink + weights * values for N vectors of them, from `column` on; weights are in place of scores.
+// acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
 template <bool PARTIAL, int N, bool WHOLE>
 static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
     by_few(rows, [&](int row, int n) {
@@ -1214,11 +1217,11 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
-// The keys that M rows from g on see, pair by pair, and the vectors from lo to hi that have such keys.
+// Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
 INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
     const int here = rows - g < M ? rows - g : M;
     Bits some[VECTORS];
-    for (int j = 0; j < VECTORS; j++) {  // outside: the values of a column stay in registers
+    for (int j = 0; j < VECTORS; j++) {  // the outer loop, so that the values of a column stay in registers
         some[j] = Bits{};
         for (int i = 0; i < here; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
@@ -1234,8 +1237,8 @@ INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
     while (lo < hi && !any(some[hi - 1])) hi--;
 }
 
-// Fills in the part of the tile that each of GROUP rows from g on sees, where that is one interval, and finds the
-// vectors from lo to hi that have such keys.
+// Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the
+// vectors with visible keys.
 INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi) {
     const int64_t all = tile.present < BLOCK_K ? tile.present : BLOCK_K;
     int64_t first = BLOCK_K, last = 0;
@@ -1252,8 +1255,8 @@ INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi)
     if (lo > hi) lo = hi = 0;
 }
 
-// Scores and weights of one tile of keys, GROUP rows at a time or all of the few. PARTIAL: not every position is
-// visible.
+// Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few, which
+// SMALL says. PARTIAL: not every position is visible.
 template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
     const int M = SMALL ? rows : GROUP;
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL;
@@ -1305,7 +1308,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
                 if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
-                if (SCALED) {  // 0 times a scale that nobody sees may be NaN
+                if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
                     p *= scale_of_value(w.fixed[place], w.rows[row], column);
                     if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
                 }
@@ -1327,8 +1330,8 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
     }
 }
 
-// Values that no row of the item sees may be anything, as memory is that was never written to, and 0 times NaN is NaN:
-// where they are not finite a copy of the tile has zeros for them.
+// Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
+// Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
     if (EIGHT == 1) return;  // whole numbers are finite
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
@@ -1340,7 +1343,7 @@ static void hide(Worker &w, Tile &tile, int rows) {
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     Bits odd = {};
     for (int64_t i = lo * LANES; i < end; i++) {
-        if (i % LANES == 0 && !any(~load<Bits>(w.some + i))) {  // all of a vector are seen
+        if (i % LANES == 0 && !any(~load<Bits>(w.some + i))) {  // all keys of this vector are visible
             i += LANES - 1;
             continue;
         }
@@ -1382,7 +1385,7 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
     }
 }
 
-// Whether values need no packing: rows of whole vectors, close to each other.
+// Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
 #if HALF == 0 && EIGHT == 0
     return !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
