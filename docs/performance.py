@@ -181,12 +181,12 @@ def of_cpu(parts: dict[str, Part]) -> Iterator[str]:
 SHARE = "share of the product's rate"
 PREDICTED = "gpu-model"  # its figures are no measurements
 SERVING = """\
-Rows are how keys and values are stored, and queries a sequence x sequences; columns are tokens of each sequence. 64
-heads, 8 key heads, head size 128. The share is the time in which the memory, at 90 % of its data sheet's rate, brings
-all visible keys and values, over the time of the kernels; launches, 3 us each, count in the second table alone. Lengths
-live on the device, so the host knows no more than the capacity. flex is flex_attention's decoding with the tile that
-torch 2.13 takes by default: 64 keys, one stage and two warps, which spill 13 KB a thread at 16 queries of 8 heads. Its
-parts are taken to be combined as fast as ours.
+A row says how keys and values are stored, then the queries of a sequence x the number of sequences; a column, the
+tokens of each sequence. 64 heads, 8 key heads, head size 128. The share is the time in which the memory, at 90 % of its
+data sheet's rate, delivers all visible keys and values, divided by the time of the kernels. Launches, 3 us each, count
+in the second table alone. Lengths are on the device: the host knows only the capacity of the cache. flex is
+flex_attention's decoding with the tile that torch 2.13 takes by default: 64 keys, one stage and two warps, which spill
+13 KB a thread at 16 queries of 8 heads. Its parts are assumed to be combined as fast as ours.
 """
 
 
@@ -207,7 +207,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
         for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
             yield from figures(parts, name, quantity)
     for name in (n for n in parts if n.startswith("sensitivity")):
-        yield f"### A fifth more or less of one constant, {name.partition(', ')[2]}\n"
+        yield f"### Predictions with one constant a fifth higher or lower, {name.partition(', ')[2]}\n"
         yield from figures(parts, name, "change of TFLOP/s, %")
 
 
@@ -340,12 +340,12 @@ TOPICS = (
     Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128: from the key to the frame with "
           "the new picture, facts and cost, in Chromium without a window; of that, the analysis.",
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
-    Topic("gpu-model", "Predicted, never measured", "No GPU has run this. Kernels are compiled for an H100 ahead of "
-          "time, disassembled and played through a model of its SMs, ours and flex_attention's alike; `steady loop` is "
-          "the loop of full tiles alone at the nominal clock, `full model` adds border tiles, prologues, tails, waves "
-          "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. The model is some 10 % too fast for "
-          "flex_attention's forward as published, and 5 % too slow to 70 % too fast for its backward: trust ratios and "
-          "signs.", "python benchmarks/gpu_model.py figures", of_model),
+    Topic("gpu-model", "Predicted, never measured", "No GPU has run this. Kernels, ours and flex_attention's alike, "
+          "are compiled for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is "
+          "the loop of full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves "
+          "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
+          "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward: trust "
+          "ratios, and which of two is faster, not TFLOP/s.", "python benchmarks/gpu_model.py figures", of_model),
     Topic("context-parallel", "Sequences over ranks", "A million tokens dealt to 64 ranks: a model, not a measurement.",
           "python benchmarks/context_parallel.py", of_deals),
 )  # fmt: skip
