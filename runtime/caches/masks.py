@@ -134,6 +134,37 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
     return why
 
 
+def not_served(att: Attention, params: Mapping[str, Any]) -> str:
+    """A reason why a serving engine cannot run `att` for requests that share a batch and are read in chunks, or an
+    empty text: positions of a batch and lengths change at every step, and a chunk has no later tokens to see."""
+    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names]
+    key = "served", *numbers
+    if key not in att.ready:
+        att.ready[key] = _not_served(att.program.bind(dict(numbers)))
+    why: str = att.ready[key]
+    return why
+
+
+def _not_served(program: CallProgram) -> str:
+    for part in program.parts:
+        if names := sorted({"b", "B", "Q_LEN", "KV_LEN"} & uses(part.expr)):
+            return (
+                f"the {part.what} reads {names[0]}, which changes from step to step of a serving engine\n  {part}\n  "
+                "write it with positions q and k in a request, heads, and numbers"
+            )
+    known = _of_numbers(program.mask)
+    try:
+        answer: Any = known is not None and known.implies("q >= k", HORIZON, HORIZON)
+    except FrisketError as error:
+        return f"whether the mask is causal is not known: {error}\n  add `causal & ` to it"
+    if not answer:
+        return (
+            "a mask of a serving engine has to be causal: a prompt that is read in chunks has no later tokens to see"
+            f"\n  {'everything is seen' if program.mask is None else program.mask}\n  add `causal & ` to it"
+        )
+    return ""
+
+
 def _no_room(program: CallProgram, slots: int, new: int) -> str:
     held = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
     told = f"a ring of {slots} tokens {held}"

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import ParameterError
-from frisket.dsl.ir import uses
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.caches.masks import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, placed
+from frisket.runtime.caches.masks import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
 from frisket.runtime.calls.options import Options
 
 from .transformers_config import SLIDING, program
@@ -134,12 +133,8 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
     key = "requests", kind, window, own, told
     if key in att.ready:
         return
-    for part in att.program.parts:
-        if names := sorted({"b", "B", "Q_LEN", "KV_LEN"} & uses(part.expr)):
-            raise ParameterError(
-                f"the {part.what} reads {names[0]}, which changes with every step of continuous batching\n  {part}\n  "
-                "write it with positions q and k in a request, heads, and numbers"
-            )
+    if own and (why := not_served(att, values)):
+        raise ParameterError(f"in the config of a model for continuous batching: {why}")
     if kind == SLIDING and own:
         if why := no_room(att, window or 0, 1, values):
             raise ParameterError(

@@ -16,6 +16,7 @@ FAMILIES = {
     ("runtime/caches", "torch"),
     ("runtime/integrations", "flax"),
     ("runtime/integrations", "transformers"),
+    ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),
     ("runtime/parallel", "jax"),
     ("runtime/parallel", "torch"),

@@ -13,6 +13,7 @@ from support.triton import triton_null
 import frisket.integrations.transformers as plugin
 from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import decode
+from frisket.runtime.integrations import vllm_pages
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""
@@ -53,6 +54,41 @@ def attend(module, new, past):
     with torch.no_grad(), NoLook(), NoWait():
         out, _ = plugin.attention(module, q, k, k, None, is_causal=True, **rest)
     assert out.shape == (1, sum(new), HEADS, DIM)
+
+
+def serve(layer, batch, pool):
+    """A step of vLLM of two layers."""
+    q = torch.zeros(batch[-1], HEADS, DIM, dtype=pool.dtype)
+    k = torch.zeros(batch[-1], KEY_HEADS, DIM, dtype=pool.dtype)
+    with torch.no_grad(), NoLook(), NoWait():
+        found = vllm_pages.PagedBatch.of(*batch)
+        for _ in range(2):
+            vllm_pages.write(pool, k, k, found.slots)
+            assert layer.attend(q, pool, found).shape == q.shape
+
+
+def test_steps_of_vllm():
+    """Steps alone, and beside a chunk of a prompt."""
+    layer = vllm_pages.ServedLayer(window=256, softcap=30.0, slopes=[0.5] * HEADS)
+    pool = torch.zeros(2, 260, 16, KEY_HEADS, DIM, dtype=torch.bfloat16)
+    blocks = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
+
+    def step(n, new):
+        lengths = torch.tensor([100 + n, 37 + n, 700 + n, 64 + n + new[3]], dtype=torch.int32)
+        return vllm_pages.steps_in_front(ends(new)), ends(new), lengths, blocks, torch.arange(sum(new)), sum(new)
+
+    kinds = [lambda n: [1, 1, 1, 1], lambda n: [1, 1, 1, 48 + n]]
+    for kind in kinds:
+        for n in range(20):
+            serve(layer, step(n, kind(n)), pool)
+    triton_null.compiled.clear()
+    triton_null.launched.clear()
+    for n in range(20, 20 + STEPS):
+        for kind in kinds:
+            serve(layer, step(n, kind(n)), pool)
+    assert triton_null.compiled == []
+    planned = [kernel.name for kernel, *_ in triton_null.launched if kernel.name == "plan_spans"]
+    assert 3 * STEPS <= len(planned) < 6 * STEPS  # once for both layers
 
 
 def test_continuous_batching():

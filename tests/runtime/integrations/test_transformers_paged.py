@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from frisket.dsl.errors import ParameterError
 from frisket.integrations import transformers as plugin
 from frisket.runtime.integrations import transformers_paged
+from frisket.runtime.machine.cpp_build import reason
 
 NEW = 12
 PROMPTS = 5, 19, 1, 11, 30  # tokens; the third is a step from the first, the last two come in chunks
@@ -88,10 +89,14 @@ def test_a_mask_and_a_score_of_the_config(name):
 # -- a step compiles nothing and waits for nothing --------------------------------------------------------------------
 
 
+@pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
 def test_fifty_steps_of_growing_requests_compile_nothing(monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     _, ours = hf_models.pair("gemma3")
     asked, calls, plain = prompts()[:3], [], transformers_paged.paged
-    served(ours, asked, new=3)  # chunks of prompts and steps
+    with built() as kernels:
+        served(ours, asked, new=3)  # chunks of prompts and steps
+    assert kernels
 
     def paged(*given):
         calls.append(given[1].shape)
@@ -130,7 +135,10 @@ def test_masks_that_have_no_place_among_requests():
     with pytest.raises(ParameterError, match=r"looks behind the cache of a sliding-window layer: a ring of 8 tokens"):
         first(ours)
     ours.config.frisket_mask = "causal & window(4) & k < KV_LEN - 1"
-    with pytest.raises(ParameterError, match=r"the mask reads KV_LEN, which changes with every step"):
+    with pytest.raises(ParameterError, match=r"the mask reads KV_LEN, which changes from step to step"):
+        first(ours)
+    ours.config.frisket_mask = "window(4)"
+    with pytest.raises(ParameterError, match=r"has to be causal: a prompt that is read in chunks"):
         first(ours)
     groups = {"groups": torch.ones(1, 4)}
     given = transformers_paged.SymbolicMask("groups[b, q] == groups[b, k]", 1, 4, 4, tables=groups)

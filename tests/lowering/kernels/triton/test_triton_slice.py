@@ -58,7 +58,7 @@ COMPILED = {
     "lowering/kernels/triton/triton_table.py": ("some[gfx942-64-causal-whole]",),
 }  # fmt: skip
 LAUNCHED = {
-    "runtime/integrations/serving_launched.py": ("continuous_batching",),
+    "runtime/integrations/serving_launched.py": ("continuous_batching", "steps_of_vllm"),
     "runtime/plans/flat_device_launched.py": (
         "no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing",
     ),

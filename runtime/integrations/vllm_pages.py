@@ -1,0 +1,194 @@
+"""Attention of a step of vLLM: requests of any lengths over keys and values in pages, planned once for all layers.
+
+vLLM packs the new tokens of all requests in one row, those that decode first. Keys and values lie in blocks of a pool,
+found by a block table. Requests that decode are a batch of one query each, every one over its own blocks. The others,
+prompts and chunks of prompts, are one row of queries over one row of blocks.
+
+>>> import torch
+>>> pool = torch.zeros(2, 6, 16, 2, 8)  # keys and values, blocks, tokens of a block, key heads, head_dim
+>>> starts, lengths = torch.tensor([0, 1, 21]), torch.tensor([40, 20])  # a step behind 39 tokens, a prompt of 20
+>>> blocks, slots = torch.tensor([[3, 0, 4], [5, 1, 0]]), torch.arange(21) + 16
+>>> batch = PagedBatch.of(1, starts, lengths, blocks, slots, tokens=21)
+>>> q, k, v = (torch.randn(21, heads, 8) for heads in (4, 2, 2))
+>>> write(pool, k, v, batch.slots)
+>>> ServedLayer(window=32, softcap=50.0).attend(q, pool, batch).shape
+torch.Size([21, 4, 8])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.caches.masks import (
+    APPENDED,
+    AT,
+    END,
+    HIGH,
+    LONGEST,
+    LOW,
+    REQUESTS,
+    SHIFT,
+    START,
+    Places,
+    no_room,
+    not_served,
+    placed,
+)
+from frisket.runtime.calls.options import Options
+from frisket.runtime.masks.mask import mask as as_mask
+from frisket.runtime.masks.mask import score as as_score
+
+SLOPES = "alibi_slopes"
+
+
+@dataclass(eq=False)
+class PagedBatch:
+    """The requests of one step, and what the layers share: tables of positions and plans.
+
+    `steps` requests in front have one new token each. `decode` are their tables, `rest` those of the other requests'
+    tokens, each with the blocks that its call reads. Nothing of it is looked at on the host."""
+
+    tokens: int
+    steps: int
+    slots: Tensor  # int64 [tokens]: where new keys are written, negative for padding
+    decode: tuple[Tensor, dict[str, Tensor]] | None
+    rest: tuple[Tensor, dict[str, Tensor]] | None
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls, steps: int, starts: Tensor, lengths: Tensor, blocks: Tensor, slots: Tensor, tokens: int, page: int = 16
+    ) -> PagedBatch:  # fmt: skip
+        """The batch of requests whose new tokens begin at `starts` int [requests + 1], the first `steps` of them with
+        one, of `lengths` int [requests] tokens with those, in `blocks` int32 [requests, blocks of a request] of `page`
+        tokens."""
+        lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
+        decode = rest = None
+        if steps:
+            decode = blocks[:steps], {START: lengths[:steps] - 1, END: lengths[:steps]}
+        if tokens > steps:
+            rest = _row(starts[steps:], lengths[steps:], blocks[steps:], steps, tokens, page)
+        return cls(tokens, steps, slots[:tokens], decode, rest)
+
+
+def steps_in_front(starts: Tensor) -> int:
+    """How many requests in front have one new token, of starts int [requests + 1] on the host.
+
+    >>> steps_in_front(torch.tensor([0, 1, 2, 9, 10]))
+    2
+    """
+    return int((starts.diff() == 1).to(torch.int8).cumprod(0).sum())
+
+
+def _row(
+    starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The blocks of requests one behind another, int32 [1, requests * width], and the tables of their tokens, which are
+    those from `first` to `tokens`. No block lies between requests that none of them has."""
+    n, width = blocks.shape
+    if n * width * page >= LONGEST:
+        raise ShapeError(
+            f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
+            f"{LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len"
+        )
+    used = (lengths + (page - 1)) // page
+    ends = used.cumsum(0, dtype=torch.int32)
+    begins = ends - used
+    place = torch.arange(n * width, dtype=torch.int32, device=blocks.device)
+    owner = torch.searchsorted(ends, place, right=True).clamp_max(n - 1)
+    row = blocks[owner, (place - begins[owner]).clamp_max(width - 1)]
+    token = torch.arange(first, tokens, dtype=torch.int32, device=blocks.device)
+    request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
+    low, length = begins[request] * page, lengths[request]
+    at = length - (starts[request + 1] - token)
+    found = {LOW: low, HIGH: low + length, SHIFT: low, AT: at}
+    return row[None], {name: x.to(torch.int32) for name, x in found.items()}
+
+
+class ServedLayer:
+    """Attention of one layer: causal, and under a sliding `window` of so many tokens, or under `mask`. To scores a soft
+    cap is applied, then ALiBi's `slopes` of heads, then `score`. `params` are values of names in the texts; lists are
+    tables, brought to the device once; with `spare` there may be some that this layer does not read.
+
+    `ParameterError` for a mask that no serving engine can run: one that is not causal, reads the batch or its lengths,
+    or looks behind a sliding window, whose blocks are given to others."""
+
+    def __init__(
+        self, mask: str | None = None, score: str | None = None, params: Mapping[str, Any] | None = None, *,
+        scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        slopes: Sequence[float] | None = None, spare: bool = False,
+    ) -> None:  # fmt: skip
+        steps = [f"softcap({float(softcap)!r})"] if softcap else []
+        if slopes is not None:
+            steps.append(f"score + {SLOPES}[h] * (k - q)")
+        if score is not None:
+            steps.append(f"({score})")
+        own = "q >= k" if window is None else f"q >= k & q - k < {window}"
+        given = {**(params or {}), **({} if slopes is None else {SLOPES: slopes})}
+        text, mod = own if mask is None else mask, " then ".join(steps) or None
+        names = {*as_mask(text).unbound, *(as_score(mod).unbound if mod else ())}
+        if missing := sorted(names - given.keys()):
+            raise ParameterError(
+                f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
+                f'frisket_params = {{"{missing[0]}": ...}}'
+            )
+        values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in given.items()}
+        self.values = {n: x for n, x in values.items() if n in names or not spare}
+        self.attention = attention_for(text, mod, Options(scale), self.values)
+        if why := not_served(self.attention, self.values):
+            raise ParameterError(why)
+        if mask is not None and window is not None and (why := no_room(self.attention, window, 1, self.values)):
+            raise ParameterError(
+                f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
+                f"`& window({window})`"
+            )
+
+    def attend(self, q: Tensor, pool: Tensor, batch: PagedBatch, sinks: Tensor | None = None) -> Tensor:
+        """Attention of the new tokens q [tokens, heads, head_dim] to the keys of their requests in the pool [2, blocks,
+        page, kv_heads, head_dim], of any strides; out is shaped like q."""
+        for name, x in self.values.items():
+            if isinstance(x, Tensor) and x.device != q.device:
+                self.values[name] = x.to(q.device)
+        n, found = batch.steps, []
+        if batch.decode is not None:
+            out = self._part(APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
+            found.append(out[:, :, 0])
+        if batch.rest is not None:
+            out = self._part(REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks)
+            found.append(out[0].transpose(0, 1))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _part(
+        self, places: Places, q: Tensor, pool: Tensor, batch: PagedBatch, part: tuple[Tensor, dict[str, Tensor]],
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        pages, tables = part
+        here, (n, heads, q_len, _) = placed(self.attention, places), q.shape
+        k, v = (x.transpose(1, 2) for x in pool.unbind(0))
+        key = here, heads, *((name, id(x)) for name, x in self.values.items())
+        if key not in batch.plans:  # once for the layers that are alike
+            given: dict[str, Any] = {name: x for name, x in tables.items() if name in here.program.names} | self.values
+            batch.plans[key] = here.plan(q_len, pages.shape[1] * k.shape[2], n, heads, **given)
+        out: Tensor = here(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
+        return out
+
+
+def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write new keys and values [tokens, kv_heads, head_dim] to their slots, block * page + token, of a pool [2,
+    blocks, page, kv_heads, head_dim]. Negative slots are padding: nothing is written for them."""
+    page, n = pool.shape[2], len(slots)
+    if not n:
+        return
+    real = slots >= 0
+    some = torch.where(real, torch.arange(n, device=slots.device), real.to(torch.int8).argmax())  # padding: a real one
+    slot = slots[some].clamp_min(0)
+    block, token, any_real = slot // page, slot % page, real.any()
+    for store, new in zip(pool.unbind(0), (k, v), strict=True):
+        store[block, token] = torch.where(any_real, new[:n][some].to(store.dtype), store[block, token])

@@ -1,0 +1,273 @@
+"""frisket's attention backend for vLLM, beside a stand-in of vLLM and dense attention of every request alone."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.native.kernels_built import built
+from support.torch import vllm_standin
+
+import frisket as fk
+from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
+from frisket.runtime.integrations import vllm_pages
+from frisket.runtime.machine.cpp_build import reason
+
+PAGE, KEY_HEADS, HEADS, DIM = 16, 2, 4, 16
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    with vllm_standin.installed() as module:
+        yield module
+
+
+@pytest.fixture(autouse=True)
+def config():
+    """vLLM's configuration, as the model is made."""
+    found = vllm_standin.config
+    found.additional_config, found.model_config.hf_text_config = {}, SimpleNamespace()
+    return found
+
+
+class Engine:
+    """What vLLM does around a backend: it keeps tokens of requests in blocks that it hands out in no order, and tells a
+    step's new tokens, those that decode first."""
+
+    def __init__(self, vllm, requests, *, width=8, seed=0, dtype=torch.float32, **layer):
+        self.random, self.width = np.random.default_rng(seed), width
+        backend = vllm.VllmBackend
+        self.layer = backend.get_impl_cls()(
+            **{"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_heads": KEY_HEADS, **layer}
+        )
+        spec = SimpleNamespace(block_size=PAGE)
+        self.builder = backend.get_builder_cls()(spec, ["layer.0"], None, torch.device("cpu"))
+        blocks = requests * width + 3
+        shape = backend.get_kv_cache_shape(blocks, PAGE, self.layer.num_kv_heads, DIM)
+        self.pool = torch.full(shape, torch.nan, dtype=dtype)  # what no query sees may hold anything
+        self.free = self.random.permutation(blocks).tolist()
+        self.table = torch.from_numpy(self.random.integers(0, blocks, (requests, width)).astype(np.int32))  # stale
+        self.keys = [torch.zeros(2, 0, self.layer.num_kv_heads, DIM, dtype=dtype) for _ in range(requests)]
+        self.dtype, self.used = dtype, [0] * requests
+
+    def step(self, new, padding=0):
+        """(out, queries of every request, lengths) of `new` {request: tokens}, one at a time first."""
+        order = sorted(new, key=lambda r: new[r] != 1)
+        total, slots, lengths = sum(new.values()), [], []
+        q, k, v = (
+            torch.from_numpy(self.random.normal(size=(total + padding, n, DIM))).to(self.dtype)
+            for n in (HEADS, self.layer.num_kv_heads, self.layer.num_kv_heads)
+        )
+        starts, at = [0], 0
+        for r in order:
+            have = self.keys[r].shape[1]
+            end = have + new[r]
+            while self.used[r] * PAGE < end:
+                self.table[r, self.used[r]] = self.free.pop()
+                self.used[r] += 1
+            slots += [int(self.table[r, i // PAGE]) * PAGE + i % PAGE for i in range(have, end)]
+            self.keys[r] = torch.cat([self.keys[r], torch.stack([k[at : at + new[r]], v[at : at + new[r]]])], 1)
+            at += new[r]
+            starts.append(at)
+            lengths.append(end)
+        where = torch.tensor(starts, dtype=torch.int32)
+        told = vllm_standin.CommonMetadata(
+            query_start_loc=where, query_start_loc_cpu=where.clone(),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=len(order), num_actual_tokens=total,
+            max_query_len=max(new.values()), max_seq_len=max(lengths), block_table_tensor=self.table[order],
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+        )  # fmt: skip
+        out = torch.full((total + padding, HEADS * DIM), torch.nan, dtype=self.dtype)
+        found = self.layer.forward(None, q, k, v, self.pool, self.builder.build(0, told), out)
+        assert found.data_ptr() == out.data_ptr()
+        rows = zip(order, starts, starts[1:])
+        return {r: (q[a:b], found[a:b].view(-1, HEADS, DIM)) for r, a, b in rows}
+
+
+def dense(q, keys, visible, change=lambda s, d: s, sinks=None):
+    """Attention in float64 of the last queries [new, heads, dim] of a request to its keys and values."""
+    k, v = (x.double().repeat_interleave(HEADS // x.shape[1], 1) for x in keys)
+    new, n = len(q), k.shape[0]
+    distance = torch.arange(n - new, n)[:, None] - torch.arange(n)
+    score = change(torch.einsum("qhd,khd->hqk", q.double(), k) * DIM**-0.5, distance)
+    score = score.masked_fill(~visible(distance, torch.arange(n)), -torch.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", score.softmax(-1)[..., :n], v)
+
+
+def compare(engine, found, visible, change=lambda s, d: s, sinks=None, tolerance=2e-6):
+    for r, (q, out) in found.items():
+        want = dense(q, engine.keys[r], visible, change, sinks)
+        torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def causal(distance, k):
+    return distance >= 0
+
+
+def window(distance, k):
+    return (distance >= 0) & (distance < 20)
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+LAYERS = {
+    "causal": ({}, causal, {}),
+    "window": ({"sliding_window": 20}, window, {}),
+    "soft cap": ({"logits_soft_cap": 2.0}, causal, {"change": lambda s, d: 2 * torch.tanh(s / 2)}),
+    "alibi": ({"alibi_slopes": SLOPES.tolist()}, causal, {"change": lambda s, d: s - SLOPES[:, None, None] * d}),
+    "sinks": ({"sinks": SINKS, "sliding_window": 20}, window, {"sinks": SINKS}),
+    "one key head": ({"num_kv_heads": 1}, causal, {}),
+}
+# requests of a step and their new tokens: prompts alone, prompts beside steps, chunks beside steps, steps alone
+STORY = [{0: 37, 1: 5}, {0: 1, 1: 1, 2: 50}, {0: 1, 2: 33, 3: 1}, {0: 1, 1: 30, 2: 1, 3: 7}, dict.fromkeys(range(4), 1)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_story_of_steps(vllm, name):
+    """Mixed batches, chunks behind chunks, blocks in no order, stale entries of the table, keys that are NaN."""
+    layer, visible, more = LAYERS[name]
+    engine = Engine(vllm, 4, **layer)
+    for i, new in enumerate(STORY):
+        compare(engine, engine.step(new, padding=3 * (i % 2)), visible, **more)
+
+
+def test_bfloat16(vllm):
+    engine = Engine(vllm, 4, dtype=torch.bfloat16)
+    for new in STORY:
+        compare(engine, engine.step(new), causal, tolerance=2e-2)
+
+
+def test_a_mask_and_a_score_of_the_config(vllm, config):
+    """As the transformers plug-in reads them, and of vLLM's additional_config, which comes first."""
+
+    def sinks_and_steps(distance, k):
+        return (distance >= 0) & ((distance < 9) | (k < 4)) & (k % 5 != 3)
+
+    def biased(score, distance):
+        return score - 0.25 * torch.arange(HEADS)[:, None, None] * distance
+
+    text = "causal & (q - k < reach | k < 4) & k % 5 != 3"
+    config.model_config.hf_text_config.frisket_mask = text
+    config.model_config.hf_text_config.frisket_score = "score - rate[h] * (q - k)"
+    config.additional_config = {"frisket_params": {"reach": 9, "rate": [0.0, 0.25, 0.5, 0.75]}}
+    engine = Engine(vllm, 4)
+    for new in STORY:
+        compare(engine, engine.step(new), sinks_and_steps, change=biased)
+    masks = {"sliding_attention": "causal & q - k < reach"}
+    config.additional_config = {"frisket_mask": masks, "frisket_params": {"reach": 20}}
+    config.model_config.hf_text_config = SimpleNamespace()
+    for layer, visible in (({}, causal), ({"sliding_window": 20}, window)):
+        engine = Engine(vllm, 4, **layer)
+        for new in STORY:
+            compare(engine, engine.step(new), visible)
+
+
+@pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
+def test_fifty_steps_of_growing_requests_compile_nothing(vllm, monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "cpp")
+    engine = Engine(vllm, 5, sliding_window=20, width=12)
+    with built() as kernels:
+        for new in [*STORY, {0: 1, 4: 2}]:
+            engine.step(new)
+    assert 0 < len(kernels) <= 6  # prompts and steps
+    with built() as kernels:
+        for i in range(50):
+            new = dict.fromkeys(range(4), 1)
+            compare(engine, engine.step(new | ({4: 1 + i % 4} if i % 2 else {})), window)
+    assert kernels == []
+
+
+def test_layers_that_are_alike_plan_once(vllm, monkeypatch):
+    engine, made = Engine(vllm, 4), []
+    plan = fk.Attention.plan
+    monkeypatch.setattr(fk.Attention, "plan", lambda *a, **b: made.append(a[1:]) or plan(*a, **b))
+    engine.step(STORY[0])
+    assert len(made) == 1
+    batch = engine.builder.build(0, told(engine))
+    for _ in range(3):
+        engine.layer.served.attend(torch.zeros(6, HEADS, DIM), engine.pool.nan_to_num(), batch)
+    assert len(made) == 3  # of the request that decodes, and of the others
+
+
+def told(engine):
+    where = torch.tensor([0, 1, 6], dtype=torch.int32)
+    return vllm_standin.CommonMetadata(
+        where, where, torch.tensor([37, 5], dtype=torch.int32), 2, 6, 5, 37, engine.table[:2], torch.zeros(6).long()
+    )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("slots", [[40, 3, 17], [-1, 40, -1, 3], [-1, -1], []], ids=str)
+def test_new_keys_are_written_to_their_slots_alone(layout, slots):
+    pool = torch.randn(2, 3, PAGE, KEY_HEADS, DIM)
+    if layout == "HND":
+        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    want = pool.clone()
+    k, v = torch.randn(2, len(slots), KEY_HEADS, DIM)
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            want[0, slot // PAGE, slot % PAGE], want[1, slot // PAGE, slot % PAGE] = k[i], v[i]
+    vllm_pages.write(pool, k, v, torch.tensor(slots, dtype=torch.int64))
+    assert torch.equal(pool, want)
+
+
+# -- registering, and what is refused ---------------------------------------------------------------------------------
+
+
+def test_it_is_registered_once_and_takes_nobodys_place(vllm):
+    custom = vllm_standin.AttentionBackendEnum.CUSTOM
+    vllm_standin.registered.clear()
+    vllm.register()
+    path = vllm_standin.registered[custom]
+    module, _, name = path.rpartition(".")
+    assert (module, getattr(vllm, name)) == (vllm.__name__, vllm.VllmBackend)
+    assert vllm.VllmBackend.get_name() == custom.name
+    vllm_standin.registered[custom] = "another.plugin"
+    vllm.register()
+    assert vllm_standin.registered == {custom: "another.plugin"}
+
+
+def test_without_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in ("frisket.integrations.vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(MissingPackageError, match="vllm is not installed: pip install vllm"):
+        import frisket.integrations.vllm  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("layer", "mask", "why"),
+    [
+        ({}, "window(9)", r"has to be causal: a prompt that is read in chunks"),
+        ({}, "causal & k < KV_LEN - 1", r"the mask reads KV_LEN, which changes from step to step"),
+        ({"sliding_window": 20}, "causal", r"looks behind the sliding window of this layer: a ring of 20 tokens"),
+        ({}, "causal & k < n", r"`n` of frisket_mask or frisket_score has no value"),
+        ({"attn_type": "encoder"}, None, r"attention of type encoder: this backend is for decoders"),
+        ({"use_alibi_sqrt": True}, None, r"does not know use_alibi_sqrt=True"),
+    ],
+)
+def test_what_is_refused(vllm, config, layer, mask, why):
+    config.additional_config = {"frisket_mask": mask}
+    with pytest.raises(ParameterError, match=why):
+        Engine(vllm, 1, **layer)
+
+
+def test_what_is_refused_of_a_step(vllm):
+    engine = Engine(vllm, 2)
+    with pytest.raises(ParameterError, match="not causal"):
+        engine.builder.build(0, replace(told(engine), causal=False))
+    with pytest.raises(ParameterError, match=r"blocks of 8 tokens\n  give --block-size a multiple of 16"):
+        vllm.VllmBackend.get_kv_cache_shape(4, 8, 2, 16)
+    with pytest.raises(ShapeError, match=r"lower vLLM's max_num_seqs or max_model_len"):
+        vllm_pages._row(torch.zeros(9), torch.zeros(8), torch.zeros(8, 1 << 21), 0, 1, 16)
+    q = torch.zeros(1, HEADS, DIM)
+    with pytest.raises(ParameterError, match="output of 8 bits"):
+        engine.layer.forward(None, q, q, q, engine.pool, None, q, output_scale=torch.ones(1))
+    assert engine.layer.forward(None, q, q, q, engine.pool, None, torch.ones(1, HEADS * DIM)).sum() == 0
