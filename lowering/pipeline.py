@@ -42,6 +42,8 @@ class Compilation(Protocol):
     def work(self) -> StagedWork: ...
     @property
     def kernel(self) -> tuple[str, Target]: ...
+    @property
+    def engines(self) -> str: ...
 
 
 def expr(c: Compilation) -> Pair:
@@ -84,4 +86,4 @@ PIPELINE: tuple[Callable[[Compilation], Any], ...] = (expr, simplified, facts, l
 
 def stages(c: Compilation) -> Stages:
     """The record of all stages."""
-    return Stages(**{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules)
+    return Stages(**{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules, engines=c.engines)

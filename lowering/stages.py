@@ -39,7 +39,8 @@ class Stages:
 
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
     mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the
-    `source` of the kernel, empty for backends that run library calls.
+    `source` of the kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs
+    in the place of a generated one, and why the others do not.
     """
 
     expr: Pair
@@ -50,6 +51,7 @@ class Stages:
     target: Target
     source: str
     rules: Counter[str] = field(default_factory=Counter)
+    engines: str = ""
 
     def text(self, name: str) -> str:
         """The text of one stage."""
@@ -57,6 +59,8 @@ class Stages:
             raise ValueError(f"no stage {name!r}; there are {', '.join(NAMES)}")
         if name == "target":
             t = self.target
+            if not t.block_q:
+                return self.engines.partition("\n")[0]  # an engine, with tiles of its own
             lines = [f"{t.backend}: {_launch(t)}"]
             lines += [f"    {name}: {_launch(part)}" for name, part in (("dq", t.dq), ("dkv", t.dkv)) if part]
             return "\n".join(lines)

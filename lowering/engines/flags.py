@@ -6,7 +6,7 @@
 >>> place = Geometry(1, 8, 8, 1024, 4096, 64, 64, 0.125, origin=(0, 0, 3072, 0))
 >>> found = flags_of(form_of((q >= k) & (q - k <= 255)), place, {}, {})
 >>> found.left, found.right, str(found)
-(255, 0, 'causal, window 255 to the left')
+(255, 0, 'causal from the bottom right, window 255 to the left from the bottom right')
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class Flags:
     softcap: float | None = None
     slopes: Array | None = None
     distance: str = ""
+    ahead: int = 0  # keys beyond the number of queries
 
-    def top_left(self, geometry: Geometry) -> tuple[Number | None, Number | None]:
-        """(left, right) where query i stands at key i."""
-        ahead = geometry.kv_len - geometry.q_len
-        return None if self.left is None else self.left - ahead, None if self.right is None else self.right + ahead
+    @property
+    def top_left(self) -> tuple[Number | None, Number | None]:
+        """(left, right) of a call without documents, where query i stands at key i."""
+        left, right = self.left, self.right
+        return None if left is None else left - self.ahead, None if right is None else right + self.ahead
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -93,11 +95,14 @@ class Flags:
         return bool((stop <= first).any())
 
     def __str__(self) -> str:
-        said = []
-        if self.right is not None:
-            said.append("causal" if _is(self.right, 0) else f"window {_number(self.right)} to the right")
-        if self.left is not None:
-            said.append(f"window {_number(self.left)} to the left")
+        said, corner = [], "" if self.documents is not None or not self.ahead else " from the bottom right"
+        left, right = self.left, self.right
+        if corner and any(x is not None and _is(x, 0) for x in self.top_left) and not _is(right, 0):
+            (left, right), corner = self.top_left, " from the top left"
+        if right is not None:
+            said.append(f"causal{corner}" if _is(right, 0) else f"window {_number(right)} to the right{corner}")
+        if left is not None:
+            said.append(f"window {_number(left)} to the left{corner}")
         if self.documents is not None:
             n = self.documents.shape[1] - 1
             said.append(f"documents as cu_seqlens of {n} sequence{'s' * (n != 1)}")
@@ -150,7 +155,7 @@ class _Binding:
         return Flags(
             found.left, found.right, found.documents, found.keys, found.queries,
             1.0 if form.factor is None else self.number(form.factor),
-            None if form.softcap is None else self.number(form.softcap), slopes, form.distance,
+            None if form.softcap is None else self.number(form.softcap), slopes, form.distance, ahead,
         )  # fmt: skip
 
     def value(self, e: Expr, **places: Any) -> Array:
@@ -243,7 +248,7 @@ def _unless(bound: Any, most: int) -> Number | None:
     return None if bool((np.asarray(bound) >= most).all()) else _one(bound)
 
 
-def _is(x: Number, n: int) -> bool:
+def _is(x: Number | None, n: int) -> bool:
     return isinstance(x, int) and x == n
 
 

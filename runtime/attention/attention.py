@@ -17,6 +17,7 @@ from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
+from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
 from frisket.runtime.backends.stages import PlanCompilation
 from frisket.runtime.calls.arrays import (
@@ -395,9 +396,15 @@ class Attention:
         name = backend_named(name, "torch").name
         plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         sinks = self.options.sinks is not None
-        return all_stages(
-            PlanCompilation(plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned)
-        )
+        where = ("torch", "") if q is None else (given.framework, given.device)
+        chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
+        if chosen is not None and chosen.proof is not None:
+            name = chosen.proof.backend
+        found = PlanCompilation(
+            plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
+            engines="" if chosen is None else str(chosen),
+        )  # fmt: skip
+        return all_stages(found)
 
     # -- checking ---------------------------------------------------------------------------------
 

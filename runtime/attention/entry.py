@@ -31,7 +31,7 @@ from .checking import oracle
 def compile(
     mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
     enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
-    backend: str | None = None, tile: int | tuple[int, int] | None = None, **params: Any,
+    backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool = True, **params: Any,
 ) -> Attention:  # fmt: skip
     """Attention under a mask and a score mod, to call, plan, print and check.
 
@@ -50,6 +50,8 @@ def compile(
     `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
     two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
     (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
+    A kernel of a vendor (an engine) runs where it provably computes this mask and score mod, and is known to be faster;
+    `engines=False`, or FRISKET_ENGINES=0, keeps to generated kernels.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
     the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
@@ -58,7 +60,14 @@ def compile(
     """
     check_name(backend)
     options = Options(
-        scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic)
+        scale,
+        enable_gqa,
+        backend,
+        check_tile(tile),
+        rate_of(dropout),
+        sinks,
+        deterministic=flag(deterministic),
+        engines=flag(engines, "engines"),
     )
     return Attention(program_of(mask, score, params), options)
 

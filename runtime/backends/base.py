@@ -84,6 +84,7 @@ class Backend:
     text: Lazy | None = None  # None: library calls
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
+    engine: Lazy | None = None  # of an engine: (flags, call) -> what would be called, or why it cannot, see `engines`
     # the choice of a backend
     order: int = 80  # its place in lists
     tier: str = ""  # "library" and "native" are other names of backends
@@ -154,7 +155,7 @@ def unregister(name: str) -> None:
 
 
 def forget_order() -> None:
-    for derived in (backends_of, names, named, ranked):
+    for derived in (backends_of, names, named, ranked, engines_of):
         derived.memo.clear()
 
 
@@ -174,8 +175,18 @@ def named(name: str, framework: str) -> Backend:
 @memo(16)
 def ranked(framework: str, platform: str) -> tuple[Backend, ...]:
     """The backends that a call on a platform takes by itself, the first choice first."""
+    return tuple(b for b in _in_turn(framework, platform) if b.engine is None)
+
+
+@memo(16)
+def engines_of(framework: str, platform: str) -> tuple[Backend, ...]:
+    """The engines that a call on a platform is offered by itself, the first choice first."""
+    return tuple(b for b in _in_turn(framework, platform) if b.engine is not None)
+
+
+def _in_turn(framework: str, platform: str) -> list[Backend]:
     found = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
-    return tuple(b for _, b in sorted(found, key=lambda pair: pair[0]))
+    return [b for _, b in sorted(found, key=lambda pair: pair[0])]
 
 
 @memo(1)

@@ -64,7 +64,7 @@ def choose(name: str | None, framework: str, device: str) -> str:
     """The backend of a call: the keyword, else FRISKET_BACKEND, else by framework and device."""
     name = name or Settings.read().backend
     check_name(name)
-    backend = RECORDS[_automatic(framework, device)] if name is None else named(name, framework)
+    backend = RECORDS[automatic(framework, device)] if name is None else named(name, framework)
     name = backend.name
     if framework not in backend.frameworks:
         there = ", ".join(b.name for b in backends_of(framework))
@@ -83,7 +83,8 @@ def lowerable(name: str) -> str:
     return reason(name) if missing is None else missing()
 
 
-def _automatic(framework: str, device: str) -> str:
+def automatic(framework: str, device: str) -> str:
+    """The backend of generated kernels, or of library calls, that a call takes by itself."""
     if framework == "jax" and device != "cpu":
         return likely()
     found = (b.name for b in ranked(framework, device) if not (b.optional and b.reason(framework)))

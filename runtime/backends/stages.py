@@ -33,6 +33,7 @@ class PlanCompilation:
     arch: str | None = None
     sinks: bool = False
     learned: Collection[str] = ()
+    engines: str = ""  # which engine runs, and why the others do not, a line each
 
     @property
     def written(self) -> Exprs:
@@ -48,13 +49,16 @@ class PlanCompilation:
 
     @cached_property
     def work(self) -> Any:
-        """The plan's work for the tiles of the target."""
-        block = self.target.block_q, self.target.block_k
+        """The plan's work for the tiles of the target; an engine has tiles of its own."""
+        engine = RECORDS[self.backend].engine is not None
+        block = (128, 128) if engine else (self.target.block_q, self.target.block_k)
         return self.plan.work(block, proofs=RECORDS[self.backend].guarded)
 
     @cached_property
     def kernel(self) -> tuple[str, Target]:
         """The text and target of the kernel; the text of the planner where there is one beside library calls."""
+        if RECORDS[self.backend].engine is not None:
+            return "", Target(self.backend, 0, 0)
         emit, text, target = RECORDS[self.backend].text, "", self.target
         if emit is not None:
             text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned)

@@ -30,6 +30,7 @@ class Options:
     sinks: Any = field(default=None, compare=False)
     tuning: Tuning = AS_CHOSEN
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
+    engines: bool = True  # kernels of vendors run where they provably compute the call
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
@@ -43,10 +44,10 @@ class Options:
         return [(name, text) for name, text, usual in both if text != usual]
 
 
-def flag(deterministic: Any) -> bool:
-    if not isinstance(deterministic, bool):
-        raise ParameterError(f"deterministic is {deterministic!r}; it is True or False")
-    return deterministic
+def flag(value: Any, name: str = "deterministic") -> bool:
+    if not isinstance(value, bool):
+        raise ParameterError(f"{name} is {value!r}; it is True or False")
+    return value
 
 
 def rate_of(dropout: Any) -> float:

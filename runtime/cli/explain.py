@@ -153,7 +153,10 @@ def explain_stages(args: argparse.Namespace, console: Console) -> CommandResult:
     text: list[Piece] = []
     for name in NAMES:
         text += ["", Text(f"-- {name} {'-' * (76 - len(name))}", "bold"), shown(name, stages, console)]
-    return CommandResult({**texts, "rules": dict(stages.rules.most_common())}, text[1:])
+    if stages.engines:
+        text += ["", Text(f"-- engines {'-' * 69}", "bold"), Text(stages.engines)]
+    rules = dict(stages.rules.most_common())
+    return CommandResult({**texts, "engines": stages.engines, "rules": rules}, text[1:])
 
 
 def shown(name: str, stages: Any, console: Console) -> Text:

@@ -37,17 +37,21 @@ def _backend(text: str) -> str:
     return text
 
 
-def _check(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ParameterError(f"FRISKET_CHECK={text}: write 0 or 1")
-    return text == "1"
+def _switch(name: str) -> Callable[[str], bool]:
+    def read(text: str) -> bool:
+        if text not in ("0", "1"):
+            raise ParameterError(f"{name}={text}: write 0 or 1")
+        return text == "1"
+
+    return read
 
 
 VARIABLES = (
     Variable("FRISKET_SHOW", _stages, "print these stages of every new compilation to stderr, comma separated"),
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
-    Variable("FRISKET_CHECK", _check, "1: check every call against the float64 interpreter"),
+    Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 interpreter"),
+    Variable("FRISKET_ENGINES", _switch("FRISKET_ENGINES"), "0: generated kernels alone, no kernels of vendors"),
 )
 
 
@@ -59,6 +63,7 @@ class Settings:
     cache_dir: str | None = None
     backend: str | None = None
     check: bool = False
+    engines: bool = True
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -25,7 +25,8 @@ from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.torch.autograd import dsinks
-from frisket.runtime.torch.op import Ready, cast, kept_ready
+from frisket.runtime.torch.op import cast, kept_ready
+from frisket.runtime.torch.ready import Ready
 
 from .deal import Deal, Variant, check_variant
 from .shards import check_covered, check_names

@@ -12,7 +12,7 @@ from frisket.grammar.memo import memo
 from frisket.runtime.backends.cpp.torch import lse_of
 
 if TYPE_CHECKING:
-    from .op import Ready
+    from .ready import Ready
 
 
 class Attend(torch.autograd.Function):

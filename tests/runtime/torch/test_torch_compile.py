@@ -281,7 +281,7 @@ def test_a_bad_call_in_a_graph_is_an_error_of_frisket():
 @pytest.mark.parametrize("mask", ["causal", "causal & (b == 0 | q - k < 5)"])
 def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, learned):
     """Forward and backward, by any axis, keys mapped or not; with a gradient of a table for every entry."""
-    from frisket.runtime.torch import op as torch_op
+    from frisket.runtime.torch import ready as torch_ready
 
     att = fk.compile(mask, ALIBI, backend="aten")
     q, k, v = (x.detach() for x in qkv())
@@ -293,8 +293,8 @@ def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, l
         return out.square().sum() + lse.sum()
 
     calls = []
-    real = torch_op.Ready.run
-    monkeypatch.setattr(torch_op.Ready, "run", lambda self, *given: calls.append(1) or real(self, *given))
+    real = torch_ready.Ready.run
+    monkeypatch.setattr(torch_ready.Ready, "run", lambda self, *given: calls.append(1) or real(self, *given))
     by = (0, 1, 2) if learned else (0, 1)
     for over in (keys, k):
         calls.clear()

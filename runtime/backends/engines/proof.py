@@ -1,0 +1,141 @@
+"""Proofs that an engine computes a call, and the choice among engines.
+
+An engine runs where four questions have an answer: the mask and the score mod are made of parts that engines know
+(`lowering.engines.forms`), their values fit the arrays (`lowering.engines.flags`), the engine takes them in its
+version and on this device (its own `arguments`), and it is faster there (`costs`). The first without is the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from frisket.lowering.engines.flags import Flags, flags_of
+from frisket.lowering.engines.forms import NoForm, form_of
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.base import RECORDS, Backend, engines_of
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.tuning import AS_CHOSEN
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.compiled import fixed_of
+
+from .costs import slower
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """The facts of a call that engines are asked about."""
+
+    program: Any  # with values of the host
+    geometry: Geometry
+    dtype: str
+    framework: str
+    platform: str  # of "cpu", "cuda", "rocm", "tpu"
+    on_device: bool = False  # tables of the mask live on a device, and nobody looks at them
+    stored: bool = False  # keys and values are as a cache stores them
+    dropout: bool = False
+    sinks: bool = False
+    top: bool = False
+    deterministic: bool = True
+    generated: str = ""  # the backend that runs it otherwise
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """A proof that an engine computes a call: what would be called, and the clauses that say so."""
+
+    backend: str
+    flags: Flags
+    arguments: Any
+    clauses: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.flags}; proved"
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that runs a call, None where generated kernels do; `why` says of every other one why it does not."""
+
+    proof: Proof | None
+    why: dict[str, str]
+
+    def __str__(self) -> str:
+        ran = [] if self.proof is None else [str(self.proof)]
+        return "\n".join([*ran, *(f"{name}: {why}" for name, why in self.why.items())])
+
+
+def choose_engine(call: EngineCall) -> EngineChoice:
+    """The first engine of the platform that a proof and the costs allow."""
+    why: dict[str, str] = {}
+    for engine in engines_of(call.framework, call.platform):
+        found = prove(engine, call)
+        if isinstance(found, Proof):
+            lost = slower(found, call)
+            if not lost:
+                return EngineChoice(found, why)
+            found = f"{found.flags}; proved, and {lost}"
+        why[engine.name] = found
+    return EngineChoice(None, why)
+
+
+def prove(engine: Backend, call: EngineCall) -> Proof | str:
+    """A proof that an engine computes a call, or the first reason why there is none."""
+    assert engine.engine is not None
+    if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(call):
+        return why
+    program = call.program
+    form = form_of(*fixed_of(program).simplified)
+    if isinstance(form, NoForm):
+        return str(form)
+    flags = flags_of(form, call.geometry, program.scalars, program.tables)
+    if isinstance(flags, str):
+        return flags
+    found = engine.engine(flags, call)
+    return found if isinstance(found, str) else Proof(engine.name, flags, found, form.proofs)
+
+
+def _unlike(call: EngineCall) -> str:
+    """A reason why no engine takes a call, whatever its mask."""
+    if call.dropout:
+        return "dropout is drawn by position, which generated kernels do"
+    if call.on_device:
+        return "tables on a device are not looked at, so nothing is proved of them"
+    if call.stored:
+        return "keys and values are as a cache stores them"
+    if call.sinks:
+        return "sinks are the generated kernels'"
+    return "the largest score of a row is asked for" if call.top else ""
+
+
+def asked_for(options: Options) -> bool:
+    """Whether generated kernels are asked for: by name, by their tiles, or by `engines=False`."""
+    settings = Settings.read()
+    by_name = options.backend or settings.backend or options.tile or options.tuning is not AS_CHOSEN
+    return bool(by_name) or not (options.engines and settings.engines)
+
+
+def engines_for(
+    plan: Any,
+    geometry: Geometry,
+    dtype: str,
+    framework: str,
+    device: str,
+    generated: str,
+    options: Options,
+    named: bool,
+) -> EngineChoice | None:
+    """The choice among engines for a plan of the host, beside the backend that would run otherwise; None where
+    generated kernels are asked for."""
+    record = RECORDS[generated]
+    if record.engine is None and (named or asked_for(options)):
+        return None
+    platform = device or (record.platforms or ("cpu",))[0]
+    call = EngineCall(
+        plan.host_program, geometry, dtype, framework, platform, dropout=bool(options.dropout),
+        sinks=options.sinks is not None, deterministic=options.deterministic, generated=generated,
+    )  # fmt: skip
+    if record.engine is None:
+        return choose_engine(call)
+    found = prove(record, call)
+    return EngineChoice(found, {}) if isinstance(found, Proof) else EngineChoice(None, {record.name: found})

@@ -1,0 +1,176 @@
+"""Ready: a prepared call of attention on torch tensors. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Target
+from frisket.runtime.backends.cpp.torch import lse_of
+from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
+from frisket.runtime.plans.device import FlatPlan
+
+from .autograd import Attend
+
+Tensor = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A prepared call: everything but its tensors. `live` names the tables and slots of the plan that come with every
+    call, and whose values they are."""
+
+    plan: LoopPlan
+    spans: Any
+    geometry: Geometry
+    target: Target
+    slots: Mapping[str, Any]  # both read-only: executors may keep what they make of them
+    tables: Mapping[str, Tensor]
+    live: tuple[tuple[str, str], ...]
+    loaded: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
+    seed: str | None  # the slot of dropout's seed
+    turned: bool  # whether the axes of the arrays are (batch, length, heads, dim)
+    real: Any  # the dtype of scores
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    rows: str  # what the backward knows of each row beside lse: see `Backend.rows`
+    step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
+
+    @property
+    def generated(self) -> Ready:
+        """The prepared call of generated kernels: an engine's has one beside it."""
+        return self
+
+    @property
+    def normed(self) -> bool:
+        """Whether its backward knows more of each row than lse, which rounds away what large scores differ by."""
+        return self.rows != ""
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are: no gradient flows then."""
+        plan = self.plan
+        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
+
+    def of(self, plan: FlatPlan) -> Ready:
+        """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
+        tables = {n: t for n, t in plan.tables().items() if n in self.tables}
+        return self._with(plan, MappingProxyType(readable(tables, plan.device, self.real)), None)
+
+    def bare(self, plan: Any) -> Ready:
+        """A prepared call without what belongs to one step."""
+        return self._with(None, dict.fromkeys(self.tables), plan.again({}))
+
+    def alone(self) -> Ready:
+        """A prepared call without the plan, which keeps it: in a ring, tables of a step would outlive the step."""
+        return self._with(None, self.tables, None)
+
+    def beside(self, plan: Any) -> Ready:
+        return self._with(plan, self.tables, None)
+
+    def _with(self, spans: Any, tables: Mapping[str, Any], step: FlatPlan | None) -> Ready:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, spans=spans, tables=tables, step=step)
+        return made
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. Gradients flow to all
+        of them."""
+        if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
+            with torch._C.DisableTorchFunction():
+                return self(q, k, v, values, seed, sinks, top, saving)
+        if self.turned:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        given = q, k, v, sinks, *values
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            if self.stored:
+                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
+            out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
+        else:
+            out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
+        return out.transpose(1, 2) if self.turned else out, *rest
+
+    def again(
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """A call as users write it, of arrays that are known to fit."""
+        sinks = options.sinks if sinks is None else sinks
+        seed = seed_of(seed, options.dropout, "torch")
+        if sinks is not None:
+            sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
+        return self(q, k, v, values, seed, sinks, top, saving)
+
+    @property
+    def double(self) -> bool:
+        return "float64" in str(self.real)
+
+    def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
+        slots, tables = self.values(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
+
+    def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
+        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing."""
+        if not self.normed and sinks is None:
+            return *self.run(seed, top, q, k, v, sinks, *values), None
+        slots, tables = self.values(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*given, sinks=sinks, top=top, norm=True)
+
+    def parted(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
+        slots, tables = self.values(values[0].device, seed, values[4:])
+        common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
+        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
+        if self.rows != "offset":
+            return out, lse.double() + norm, None
+        return out, lse_of(self.plan, norm, lse), norm
+
+    def gradients(
+        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        share: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
+        `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
+        of each row's weights."""
+        q, k, v, sinks, out, lse, norm, *values = saved
+        slots, tables = self.values(q.device, seed, values)
+        more = {"norm": norm} if self.normed else {}
+        if share is not None and self.rows != "low":  # there lse and norm say all
+            more["share"] = share
+        found: dict[str, Tensor] = self.backward(
+            self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
+            wanted=wanted, sinks=sinks, **more,
+        )  # fmt: skip
+        return found
+
+    def values(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Slots and tables, as kernels take them."""
+        slots, tables = self.slots, self.tables
+        if self.seed is not None:
+            slots = {**slots, self.seed: seed}
+        if self.live:
+            slots, tables = dict(slots), dict(tables)
+            for (name, source), x in zip(self.live, values, strict=True):
+                if source in LIVE:
+                    tables[name] = x
+                elif self.loaded:
+                    (tables if x.ndim else slots)[name] = x.to(device)
+                elif x.ndim:
+                    tables[name] = x.to(device, self.real)
+                else:
+                    slots[name] = float(x)
+        return slots, tables
+
+
+def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
+    return {n: t.to(device, real) if t.is_floating_point() else t.to(device) for n, t in tables.items()}
