@@ -1,4 +1,4 @@
-"""Where an engine is faster than the generated kernels: a committed table, and its sources.
+"""Costs: a committed table of where an engine is faster than the generated kernels, with its sources.
 
 A row holds for an engine, a platform and dtypes; the first that holds decides. Nothing is measured while a program
 runs, so the same call on the same versions takes the same engine.

@@ -1,0 +1,29 @@
+"""The page of engines has the table that docs/engines.py writes, and as many entries by flags as were asked for."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[2] / "docs" / "engines.py"
+
+
+@pytest.fixture(scope="module")
+def engines():
+    spec = importlib.util.spec_from_file_location("engines_page", HERE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_fresh(engines):
+    assert engines.PAGE.read_text(encoding="utf-8") == engines.page(), "python docs/engines.py"
+
+
+def test_how_many_entries_engines_take(engines):
+    found = engines.rows()
+    assert sum(r.flash == "flags" for r in found) >= 12
+    assert sum(r.flash != "–" for r in found) >= 60
+    assert all(r.proof != "–" for r in found if "flags" in (r.flash, r.square))
