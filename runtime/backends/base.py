@@ -198,7 +198,8 @@ def names() -> tuple[str, ...]:
 
 def no_gradients(name: str) -> BackwardError:
     """The error of a gradient that is asked of a backend without any; it lists those that have every gradient."""
-    whole = {b.name for b in RECORDS.values() for e in b.executors.values() if e.backward and not e.refuses_gradients}
+    ours = (b for b in RECORDS.values() if b.engine is None)
+    whole = {b.name for b in ours for e in b.executors.values() if e.backward and not e.refuses_gradients}
     *most, last = sorted(whole)
     return BackwardError(
         f"backend {name!r} has no gradients; {', '.join(most)} and {last} have\n"

@@ -28,7 +28,7 @@ register(Backend(
     reason=reason,
     engine=Lazy(f"{HERE}:arguments"),
     executors={"torch": Executors(Lazy(f"{HERE}:forward"), Lazy(f"{HERE}:backward"))},
-    order=86,
+    order=76,
     platforms=("cuda",),
     rank=20,
     refuses={"float32": HALVES, "float64": HALVES},

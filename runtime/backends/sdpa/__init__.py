@@ -11,7 +11,7 @@ register(Backend(
     reason=lambda framework: absent("torch", "torch"),
     engine=Lazy(f"{HERE}:arguments"),
     executors={"torch": Executors(Lazy(f"{HERE}:forward"), Lazy(f"{HERE}:backward"))},
-    order=84,
+    order=74,
     platforms=("cpu", "cuda"),
     rank=30,
 ))  # fmt: skip

@@ -206,7 +206,8 @@ def test_backends_say_why():
 def test_the_keyword_beats_the_environment(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "xla")
     with pytest.raises(
-        fk.BackendError, match="'xla' does not take torch arrays; they run on aten, cpp, triton, gluon, dense"
+        fk.BackendError,
+        match="'xla' does not take torch arrays; they run on aten, cpp, triton, gluon, sdpa, cudnn, dense",
     ):
         fk.attention(*qkv(), "causal")
     fk.attention(*qkv(), "causal", backend="aten")
@@ -233,7 +234,7 @@ def test_every_call_is_checked_when_asked(monkeypatch):
     ("name", "value", "text"),
     [
         ("FRISKET_BACKEND", "cuda", "FRISKET_BACKEND=cuda: there are aten, xla, cpp, triton, gluon, pallas-tpu, "
-         "pallas-mosaic-gpu, dense, library, native"),
+         "pallas-mosaic-gpu, sdpa, cudnn, dense, library, native"),
         ("FRISKET_CHECK", "yes", "FRISKET_CHECK=yes: write 0 or 1"),
         ("FRISKET_SHOW", "sorce", "FRISKET_SHOW=sorce: no stage 'sorce'; there are expr, simplified, facts, layout, "
          "plan, target, source"),

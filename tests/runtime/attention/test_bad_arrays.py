@@ -154,7 +154,8 @@ BAD = {
     ),
     "unknown backend": (
         lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,
-        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, dense, library, "
+        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, "
+        "sdpa, cudnn, dense, library, "
         "native",
     ),
     "unbound": (

@@ -132,7 +132,7 @@ def test_a_backend_that_does_not_run_here(run):
 
 def test_what_an_interpreter_runs_is_checked_where_it_is_named(run):
     assert {c.backend for c in chosen("causal")} == {c.backend for c in chosen("causal", "--all")}
-    assert {c.backend for c in chosen("causal")} <= {"aten", "xla", "cpp"}
+    assert {c.backend for c in chosen("causal")} <= {"aten", "xla", "cpp", "sdpa"}
     assert {c.backend for c in chosen("causal", "--backend", "pallas-mosaic-gpu")} == {"pallas-mosaic-gpu"}
     status, out, _ = run("causal", "--q-len", "5", "--quick")
     assert status == 0
