@@ -51,8 +51,8 @@ def row(name: str, case: Any, mask: Any, score: Any) -> EngineRow:
     program = program_of(mask, score, {})
     g = Geometry(case.batch, case.heads, case.heads, case.q_len, case.kv_len, 64, 64, 0.125)
     form = form_of(*fixed_of(program).simplified)
-    flags = str(form) if isinstance(form, NoForm) else flags_of(form, g, program.scalars, program.tables)
-    if not isinstance(flags, Flags):
+    flags = "" if isinstance(form, NoForm) else flags_of(form, g, program.scalars, program.tables)
+    if isinstance(form, NoForm) or not isinstance(flags, Flags):
         return EngineRow(name, code(program, case), "–", "–")
     flash = "flags" if flash_takes(flags) else code(program, case)
     other = "flags" if not isinstance(square(flags, g, ""), str) else "–"

@@ -210,7 +210,7 @@ def arrays(case: Case, batch: int) -> tuple[Any, ...]:
         import torch
 
         backend = RECORDS[case.backend]
-        device = "cuda" if backend.accelerated and not backend.interpreted else "cpu"
+        device = "cuda" if backend.accelerated and "cpu" not in backend.platforms and not backend.interpreted else "cpu"
         return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in made)
     import jax.numpy as jnp
 

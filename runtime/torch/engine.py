@@ -50,7 +50,7 @@ class EngineReady(Ready):
         )  # fmt: skip
 
     @cached_property
-    def generated(self) -> Ready:  # type: ignore[override]
+    def generated(self) -> Ready:
         assert self.prepare is not None
         return self.prepare()
 

@@ -14,7 +14,7 @@ LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
-IN_TORCH = "autograd dtensor func fx graph op operators running values".split()
+IN_TORCH = "autograd dtensor engine func fx graph op operators ready running values".split()
 OF_TORCH = {"runtime.backends.cpp.decode", *(f"runtime.torch.{name}" for name in IN_TORCH)}
 IN_JAX = "op primitives reverse sharding symbolic task vmap".split()
 OF_JAX = {f"runtime.jax.{name}" for name in IN_JAX}
