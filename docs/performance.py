@@ -188,6 +188,13 @@ in the second table alone. Lengths are on the device: the host knows only the ca
 flex_attention's decoding with the tile that torch 2.13 takes by default: 64 keys, one stage and two warps, which spill
 13 KB a thread at 16 queries of 8 heads. Its parts are assumed to be combined as fast as ours.
 """
+PREFILL = """\
+Parts of prompts behind long caches. Rows are how keys and values are stored, and queries a sequence x sequences;
+columns are tokens of each sequence, the queries' among them. 64 heads, 8 key heads, head size 128; one key head is what
+one of eight GPUs has. `undivided` is the same tile with a program for every tile of queries of every head. Bytes of HBM
+count programs in the order of their launch, side by side, with what was read last in L2: keys and values come more
+often than once where programs that share them do not run at the same time. No row is bound by these bytes.
+"""
 
 
 def of_model(parts: dict[str, Part]) -> Iterator[str]:
@@ -201,9 +208,10 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
             yield f"### {title}, {name.partition(', ')[2]}\n"
             for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
                 yield from figures(parts, name, quantity)
-    for name in (n for n in parts if n.startswith("serving")):
-        yield f"### Steps of serving, {name.partition(', ')[2]}\n"
-        yield SERVING
+    for name in (n for n in parts if n.startswith(("serving", "prefill"))):
+        title, text = ("Steps of serving", SERVING) if name.startswith("serving") else ("Chunked prefill", PREFILL)
+        yield f"### {title}, {name.partition(', ')[2]}\n"
+        yield text
         for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
             yield from figures(parts, name, quantity)
     for name in (n for n in parts if n.startswith("sensitivity")):

@@ -15,7 +15,7 @@ from .machine import GPUS
 from .ours import Ours
 from .published import ROWS, case, name
 from .sass import counted
-from .serving import Step, flex_timed, timed
+from .serving import Step, divided, flex_timed, timed
 
 Row = dict[str, Any]
 MODEL, PAIR = "TFLOP/s, full model", "frisket / flex"
@@ -163,6 +163,29 @@ def serving() -> Iterator[tuple[str, Row]]:
                     rows[WAITED] |= {n: round(1e6 * x.seconds, 1) for n, x in found.items()}
                 yield f"{store}, {queries} x {batch}", {
                     "figures": rows, "goals": {"at least": {RATE: dict.fromkeys(LENGTHS, OF_RATE)}},
+                }  # fmt: skip
+
+
+PROMPTS, TENSOR, CHUNKED = (64, 256, 320, 512, 2048), (64, 320, 2048), (1, 4, 8)  # queries, and sequences
+PREFILL_RATE, FETCHED, AGAIN = "TFLOP/s of visible pairs", "bytes of HBM / keys and values", 1.05
+
+
+def prefill() -> Iterator[tuple[str, Row]]:
+    """Parts of prompts over long caches, beside a program of the forward for every tile of queries and head."""
+    kinds = [(store, kv_dtype, page, 8, PROMPTS) for store, (kv_dtype, page) in STORES.items() if "fp8" not in store]
+    kinds.append(("bf16, one key head", "", 0, 1, TENSOR))  # of eight, on each of eight GPUs
+    for store, kv_dtype, page, heads, prompts in kinds:
+        for queries in prompts:
+            for batch in CHUNKED:
+                rows: dict[str, dict[str, float]] = {PREFILL_RATE: {}, WAITED: {}, FETCHED: {}}
+                for tokens, length in LENGTHS.items():
+                    step = Step(queries, (length,) * batch, kv_dtype, page, key_heads=heads)
+                    x, plain = timed(step), timed(step, divided(step, whole=True))
+                    rows[PREFILL_RATE] |= {tokens: round(x.rate), f"undivided, {tokens}": round(plain.rate)}
+                    rows[WAITED][tokens] = round(1e6 * x.seconds, 1)
+                    rows[FETCHED][tokens] = round(x.fetched, 2)
+                yield f"{store}, {queries} x {batch}", {
+                    "figures": rows, "goals": {"at most": {FETCHED: dict.fromkeys(LENGTHS, AGAIN)}},
                 }  # fmt: skip
 
 

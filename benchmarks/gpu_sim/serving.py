@@ -1,23 +1,26 @@
-"""Predicted times of serving steps: few queries of every sequence over a long cache, which is read from HBM once.
+"""Predicted times of serving steps: queries of every sequence, one or a part of a prompt, over a long cache.
 
-A program reads its share of the key tiles of one sequence and one key head. Programs start in the order of the launch,
-each on the first SM with a free place. A program first spends a fixed time, then reads at the rate of its loops in an
-SM with as many blocks. All programs together read no faster than HBM; what one leaves of that rate, others use. A
-second kernel combines the parts. The share of a step is the time in which HBM delivers the visible keys and values,
-their scales and page numbers, divided by the time of its kernels.
+A program reads its share of the key tiles of one sequence and one key head; HBM delivers what L2 does not hold of it.
+Programs start in the order of the launch, each on the first SM with a free place. A program first spends a fixed time,
+then reads at the rate of its loops in an SM with as many blocks. All programs together read no faster than HBM; what one
+leaves of that rate, others use. A second kernel combines the parts. The share of a step is the time in which HBM
+delivers the visible keys and values, their scales and page numbers, divided by the time of its kernels.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.triton import decode
+from frisket.lowering.kernels.triton import decode, forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
 from frisket.runtime.backends.triton import report
@@ -36,6 +39,7 @@ from .steps import steps
 FAR = 479 - 263  # cycles from L2 to HBM, by Luo et al., as in `machine`
 GROUP, KEY_HEADS, DIM = 8, 8, 128
 SEARCH = 2500  # cycles of a program that finds no row to work on: some four loads from L2, one after another
+FINE = 1 << 20  # up to so many tiles of all programs are followed one by one
 TURNS = 8  # full tiles of the simulated program from which the fixed time of a program is taken
 
 
@@ -49,6 +53,7 @@ class Step:
     kv_dtype: str = ""  # as the queries, bfloat16
     page: int = 0
     arch: str = "sm_90"
+    key_heads: int = KEY_HEADS
 
     @property
     def room(self) -> int:
@@ -63,17 +68,19 @@ class Step:
     def bytes(self) -> float:
         """Bytes of all visible keys and values, their scales and page numbers."""
         pages = sum(-(-n // self.page) for n in self.lengths) * 4 if self.page else 0
-        return 2.0 * sum(self.lengths) * KEY_HEADS * self.entry + pages
+        return 2.0 * sum(self.lengths) * self.key_heads * self.entry + pages
 
     @property
     def flops(self) -> float:
-        return 4.0 * DIM * sum(self.lengths) * self.queries * GROUP * KEY_HEADS
+        """FLOP of the products of all visible pairs."""
+        pairs = sum(n - (self.queries - 1) / 2 for n in self.lengths) * self.queries
+        return 4.0 * DIM * pairs * GROUP * self.key_heads
 
     @property
     def geometry(self) -> Geometry:
-        heads, n = GROUP * KEY_HEADS, self.queries
+        keys, n = self.key_heads, self.queries
         scale = DIM**-0.5
-        return Geometry(len(self.lengths), heads, KEY_HEADS, n, self.room, DIM, DIM, scale, kv_dtype=self.kv_dtype)
+        return Geometry(len(self.lengths), GROUP * keys, keys, n, self.room, DIM, DIM, scale, kv_dtype=self.kv_dtype)
 
     @property
     def dims(self) -> Dims:
@@ -92,15 +99,18 @@ class Block:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step with its launches, and `busy` without them. `share` and `matrix` are fractions of the rate
-    of HBM and of the matrix unit's peak in the busy time."""
+    """The seconds of a step with its launches, `busy` without them, the share of the memory rate and the TFLOP/s of
+    visible pairs in that time; bytes that HBM brings, and bytes that programs read, over those of the visible keys and
+    values."""
 
     seconds: float
     busy: float
     share: float
-    matrix: float
+    rate: float
     launches: int
     programs: int
+    fetched: float
+    read: float
 
 
 def stream(blocks: Sequence[Block], places: int, cap: float) -> float:
@@ -152,14 +162,18 @@ def plan_of(kv_dtype: str, page: int) -> LoopPlan:
     return make_plan(mask, **own, pages=pages, unwritten=True)
 
 
-def divided(step: Step) -> Shares:
-    """The shares that frisket chooses. Lengths are on the device: the host knows only the room."""
+def divided(step: Step, whole: bool = False) -> Shares:
+    """The shares that frisket chooses: lengths live on the device, so that the host knows the room alone. With `whole`
+    those of the forward, a program for every tile of queries of every head."""
     plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
-    tile = default_target(step.geometry, "bfloat16", keys=MEDIUM, stored=stored, arch=step.arch)
-    found = shares(plan, None, step.geometry, tile, step.dims, gpu.processors)
-    assert found is not None, step
-    return found
+    tile = default_target(step.geometry, "bfloat16", keys=MEDIUM, stored=stored, unwritten=True, arch=step.arch)
+    found = None if whole else shares(plan, None, step.geometry, tile, step.dims, gpu.processors)
+    return found or Shares(replace(tile, splits=1), tile.block_q, 1, (tile.block_q, tile.block_k))
+
+
+def is_forward(chosen: Shares) -> bool:
+    return chosen.alone and chosen.pack == 1
 
 
 @cache
@@ -167,7 +181,10 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
     """The compiled kernel called `name` of the module for a step."""
     plan, target = plan_of(step.kv_dtype, step.page), chosen.target
     target = replace(target, splits=int(chosen.alone))
-    source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
+    if name == "attention_forward":
+        source = forward.emit(plan, target, step.dims)
+    else:
+        source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
     kernel = vars(load(source))[name]
     own = of_kernel(name, target)
     key = (source, name, report.signature(kernel, plan, own, step.dims), own, step.dims)
@@ -177,34 +194,99 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
     return replace(found, stages=own.num_stages)
 
 
-def tiles_of(step: Step, length: int, queries: int, keys: int) -> tuple[int, int]:
-    """(border, full) tiles of keys that the last tile of queries of a sequence sees."""
+def tiles_of(length: int, queries: int, keys: int) -> tuple[int, int]:
+    """(border, full) tiles of keys that the last queries of a sequence see, one tile of queries."""
     full = max(0, length - queries + 1) // keys
     return -(-length // keys) - full, full
 
 
 def rows_of(step: Step, chosen: Shares) -> list[tuple[int, int, int]]:
-    """(border tiles, full tiles, programs) of every row of tiles of one key head."""
-    splits, queries = chosen.target.splits, min(step.queries, chosen.queries)
-    of_sequence = -(-step.queries // chosen.queries) * (GROUP // chosen.pack)
-    rows = [tiles_of(step, n, queries, chosen.target.block_k) for n in step.lengths for _ in range(of_sequence)]
+    """(border tiles, full tiles, programs) of every row of tiles of one tile of heads, sequence by sequence."""
+    splits, own = chosen.target.splits, chosen.queries
+    ends = [min(first + own, step.queries) for first in range(0, step.queries, own)]
+    if is_forward(chosen):  # the longest first
+        ends.reverse()
+    rows = [
+        tiles_of(n - step.queries + end, (end - 1) % own + 1, chosen.target.block_k) for n in step.lengths
+        for end in ends
+    ]  # fmt: skip
     if not chosen.balanced:
         return [(*row, splits) for row in rows]
-    share = max(1, -(-sum(map(sum, rows)) // (len(rows) * splits)))
-    return [(*row, max(1, -(-sum(row) // share))) for row in rows]
+    each, every = len(ends), sum(map(sum, rows))
+    share = max(1, -(-every // (len(step.lengths) * splits)))
+    seen = [sum(map(sum, rows[i : i + each])) for i in range(0, len(rows), each)]  # of a sequence
+    return [(*row, max(1, -(-seen[i // each] // (share + share // 8)))) for i, row in enumerate(rows)]
 
 
-def blocks_of(step: Step, chosen: Shares) -> Iterator[tuple[int, int]]:
-    """(border, full) tiles of every program of one key head, in the order of the launch."""
-    count = 0
-    for border, full, parts in rows_of(step, chosen):
-        for part in range(parts):
-            begin, end = (i * (border + full) // parts for i in (part, part + 1))
-            edge = min(end, border) - min(begin, border)
-            yield edge, end - begin - edge
-        count += parts
-    if chosen.balanced:
-        yield from [(0, 0)] * (chosen.grid(step.geometry)[1] - count)
+class Program(NamedTuple):
+    """One program: its sequence, key head and row of tiles, and its tiles as ranges of those of the row."""
+
+    sequence: int
+    key_head: int
+    border: range
+    full: range
+
+    @property
+    def tiles(self) -> int:
+        return len(self.border) + len(self.full)
+
+
+def programs_of(step: Step, chosen: Shares) -> list[Program]:
+    """All programs in the order of the launch."""
+    rows, found = rows_of(step, chosen), []
+    of_sequence = len(rows) // len(step.lengths)
+    for sequence in range(len(step.lengths)):
+        own = rows[sequence * of_sequence : (sequence + 1) * of_sequence]
+        for part, (border, full, parts) in product(range(own[0][2]), own):  # rows that read the same keys together
+            begin, end = (n * (border + full) // parts for n in (part, part + 1))
+            ranges = range(min(begin, border), min(end, border)), range(max(0, begin - border), max(0, end - border))
+            found.append((sequence, *ranges))
+    heads = [key_head for key_head in range(step.key_heads) for _ in range(GROUP // chosen.pack)]
+    if chosen.balanced:  # programs of all heads one after another, and then those without a row
+        idle = chosen.grid(step.geometry)[1] - len(found)
+        found += [(0, range(0), range(0))] * idle
+        return [Program(sequence, head, *ranges) for sequence, *ranges in found for head in heads]
+    each = len(found) // len(step.lengths)
+    return [
+        Program(sequence, head, *ranges) for first in range(0, len(found), each) for head in heads
+        for sequence, *ranges in found[first : first + each]
+    ]  # fmt: skip
+
+
+def fetched(programs: Sequence[Program], places: int, room: float) -> int:
+    """The tiles that HBM brings: programs go on side by side, a tile at a time, and what was read last is in L2, which
+    has room for so many tiles."""
+    some = 1 + sum(x.tiles for x in programs) // FINE  # tiles that are followed together
+    held: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+    waiting, brought = iter(programs), 0
+    running: list[Iterator[tuple[tuple[Any, ...], int]]] = [_reads(x, some) for x in islice(waiting, places)]
+    while running:
+        going = []
+        for one in running:
+            mine: Iterator[tuple[tuple[Any, ...], int]] | None = one
+            while mine is not None and (found := next(mine, None)) is None:
+                mine = _reads(x, some) if (x := next(waiting, None)) is not None else None
+            if mine is None or found is None:
+                continue
+            going.append(mine)
+            place, count = found
+            if place in held:
+                held.move_to_end(place)
+                continue
+            held[place] = None
+            brought += count
+            if len(held) * some > room:
+                held.popitem(last=False)
+        running = going
+    return brought
+
+
+def _reads(x: Program, some: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The places that a program reads, in turn, and the tiles of each."""
+    for kind, tiles in (("border", x.border), ("full", x.full)):
+        for first in range(tiles.start // some, -(-tiles.stop // some)):
+            own = range(max(tiles.start, first * some), min(tiles.stop, (first + 1) * some))
+            yield (x.sequence, x.key_head, kind, first), len(own)
 
 
 # -- times ------------------------------------------------------------------------------------------------
@@ -213,20 +295,24 @@ def blocks_of(step: Step, chosen: Shares) -> Iterator[tuple[int, int]]:
 def timed(step: Step, chosen: Shares | None = None) -> StepTime:
     """The time of a step with the shares that frisket chooses, or with others."""
     chosen = chosen or divided(step)
-    target = chosen.target
-    one = made("attention_decode", step, chosen)
-    more = combine_cycles(step, chosen, GPUS[step.arch]) if not chosen.alone else 0
-    blocks = [*blocks_of(step, chosen)]
-    # In a balanced launch the same program of every key head starts before the next program.
-    blocks = [x for x in blocks for _ in range(KEY_HEADS)] if chosen.balanced else blocks * KEY_HEADS
-    return _timed(step, one, blocks, target.block_k, target.block_q, more)
+    target, gpu = chosen.target, GPUS[step.arch]
+    one = made("attention_forward" if is_forward(chosen) else "attention_decode", step, chosen)
+    more = combine_cycles(step, chosen, gpu) if not chosen.alone else 0
+    programs = programs_of(step, chosen)
+    tiles = sum(x.tiles for x in programs)
+    again = step.queries > chosen.queries or chosen.pack < GROUP  # several programs read a tile
+    room = gpu.l2_bytes / (2 * step.entry * target.block_k)
+    places = gpu.processors * max(1, resident(gpu, one.warps, one.registers, one.shared))
+    far = fetched(programs, places, room) / tiles if again else 1.0
+    blocks = [(len(x.border), len(x.full)) for x in programs]
+    return _timed(step, one, blocks, target.block_k, target.block_q, more, far)
 
 
 def flex_timed(step: Step) -> StepTime:
     """The time of a step with flex_attention's decoding, in torch's tile and splits: for keys in bfloat16 without pages
     alone. The few reductions of torch that combine its parts are taken to be as fast as our kernel."""
     gpu, (tile,) = GPUS[step.arch], flex_kernels.tiles("decode", DIM, "bfloat16", step.arch)
-    splits = max(1, gpu.processors // (len(step.lengths) * KEY_HEADS) * 2)  # as torch has it
+    splits = max(1, gpu.processors // (len(step.lengths) * step.key_heads) * 2)  # as torch has it
     one = flex_kernels.Flex("decode", "causal", DIM, arch=step.arch, group=GROUP, queries=step.queries, splits=2)
     programs = []
     each = -(-step.room // splits // tile.block_k)  # tiles of a part
@@ -240,15 +326,15 @@ def flex_timed(step: Step) -> StepTime:
     like = divided(step)
     like = replace(like, target=replace(like.target, splits=splits), balanced=False)
     more = combine_cycles(step, like, gpu) if splits > 1 else 0
-    return _timed(step, flex_kernels.compiled(one), programs * KEY_HEADS, tile.block_k, rows, more)
+    return _timed(step, flex_kernels.compiled(one), programs * step.key_heads, tile.block_k, rows, more)
 
 
 def _timed(
-    step: Step, one: Compiled, programs: Sequence[tuple[int, int]], keys: int, rows: int, more: float
+    step: Step, one: Compiled, programs: Sequence[tuple[int, int]], keys: int, rows: int, more: float, share: float = 1
 ) -> StepTime:  # fmt: skip
-    """The time of `programs`, (border, full) tiles each, in tiles of `keys` keys and `rows` rows; `more` is the number
-    of cycles of a second kernel."""
-    near = GPUS[step.arch]  # loads take the latency of L2; in `far` they take that of HBM
+    """The time of programs of (border, full) tiles of so many keys and rows; `more` are cycles of a second kernel, HBM
+    brings a `share` of what programs read."""
+    near = GPUS[step.arch]
     far = replace(near, copy_latency=near.copy_latency + FAR, global_latency=near.global_latency + FAR)
     fit = resident(near, one.warps, one.registers, one.shared)
     working = 1 + max(i for i, n in enumerate(programs) if sum(n))  # the programs after these leave at once
@@ -259,7 +345,7 @@ def _timed(
     bytes = keys * 2 * step.entry
     fixed = {n: near.launch + beside(x, far, n, fit, len(programs), bytes) for n in (False, True)}
     blocks = [
-        Block(fixed[e > 0], e * each[border].cycles + f * each[full].cycles, (e + f) * bytes)
+        Block(fixed[e > 0], e * each[border].cycles + f * each[full].cycles, (e + f) * bytes * share)
         if e + f else Block(near.launch + SEARCH, 0, 0) for e, f in programs
     ]  # fmt: skip
     products = sum(e + f for e, f in programs) * x.pairs * x.flops
@@ -269,8 +355,9 @@ def _timed(
         matrix = products / cycles / (near.processors * near.matrix * 8)
         clock = near.clock_under(matrix)
     busy, launches = cycles / clock + more / near.clock, 2 if more else 1
-    share = step.bytes / near.hbm / busy
-    return StepTime(busy + launches * SECONDS_A_LAUNCH, busy, share, matrix, launches, len(programs))
+    of_rate, read = step.bytes / near.hbm / busy, sum(e + f for e, f in programs) * bytes / step.bytes
+    found = busy + launches * SECONDS_A_LAUNCH, busy, of_rate, step.flops / busy / 1e12, launches, len(programs)
+    return StepTime(*found, share * read, read)
 
 
 def beside(x: Kernel, far: Gpu, bordered: bool, fit: int, programs: int, bytes: float) -> float:
@@ -289,7 +376,7 @@ def combine_cycles(step: Step, chosen: Shares, gpu: Gpu) -> float:
     """Cycles of the kernel that combines the parts, simulated from its first to its last instruction."""
     one = made("attention_combine", step, chosen)
     turns = -(-max(parts for *_, parts in rows_of(step, chosen)) // 16)
-    total = step.queries * GROUP * KEY_HEADS * len(step.lengths)
+    total = step.queries * GROUP * step.key_heads * len(step.lengths)
     fit = min(resident(gpu, one.warps, one.registers, one.shared), -(-total // gpu.processors))
     kernel = one.sass
     (loop,) = kernel.loops

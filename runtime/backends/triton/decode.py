@@ -24,16 +24,19 @@ from .arguments import Bound, Launch, Made, Values, loaded_kernels
 from .grids import of_host
 
 Tensor = Any
-PACK = 64  # queries of one head that fill a tile: from here on heads are not packed
+PACK = 64  # queries of one head that fill a tile: from here on heads are not packed, unless FULLER says so
 FILLED = 0.8  # share of the slots (programs that run at once): with this many programs nothing is split
+# Prompts over EVEN_KEYS times as many keys have rows of tiles of about one length, and wait for products: WAVES waves
+# of their programs are not split. Heads are packed where one alone fills less than FULLER of what packed heads fill.
+EVEN_KEYS, WAVES, FULLER = 4, 4, 0.9
 LEAST = 4  # so few tiles of 64 keys are not worth splitting
 MOST = 256  # parts of a row
-# Rows of tiles have parts in proportion to the tiles that they see where three things hold: to read the longest row
-# costs at least RAGGED times what the results of a part cost; one head has at most ROWS rows; and the longest row sees
-# more than EVEN times the mean. By the model of benchmarks/gpu_sim, one sequence of 128k tokens among 31 of 1k would
-# take 10 times as long without. Sequences of equal length take 1 to 6 % longer with it, and 9 % with int8 in pages of
-# 16, where ptxas gives a thread 168 registers, not 255. ROWS rows of MOST parts, and one more for each, are the 65,535
-# programs that an axis of a grid may have.
+# Sequences have parts in proportion to the tiles that they see where three things hold: to read the longest row of
+# tiles costs at least RAGGED times what the results of a part cost; one head has at most ROWS rows; and the longest
+# sequence sees more than EVEN times the mean. By the model of benchmarks/gpu_sim, one sequence of 128k tokens among
+# 31 of 1k would take 10 times as long without. Sequences of equal length take 1 to 6 % longer with it, and 9 % with
+# int8 in pages of 16, where ptxas gives a thread 168 registers, not 255. ROWS rows of MOST parts, and one more for
+# each, are the 65,535 programs that an axis of a grid may have.
 RAGGED, ROWS, EVEN = 64, 255, 1.25
 # Programs of four warps that share a processor: one waits for memory while the other converts and multiplies.
 BLOCKS = 2
@@ -55,7 +58,7 @@ class Shares:
     queries: int  # queries of each head in a tile
     pack: int  # heads in a tile
     block: tuple[int, int]  # the tile (queries, keys) of the spans that the kernel reads
-    balanced: bool = False  # rows have parts in proportion to the tiles they see; `splits` is then the mean
+    balanced: bool = False  # sequences have parts in proportion to the tiles they see; `splits` is then the mean
 
     @property
     def alone(self) -> bool:
@@ -93,8 +96,14 @@ def shares(
     are not packed and there are enough programs. Reads nothing from a device."""
     if target.splits == 1:
         return None
-    pack = packed(plan, dims) if g.q_len < PACK and _whole_groups(g) else 1
-    most = rows_of_a_tile(dims) if pack > 1 else target.block_q
+    pack = packed(plan, dims) if _whole_groups(g) else 1
+    even = g.kv_len >= EVEN_KEYS * g.q_len  # rows of tiles see about as much as one another
+    most = rows_of_a_tile(dims)
+    if g.q_len >= PACK and not (
+        even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
+    ):
+        pack = 1
+    most = most if pack > 1 else target.block_q
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
@@ -102,31 +111,41 @@ def shares(
     block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), own.block_k
     splits, slots = target.splits, processors * (BLOCKS if own.num_warps == 4 else 1)
     if not splits:
-        if programs >= FILLED * slots and pack == 1:
+        # The last of a few waves of programs whose time are products may leave most of the machine idle.
+        waves = WAVES if even and rows >= PACK else FILLED
+        if programs >= waves * slots and pack == 1:
             return None
         tiles = most_tiles(spans, g, block)
         tile, results = _costs(g, dims, rows, own.block_k)
-        splits = parts(programs, slots, tiles, tile, results)
-        if tiles * tile >= RAGGED * results and ragged(plan, spans, g, queries, block):
+        splits = parts(programs, slots, tiles, tile, results, waves)
+        if (
+            tiles * tile >= RAGGED * results
+            and g.batch * -(-g.q_len // queries) <= ROWS
+            and ragged(plan, spans, g, block)
+        ):
             return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block, balanced=True)
         if splits == 1 and (tiles * max(1, own.block_k // 64) <= LEAST or pack == 1):
             return None
     return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block)
 
 
-def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, queries: int, block: tuple[int, int]) -> bool:
-    """Whether some rows of tiles may see many more tiles of keys than others, as the sequences of a batch do where
-    their lengths differ. True where the lengths are known to the device alone."""
-    rows = g.batch * -(-g.q_len // queries)
-    if plan.mask is None or plan.bounds is not None or not 1 < rows <= ROWS:
+def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> bool:
+    """Whether some sequences of a batch may see many more tiles of keys than others, as they do where their lengths
+    differ. True where the lengths are known to the device alone."""
+    if plan.mask is None or plan.bounds is not None or g.batch == 1:
         return False
     if spans is None or isinstance(spans, FlatPlan):
         return True
     found = spans.rows(block)
     if not isinstance(found, Spans):
         return True
-    seen = (found.bounds[..., 3] - found.bounds[..., 0]).sum(-1)[found.slice_of]
+    seen = (found.bounds[..., 3] - found.bounds[..., 0]).sum((-1, -2))[found.slice_of]
     return bool(seen.max(initial=0) > EVEN * seen.mean())
+
+
+def _used(length: int, rows: int) -> float:
+    """The share of its tiles of so many rows that a length fills."""
+    return length / (-(-length // rows) * rows)
 
 
 def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int]:
@@ -164,15 +183,15 @@ def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) ->
 
 
 @memo(1024, weigh=100)
-def parts(programs: int, slots: int, tiles: int, tile: int, results: int) -> int:
+def parts(programs: int, slots: int, tiles: int, tile: int, results: int, waves: float = FILLED) -> int:
     """The fewest parts of a row whose predicted cost is within 3 % of the least. The cost is that of all waves of
     programs, each with its share of the tiles, and of combining the parts. `tile` and `results` are the costs of a tile
-    and of a part's results, in bytes.
+    and of a part's results, in bytes. Where programs fill so many `waves` nothing is split.
 
     >>> parts(8, 264, 256, 32768, 16640), parts(264, 264, 256, 32768, 16640), parts(8, 264, 3, 32768, 16640)
     (32, 1, 1)
     """
-    if programs >= FILLED * slots or tiles <= LEAST:
+    if programs >= waves * slots or tiles <= LEAST:
         return 1
     cost = {n: -(-programs * n // slots) * (START + -(-tiles // n) * tile + results * (n > 1)) + COMBINE * (n > 1)
             for n in range(1, min(MOST, tiles) + 1)}  # fmt: skip

@@ -160,7 +160,7 @@ def target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        descriptors=False,  # jax-triton passes none
+        unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
     )  # fmt: skip
     return _precise(made, dtype)
 

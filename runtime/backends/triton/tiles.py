@@ -75,6 +75,14 @@ KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Keys of a tile of stored keys, of many queries and of few. Scales, page numbers and converted keys take registers:
 # with more keys the compiler spills.
 STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
+# Tiles of many queries over a cache: block_q, block_k and warps by padded head size and bytes of a key's numbers, and
+# the stages of keys in pages or with scales, and of others. Of those that the model of benchmarks/gpu_sim tried they
+# take the least time. Descriptors cannot read such keys, and by pointers two stages wait for every copy. The number
+# of a page is loaded before its keys, so that five stages have in flight what three have without pages.
+CACHED: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
+    "sm_90": {(64, 1): (64, 64, 4), (64, 2): (64, 64, 4), (128, 1): (64, 64, 4), (128, 2): (128, 64, 8)}
+}
+STORED_STAGES, CACHED_STAGES = 5, 3
 # Keys of 8 bits in a tile for 17 to 32 rows, where two warps convert each key: by the model of benchmarks/gpu_sim a
 # loop over tiles of 128 keys keeps the memory busy, one over 64 does not. Three stages need this much shared memory.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
@@ -93,12 +101,12 @@ def window_of(keys: float) -> Window:
 
 def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
-    stored: bool = False, arch: str = "sm_90", descriptors: bool = True,
+    stored: bool = False, unwritten: bool = False, arch: str = "sm_90", descriptors: bool = True,
 ) -> Target:  # fmt: skip
     """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
     that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
-    scales or pages, as in a cache. `reads` is an answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without
-    `descriptors` arrays are read by pointers.
+    scales or pages, as in a cache, and `unwritten` that those which no query sees may hold anything. `reads` is an
+    answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without `descriptors` arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -116,6 +124,10 @@ def default_target(
         n: SINGLE[n][dim] if dtype == "float32" else _carried(n, table[n], window, dim, curved, reads, arch)
         for n in SINGLE
     }
+    cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
+    many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
+    if many:
+        tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv = (
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
@@ -130,7 +142,7 @@ def default_target(
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
-    if stored:
+    if stored and not many:
         forward = replace(forward, block_k=min(forward.block_k, STORED))
     return replace(forward, dq=dq, dkv=dkv, decode=few)
 
@@ -204,8 +216,12 @@ def target(
         keys, closed = keys_seen(mask, tuple(sorted(plan.scalars.items())))
     keys = keys if closed else min(keys, MEDIUM)
     curved = score_class(score) == "general"
-    stored = bool(g.kv_dtype) or (plan is not None and plan.host_program.stored is not None)
-    made = default_target(g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), stored=stored, arch=arch)
+    program = None if plan is None else plan.host_program
+    made = default_target(
+        g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), arch=arch,
+        stored=bool(g.kv_dtype) or (program is not None and program.stored is not None),
+        unwritten=program is not None and program.unwritten,
+    )  # fmt: skip
     return tuning.applied(with_precision(made, dtype, arch))
 
 

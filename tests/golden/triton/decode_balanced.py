@@ -38,15 +38,16 @@ def bounded(i, n):
 
 
 @triton.jit
-def tiles_seen(row, rows, length, heads, head, Spans, Count, SliceOf, records):
-    """The tiles of keys that a head's rows of tiles see, `rows` of every sequence; 0 from row `length` on."""
-    known = row < length
-    entry = tl.load(SliceOf + row // rows * heads + head, mask=known, other=0) * rows + row % rows
-    used = tl.load(Count + entry, mask=known, other=0)
-    tiles = tl.zeros_like(row)
-    for i in range(records):
-        record = Spans + (entry.to(tl.int64) * records + i) * 4
-        tiles += tl.load(record + 3, mask=i < used, other=0) - tl.load(record, mask=i < used, other=0)
+def tiles_seen(sequence, rows, batches, heads, head, Spans, Count, SliceOf, records):
+    """The tiles of keys that all rows of tiles of sequences see, by one head; 0 from sequence `batches` on."""
+    known = sequence < batches
+    first = tl.load(SliceOf + sequence * heads + head, mask=known, other=0) * rows
+    tiles = tl.zeros_like(sequence)
+    for row in range(rows):
+        used = tl.load(Count + first + row, mask=known, other=0)
+        for i in range(records):
+            record = Spans + ((first + row).to(tl.int64) * records + i) * 4
+            tiles += tl.load(record + 3, mask=i < used, other=0) - tl.load(record, mask=i < used, other=0)
     return tiles
 
 
@@ -85,41 +86,43 @@ def attention_decode(
     # A tile holds QUERIES queries of each of the GROUP heads that share a key head.
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
 
-    # A row of tiles has one program for each share of tiles that it sees, the long ones many and every one at least
-    # one. What follows finds this program's row, and its part of the row. Programs of all heads come before the
-    # next one of a head: those without a row start last, where they take no place from others.
+    # A sequence has programs for each share of tiles that its rows see in the mean, the long ones many and every one
+    # at least one for each row. What follows finds this program's sequence, row and part: rows that read the same
+    # keys stand together. Programs of all heads come before the next one of a head: those without a row start last,
+    # where they take no place from others.
     program = tl.program_id(1)
     rows_of_tiles = tl.cdiv(q_len, QUERIES)
-    length = batches * rows_of_tiles
     lanes = tl.arange(0, LANES)
     every = 0
-    for first in range(0, length, LANES):
-        of_rows = tiles_seen(
-            first + lanes, rows_of_tiles, length, heads, kv_head * GROUP, Spans, Count, SliceOf, records
+    for first in range(0, batches, LANES):
+        of_sequences = tiles_seen(
+            first + lanes, rows_of_tiles, batches, heads, kv_head * GROUP, Spans, Count, SliceOf, records
         )
-        every += tl.sum(of_rows, 0)
-    share = tl.maximum(tl.cdiv(every, length * splits), 1)
-    found, part, parts, tiles, begun = 0, 0, 0, 0, 0
-    for first in range(0, length, LANES):
-        of_rows = tiles_seen(
-            first + lanes, rows_of_tiles, length, heads, kv_head * GROUP, Spans, Count, SliceOf, records
+        every += tl.sum(of_sequences, 0)
+    share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
+    batch, part, parts, row = -1, 0, 0, 0
+    begun = 0
+    for first in range(0, batches, LANES):
+        of_sequences = tiles_seen(
+            first + lanes, rows_of_tiles, batches, heads, kv_head * GROUP, Spans, Count, SliceOf, records
         )
-        needed = tl.where(first + lanes < length, tl.maximum(tl.cdiv(of_rows, share), 1), 0)
-        before = begun + tl.cumsum(needed, 0) - needed
-        own = (before <= program) & (program < before + needed)
-        found += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
-        part += tl.sum(tl.where(own, program - before, 0), 0)
+        # A part may be an eighth longer than the share: sequences that are about as long have as many.
+        needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
+        needed = tl.where(first + lanes < batches, needed, 0)
+        before = begun + (tl.cumsum(needed, 0) - needed) * rows_of_tiles
+        behind = program - before
+        own = (behind >= 0) & (behind < needed * rows_of_tiles)
+        batch += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
+        part += tl.sum(tl.where(own, behind // rows_of_tiles, 0), 0)
+        row += tl.sum(tl.where(own, behind % rows_of_tiles, 0), 0)
         parts += tl.sum(tl.where(own, needed, 0), 0)
-        tiles += tl.sum(tl.where(own, of_rows, 0), 0)
-        begun += tl.sum(needed, 0)
-    if found == 0:
+        begun += tl.sum(needed, 0) * rows_of_tiles
+    if batch < 0:
         return  # all rows have their programs
-    at_row = Parts + (tl.program_id(0) * length + found - 1) * 2
+    at_row = Parts + ((tl.program_id(0) * batches + batch) * rows_of_tiles + row) * 2
     if part == 0:
         tl.store(at_row, program)
         tl.store(at_row + 1, parts)
-    begin, end = part * tiles // parts, (part + 1) * tiles // parts
-    row, batch = (found - 1) % rows_of_tiles, (found - 1) // rows_of_tiles
     entry = tl.load(SliceOf + batch * heads + kv_head * GROUP) * rows_of_tiles + row
     start = row * QUERIES
     packed = tl.arange(0, BLOCK_Q)
@@ -151,6 +154,13 @@ def attention_decode(
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+
+    tiles = 0
+    for i in range(tl.load(Count + entry)):
+        record = Spans + (entry.to(tl.int64) * records + i) * 4
+        tiles += tl.load(record + 3) - tl.load(record)
+    # This part's share of the tiles that the row sees.
+    begin, end = part * tiles // parts, (part + 1) * tiles // parts
 
     for i in range(tl.load(Count + entry)):
         record = Spans + (entry.to(tl.int64) * records + i) * 4
@@ -259,8 +269,9 @@ def attention_combine(
     rows_of_tiles = tl.cdiv(q_len, queries)
     at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
     begin, splits = tl.load(at_row), tl.load(at_row + 1)
-    rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one part
+    rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
     first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
+    rows *= rows_of_tiles  # parts of a row stand so many programs apart
     d = tl.arange(0, DIM)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)

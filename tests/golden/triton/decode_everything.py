@@ -93,9 +93,10 @@ def attention_decode(
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
-    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits
+    rows_of_tiles = tl.num_programs(0) // splits
+    part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles
     kv_head, batch = tl.program_id(1), tl.program_id(2)
-    entry = tl.load(SliceOf + batch * heads + kv_head * GROUP) * (tl.num_programs(0) // splits) + row
+    entry = tl.load(SliceOf + batch * heads + kv_head * GROUP) * rows_of_tiles + row
     # A tile holds QUERIES queries of each of the GROUP heads that share a key head.
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
     start = row * QUERIES

@@ -20,8 +20,9 @@ def attention_combine(
         rows_of_tiles = tl.cdiv(q_len, queries)
         at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
         begin, splits = tl.load(at_row), tl.load(at_row + 1)
-        rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one part
+        rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
         first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
+        rows *= rows_of_tiles  # parts of a row stand so many programs apart
     $d = tl.arange(0, $dim)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)

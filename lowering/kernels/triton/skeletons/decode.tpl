@@ -23,7 +23,8 @@ def attention_decode(
     scale, $numbers,
     $include parameters
 ):
-    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits  $if parted and not balanced
+    rows_of_tiles = tl.num_programs(0) // splits  $if parted and not balanced
+    part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles  $if parted and not balanced
     row = tl.program_id(0)  $if not parted
     PACK: tl.constexpr = $pack  $if partly
     first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly and not balanced
@@ -37,38 +38,40 @@ def attention_decode(
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
     $if balanced:
 
-        # A row of tiles has one program for each share of tiles that it sees, the long ones many and every one at least
-        # one. What follows finds this program's row, and its part of the row. Programs of all heads come before the
-        # next one of a head: those without a row start last, where they take no place from others.
+        # A sequence has programs for each share of tiles that its rows see in the mean, the long ones many and every one
+        # at least one for each row. What follows finds this program's sequence, row and part: rows that read the same
+        # keys stand together. Programs of all heads come before the next one of a head: those without a row start last,
+        # where they take no place from others.
         program = tl.program_id(1)
         QUERIES: tl.constexpr = BLOCK_Q  $if not packs
         rows_of_tiles = tl.cdiv(q_len, QUERIES)
-        length = batches * rows_of_tiles
         lanes = tl.arange(0, LANES)
         every = 0
-        for first in range(0, length, LANES):
+        for first in range(0, batches, LANES):
             $tiles_seen
-            every += tl.sum(of_rows, 0)
-        share = tl.maximum(tl.cdiv(every, length * splits), 1)
-        found, part, parts, tiles, begun = 0, 0, 0, 0, 0
-        for first in range(0, length, LANES):
+            every += tl.sum(of_sequences, 0)
+        share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
+        batch, part, parts, row = -1, 0, 0, 0
+        begun = 0
+        for first in range(0, batches, LANES):
             $tiles_seen
-            needed = tl.where(first + lanes < length, tl.maximum(tl.cdiv(of_rows, share), 1), 0)
-            before = begun + tl.cumsum(needed, 0) - needed
-            own = (before <= program) & (program < before + needed)
-            found += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
-            part += tl.sum(tl.where(own, program - before, 0), 0)
+            # A part may be an eighth longer than the share: sequences that are about as long have as many.
+            needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
+            needed = tl.where(first + lanes < batches, needed, 0)
+            before = begun + (tl.cumsum(needed, 0) - needed) * rows_of_tiles
+            behind = program - before
+            own = (behind >= 0) & (behind < needed * rows_of_tiles)
+            batch += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
+            part += tl.sum(tl.where(own, behind // rows_of_tiles, 0), 0)
+            row += tl.sum(tl.where(own, behind % rows_of_tiles, 0), 0)
             parts += tl.sum(tl.where(own, needed, 0), 0)
-            tiles += tl.sum(tl.where(own, of_rows, 0), 0)
-            begun += tl.sum(needed, 0)
-        if found == 0:
+            begun += tl.sum(needed, 0) * rows_of_tiles
+        if batch < 0:
             return  # all rows have their programs
-        at_row = Parts + (tl.program_id(0) * length + found - 1) * 2
+        at_row = Parts + ((tl.program_id(0) * batches + batch) * rows_of_tiles + row) * 2
         if part == 0:
             tl.store(at_row, program)
             tl.store(at_row + 1, parts)
-        begin, end = part * tiles // parts, (part + 1) * tiles // parts
-        row, batch = (found - 1) % rows_of_tiles, (found - 1) // rows_of_tiles
         entry = tl.load(SliceOf + batch * heads + $first_head) * rows_of_tiles + row
     $if packs:
         start = row * QUERIES
@@ -94,14 +97,14 @@ def attention_decode(
     $include closed_form
     $hoisted
     $include forward_sums
-    $if tabled and parted and not balanced:
+    $if tabled and parted:
 
         tiles = 0
         for i in range(tl.load(Count + entry)):
             record = Spans + (entry.to(tl.int64) * records + i) * 4
             tiles += tl.load(record + 3) - tl.load(record)
         # This part's share of the tiles that the row sees.
-        begin, end = part * tiles // splits, (part + 1) * tiles // splits
+        begin, end = part * tiles // $parts, (part + 1) * tiles // $parts
 
     lo, full_lo = 0, 0  $if everything
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything

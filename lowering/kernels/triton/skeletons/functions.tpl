@@ -8,15 +8,16 @@ def clamp(i, size):
 def bounded(i, n):
     return tl.minimum(tl.maximum(i, 0), n)
 
-def tiles_seen(row, rows, length, heads, head, Spans, Count, SliceOf, records):
-    """The tiles of keys that a head's rows of tiles see, `rows` of every sequence; 0 from row `length` on."""
-    known = row < length
-    entry = tl.load(SliceOf + row // rows * heads + head, mask=known, other=0) * rows + row % rows
-    used = tl.load(Count + entry, mask=known, other=0)
-    tiles = tl.zeros_like(row)
-    for i in range(records):
-        record = Spans + (entry.to(tl.int64) * records + i) * 4
-        tiles += tl.load(record + 3, mask=i < used, other=0) - tl.load(record, mask=i < used, other=0)
+def tiles_seen(sequence, rows, batches, heads, head, Spans, Count, SliceOf, records):
+    """The tiles of keys that all rows of tiles of sequences see, by one head; 0 from sequence `batches` on."""
+    known = sequence < batches
+    first = tl.load(SliceOf + sequence * heads + head, mask=known, other=0) * rows
+    tiles = tl.zeros_like(sequence)
+    for row in range(rows):
+        used = tl.load(Count + first + row, mask=known, other=0)
+        for i in range(records):
+            record = Spans + ((first + row).to(tl.int64) * records + i) * 4
+            tiles += tl.load(record + 3, mask=i < used, other=0) - tl.load(record, mask=i < used, other=0)
     return tiles
 
 def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):

@@ -128,6 +128,17 @@ def test_parts_in_proportion_to_what_sequences_see(balanced, ends, queries):
     assert torch.equal(again[1], once[1])
 
 
+@pytest.mark.parametrize(("queries", "group"), [(65, 4), (70, 3)])
+def test_parts_of_a_prompt_over_long_caches(balanced, queries, group):
+    """Heads are packed where that fills tiles, and sequences of many rows of tiles are divided."""
+    case = uneven(300, 90, q_len=queries, heads=group, dtype="bfloat16").but(block=(128, 64))
+    first = run(case)
+    check(case, *first)
+    (parts,) = {id(p): p for p in balanced}.values()
+    assert parts.decode.grid[0] == 1  # the heads of a group are one tile
+    assert torch.equal(run(case)[0], first[0])
+
+
 def test_more_sequences_than_a_program_looks_at_at_a_time(balanced):
     case = uneven(*np.random.default_rng(0).integers(0, 90, 140).tolist(), 400, heads=2)
     check(case, *run(case))
