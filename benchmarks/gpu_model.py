@@ -12,9 +12,9 @@
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
 `nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill` and `sensitivity` write parts of
 benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside flex_attention's, the
-instructions of masks, steps of serving as shares of the memory rate, parts of prompts over caches, and how much each constant of the
-model matters.
-`mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+instructions of masks, steps of serving as shares of the memory rate, chunked prefill, and how much each
+constant of the model matters. `mosaic` writes a part for the kernels that
+`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.

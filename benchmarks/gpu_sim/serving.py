@@ -2,8 +2,8 @@
 
 A program reads its share of the key tiles of one sequence and one key head; HBM delivers what L2 does not hold of it.
 Programs start in the order of the launch, each on the first SM with a free place. A program first spends a fixed time,
-then reads at the rate of its loops in an SM with as many blocks. All programs together read no faster than HBM; what one
-leaves of that rate, others use. A second kernel combines the parts. The share of a step is the time in which HBM
+then reads at the rate of its loops in an SM with as many blocks. All programs together read no faster than HBM; what
+one leaves of that rate, others use. A second kernel combines the parts. The share of a step is the time in which HBM
 delivers the visible keys and values, their scales and page numbers, divided by the time of its kernels.
 """
 
@@ -173,6 +173,7 @@ def divided(step: Step, whole: bool = False) -> Shares:
 
 
 def is_forward(chosen: Shares) -> bool:
+    """Whether the shares are those of the forward, which neither packs nor splits."""
     return chosen.alone and chosen.pack == 1
 
 
