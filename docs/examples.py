@@ -30,6 +30,9 @@ OTHERS = """
 ## Shorter ones
 
 - [`context_parallel.py`](../examples/context_parallel.py): a training step of torch over the processes of a group
+- training stacks ([the page](training.md)): [`torchtitan_style.py`](../examples/torchtitan_style.py), FSDP2, \
+torch.compile and context parallel; [`trainer_packed.py`](../examples/trainer_packed.py), the Trainer of transformers \
+with packed sequences; [`maxtext_style.py`](../examples/maxtext_style.py), splash attention replaced
 - [`flax_layer.py`](../examples/flax_layer.py): a layer of flax, trained under one operator and served from a cache
 - masks of models in files: [`longformer.frisket`](../examples/longformer.frisket), \
 [`gemma.frisket`](../examples/gemma.frisket), [`prefix.frisket`](../examples/prefix.frisket), \
