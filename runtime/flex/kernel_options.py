@@ -151,9 +151,4 @@ def _backend(given: Mapping[str, Any]) -> str | None:
             "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION\n  BACKEND alone says which kernel runs"
         )
     name = given.get("BACKEND", "AUTO")
-    if name == "FLASH":
-        raise KernelOptionError(
-            "BACKEND is 'FLASH', kernels that flash-attention brings; frisket prints its own for every mask\n"
-            "  leave it out, or give 'TRITON'"
-        )
-    return None if name == "AUTO" else "triton"
+    return {"AUTO": None, "FLASH": "flash"}.get(name, "triton")

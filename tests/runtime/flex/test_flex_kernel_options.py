@@ -127,7 +127,6 @@ def test_options_travel_to_the_attention_and_its_text():
         ({"bwd_FLOAT32_PRECISION": "tf32"}, "is for the whole call; leave out 'bwd_'"),
         ({"FLOAT32_PRECISION": "bf16"}, "one of ieee, tf32, tf32x3"),
         ({"BACKEND": "CUDNN"}, "one of AUTO, TRITON, TRITON_DECODE, FLASH"),
-        ({"BACKEND": "FLASH"}, "flash-attention brings"),
         ({"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True}, "cannot be combined"),
         ({"SKIP_MASK_SCORE": True}, "a mask is applied wherever"),
         ({"OUTPUT_MAX": True}, r"AuxRequest\(max_scores=True\)"),

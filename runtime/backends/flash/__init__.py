@@ -1,0 +1,57 @@
+"""FlashAttention 4's own kernels for Hopper and Blackwell (`flash_attn.cute`), on tensors of torch: a mask is given as
+the engine's flags where it is one, and as code and tiles elsewhere."""
+
+from __future__ import annotations
+
+from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, register
+from frisket.runtime.machine.extras import pip_install
+
+HERE = "frisket.runtime.backends.flash"
+COMPILED = {(9, 0), (10, 0)}
+
+
+def reason(framework: str | None = None) -> str:
+    """A reason why the kernels do not run here."""
+    if lacking := absent("torch", "torch"):
+        return lacking
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "no GPU of NVIDIA is visible to torch; the mask's code can be printed all the same"
+    have = torch.cuda.get_device_capability()
+    if have not in COMPILED:
+        why = f"checked on compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}"
+        return f"{why}: take backend='triton'"
+    return "" if installed() else f"flash-attn-4 is not installed: {pip_install('flash')}"
+
+
+def installed() -> bool:
+    """Whether `flash_attn.cute` can be imported: older distributions of flash_attn have no such part."""
+    from importlib.util import find_spec
+
+    return bool(find_spec("flash_attn") and find_spec("flash_attn.cute"))
+
+
+register(Backend(
+    name="flash",
+    kernels="kernels of FlashAttention 4, by name alone until a GPU has run them",
+    language="cute",
+    reason=reason,
+    call_target=Lazy(f"{HERE}.tiles:target"),
+    text=Lazy(f"{HERE}.executors:text"),
+    executors={
+        "torch": Executors(
+            Lazy(f"{HERE}.executors:forward"), Lazy(f"{HERE}.executors:backward"),
+            refuses_gradients=Lazy(f"{HERE}.executors:refuses_gradients"), nondeterministic=True,
+        )
+    },
+    order=55,
+    platforms=("cuda",),
+    optional=True,
+    refuses={
+        dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or take backend={instead!r}"
+        for dtype, instead in {"float32": "triton", "float64": "aten"}.items()
+    },
+    guarded=True,
+    loads=True,
+))  # fmt: skip

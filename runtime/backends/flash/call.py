@@ -1,0 +1,195 @@
+"""What FlashAttention 4 would be called with: flags where they are the whole mask, code and tiles elsewhere, as data.
+
+The engine's meanings, from its source (4.0.0b36): scores are scaled, modified, then masked; a row without a visible
+key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the sink; lse is a natural
+logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key i + m - n, both ends
+inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import BackendError
+from frisket.dsl.ir import COORDINATES, SIZES
+from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import memo
+from frisket.lowering.engines.flags import Flags, flags_of
+from frisket.lowering.engines.forms import EngineForm, form_of
+from frisket.lowering.kernels.cute.mods import Mods, emit
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.runtime.export.fa4 import BlockSparseTensors
+
+from .blocks import on_device, tensors_of, write_order
+from .tiles import INSTEAD
+
+Tensor = Any
+
+
+@dataclass(frozen=True, eq=False)
+class FlashCall:
+    """Arguments of one direction of a call, beside the arrays. Either `mods` holds the mask and `tiles` says where it
+    is asked, or `left`, `right`, `used` and `documents` are the mask."""
+
+    scale: float
+    mods: Mods
+    tables: tuple[Tensor, ...] = ()  # of `mods`, int32 or float32
+    scalars: tuple[int | float, ...] = ()
+    tiles: BlockSparseTensors | None = None
+    order: tuple[Tensor, Tensor] | None = None  # of sums of gradients, for each list of `tiles`
+    left: int | None = None
+    right: int | None = None
+    used: Tensor | None = None  # keys of each batch entry, int32 [batch]
+    documents: Tensor | None = None  # cu_seqlens of queries and keys, int32 [2, documents + 1]
+    longest: tuple[int, int] = (0, 0)  # queries and keys of a document
+    proof: str = ""  # why flags are the mask; "" with tiles
+
+    def __str__(self) -> str:
+        said = [f"softmax_scale = {self.scale:g}"]
+        said += [f"window_size_{n} = {x}" for n in ("left", "right") if (x := getattr(self, n)) is not None]
+        said += [f"seqused_k {_shown(self.used)}"] if self.used is not None else []
+        if self.documents is not None:
+            said.append(f"cu_seqlens_q, cu_seqlens_k {_shown(self.documents[0])}, longest {self.longest}")
+        said += [f"{n} by code" for n in self.mods.functions]
+        said += [f"aux_tensors[{i}] = {n} {_shown(x)}" for i, (n, x) in enumerate(zip(self.mods.tables, self.tables))]
+        said += [f"aux_scalars[{i}] = {n} = {x}" for i, (n, x) in enumerate(zip(self.mods.scalars, self.scalars))]
+        if self.tiles is not None:
+            block = " x ".join(map(str, self.tiles.block_size))
+            said.append(f"block_sparse_tensors of tiles of {block}: {_shown(self.tiles.mask_block_idx)}")
+        said += [] if self.order is None else [f"deterministic, by turns {_shown(self.order[0])}"]
+        return "\n".join(said)
+
+
+def _shown(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def call_of(
+    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    device: Any, *, gradients: bool = False, deterministic: bool = True,
+) -> FlashCall:  # fmt: skip
+    """The call of a direction: the forward, or with `gradients` the backward. Raises BackendError for what the engine
+    does not do."""
+    slots = {n: x.item() if hasattr(x, "item") else x for n, x in slots.items()}
+    flags = flags_for(plan, spans, g, slots)
+    if isinstance(flags, Flags):
+        return _by_flags(replace(plan, mask=None), flags, g, slots, tables, device)
+    refuse_tiles(g, target, gradients, deterministic)
+    block = (target.dq or target) if gradients else target
+    shape = block.block_q, block.block_k
+    records = (spans.columns if gradients else spans.rows)(shape)
+    rows, columns = (-(-n // size) for n, size in zip((g.q_len, g.kv_len), shape, strict=True))
+    found = tensors_of(records, rows if gradients else columns, shape, device)
+    order = write_order(found, rows) if gradients and deterministic else None
+    return replace(_coded(plan, g, slots, tables, device), tiles=found, order=order)
+
+
+def check(plan: LoopPlan, g: Geometry) -> None:
+    """Raise where the engine does not take a call; `mods.refusal` says what functions of positions cannot say."""
+    if any(type(x) is not int for x in g.origin):
+        raise BackendError(f"FlashAttention 4 takes one origin for all batch entries, not one for each\n  {INSTEAD}")
+    if g.kv_dtype:
+        raise BackendError(f"FlashAttention 4 takes keys and values in the dtype of the queries\n  {INSTEAD}")
+    if g.heads % g.kv_heads:
+        raise BackendError(f"FlashAttention 4 takes whole groups of query heads, not {g.heads} of {g.kv_heads}")
+
+
+def refuse_tiles(g: Geometry, target: Target, gradients: bool, deterministic: bool) -> None:
+    """Raise where the engine has no gradients of a mask that is given as code and tiles."""
+    if not gradients:
+        return
+    if target.arch == "sm_90" and deterministic:
+        raise BackendError(
+            "FlashAttention 4 adds up gradients of queries in any order on Hopper where the mask is tiles\n"
+            f"  give deterministic=False, or {INSTEAD}"
+        )
+    if target.arch == "sm_100" and g.head_dim == 256:
+        raise BackendError(
+            f"FlashAttention 4 has no gradients of heads of 256 on Blackwell where the mask is tiles\n  {INSTEAD}"
+        )
+
+
+# -- flags ------------------------------------------------------------------------------------------
+
+
+def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Mapping[str, Any]) -> Flags | str:
+    """The mask as the engine's flags, or the reason why it is code and tiles."""
+    form = form_of(plan.mask)
+    if not isinstance(form, EngineForm):
+        return str(form)
+    known = host_tables(plan, spans, g)
+    if known is None:
+        return "documents are read from tables on the device"
+    found = flags_of(form, g, slots, known)
+    return found if isinstance(found, str) else _unless(found, plan)
+
+
+def host_tables(plan: LoopPlan, spans: Any, g: Geometry) -> dict[str, Any] | None:
+    """The tables of the mask where their values are on the host; None where they are not."""
+    read = [t.name for t in plan.tables]
+    if not read:
+        return {}
+    if getattr(spans, "on_device", True):
+        return None
+    tables = spans.work((128, 128)).tables
+    return {n: np.asarray(tables[n]) for n in read if n in tables}
+
+
+def _unless(flags: Flags, plan: LoopPlan) -> Flags | str:
+    """The flags, or why the engine has none of these."""
+    sides = [x for x in (flags.left, flags.right) if x is not None]
+    if not all(isinstance(x, int) and x >= 0 for x in sides):
+        return "windows are of one width, and hold the diagonal"
+    if flags.queries is not None:
+        return "queries past a length are no flag"
+    if flags.documents is not None and (plan.score is not None or flags.keys is not None):
+        return "packed documents have positions of their own, which a score mod and a prefix of keys do not know"
+    if flags.keys is not None and (sides or np.any(np.asarray(flags.keys[0]))):
+        return "valid keys begin at 0 and stand without a window"
+    return flags
+
+
+def _by_flags(
+    plan: LoopPlan, flags: Flags, g: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any
+) -> FlashCall:  # fmt: skip
+    used = documents = None
+    longest = (0, 0)
+    if flags.keys is not None:
+        used = on_device(np.broadcast_to(flags.keys[1], g.batch).astype(np.int32), device)
+    if flags.documents is not None:
+        documents, longest = on_device(flags.documents, device), flags.longest
+    assert flags.left is None or isinstance(flags.left, int)
+    assert flags.right is None or isinstance(flags.right, int)
+    return replace(
+        _coded(plan, g, slots, tables, device), left=flags.left, right=flags.right, used=used, documents=documents,
+        longest=longest, proof=str(flags),
+    )  # fmt: skip
+
+
+# -- code -------------------------------------------------------------------------------------------
+
+
+def _coded(
+    plan: LoopPlan, g: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any
+) -> FlashCall:
+    """The call of a plan's functions, without tiles."""
+    import torch
+
+    mods = mods_of(plan, frozenset(n for n, x in zip(COORDINATES, g.origin, strict=True) if x))
+    kinds = {s.name: float if s.type is FLOAT else int for s in plan.slots}
+    known = {n: kinds[n](x) for n, x in slots.items() if n in kinds} | dict(zip(SIZES, g.full, strict=True))
+    known |= {f"first {n}": int(x) for n, x in zip(COORDINATES, g.origin, strict=True)}
+    floats = {t.name for t in plan.tables if t.type is FLOAT}
+    read = tuple(
+        tables[n].to(device, torch.float32 if n in floats else torch.int32).contiguous() for n in mods.tables
+    )  # fmt: skip
+    return FlashCall(g.scale, mods, read, tuple(known[n] for n in mods.scalars))
+
+
+@memo(group="sources")
+def mods_of(plan: LoopPlan, placed: frozenset[str]) -> Mods:
+    return emit(plan, placed=placed)

@@ -1,0 +1,215 @@
+"""Calls with backend="flash" on a stand-in of FlashAttention 4 (tests/support/flash) against the float64 oracle: every
+mask and every score mod of the library; what would be called; refusals."""
+
+import cases
+import numpy as np
+import pytest
+import torch
+from support.flash import engine as stand_in
+from support.matrix import some
+
+import frisket as fk
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.flash import tiles
+from frisket.runtime.backends.flash.blocks import tensors_of, write_order
+from frisket.runtime.backends.flash.call import call_of, flags_for
+from frisket.runtime.backends.triton import tiles as triton_tiles
+
+LENGTH = 300
+MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
+DOC = np.arange(300) // 70
+OFTEN = ("causal", "window(w)", "bottom_right", "same(t)", "padding(len)", "natten1d(size, n)", "global_tokens(t)")
+
+
+@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+def arch(monkeypatch, request):
+    """The backend runs here, on such a GPU."""
+    monkeypatch.setattr(triton_tiles, "architecture", lambda device=None: request.param)
+    undo = stand_in.install(monkeypatch)
+    yield request.param
+    undo()
+
+
+def arrays(case, dtype=torch.float16, kv_heads=1, dim=64):
+    draw = torch.Generator().manual_seed(5)
+    shapes = ((case.heads, case.q_len), (kv_heads, case.kv_len), (kv_heads, case.kv_len))
+    return [torch.randn(case.batch, n, length, dim, generator=draw).to(dtype) for n, length in shapes]
+
+
+@pytest.mark.parametrize("name", some(MASKS, *OFTEN))
+def test_every_mask(name):
+    case = MASKS[name]
+    fk.compile(case.mask, backend="flash", deterministic=False).check(*arrays(case)).require()
+
+
+@pytest.mark.parametrize("name", some(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
+def test_every_score_mod(name):
+    """With gradients of q, k and v where the score mod reads no learnable table, which has none here."""
+    case = MODS[name]
+    att = fk.compile("causal", case.score, backend="flash", deterministic=False)
+    att.check(*arrays(case, kv_heads=2), gradients=not att.program.learnable).require()
+
+
+@pytest.mark.parametrize("mask", ["causal", "(causal | k < 40) & same(doc)"])
+def test_sinks(mask):
+    """A row that sees no key has the sink for its lse; the sinks' own gradient is frisket's."""
+    case = cases.Case(mask, 130, 150, lambda: {"doc": DOC} if "doc" in mask else {}, 2, 4)
+    sinks = torch.linspace(-1, 2, 4)
+    fk.compile(case.mask, backend="flash", sinks=sinks, deterministic=False).check(*arrays(case)).require()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (192, 128), (256, 256)])
+def test_heads_at_their_tiles(dims, arch):
+    """Ragged lengths at the tiles that each head size asks for."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = (4, 300, dims[0]), (2, 413, dims[0]), (2, 413, dims[1])
+    qkv = [torch.randn(1, *s, generator=draw).half() for s in shapes]
+    att = fk.compile("q + 113 >= k & (q % 7 < 6 | k < 9)", backend="flash", deterministic=False)
+    att.check(*qkv, gradients=not (arch == "sm_100" and dims[0] == 256)).require()
+
+
+def test_a_part_of_a_larger_problem():
+    case = cases.Case("causal & window(70) & (k + Q_LEN) % 3 > 0", 130, 150)
+    att = fk.compile(case.mask, backend="flash", deterministic=False)
+    q, k, v = arrays(case)
+    place = {"origin": (1, 1, 37, 11), "sizes": (4, 4, 500, 500)}
+    right = fk.reference(*(x.double().numpy() for x in (q, k, v)), mask=case.mask, layout="bhsd", **place)
+    np.testing.assert_allclose(att(q, k, v, **place).float().numpy(), right, atol=2e-3)
+
+
+# -- what would be called ---------------------------------------------------------------------------
+
+GOLDEN = {
+    "causal": ("causal", None, {}), "window": ("causal & window(256)", None, {}),
+    "documents": ("causal & same(doc)", None, {"doc": DOC}), "padding": ("k < n", None, {"n": 200}),
+    "prefix": ("causal | k < n", None, {"n": 64}),
+    "documents, alibi": ("causal & same(doc)", "alibi", {"doc": DOC}),
+}  # fmt: skip
+
+
+def called(mask, score, values, arch, gradients=False, deterministic=False):
+    plan = fk.compile(mask, score, **values).plan(300, 300, 2, 4)
+    g = Geometry(2, 4, 2, 300, 300, 128, 128, 0.125)
+    target = tiles.target(plan, g, "bfloat16", arch=arch)
+    work = plan.work((target.block_q, target.block_k), proofs=True)
+    read = {n: torch.as_tensor(np.asarray(x)) for n, x in work.tables.items()}
+    given = work.plan, plan, g, target, work.slots, read, torch.device("cpu")
+    return call_of(*given, gradients=gradients, deterministic=deterministic)
+
+
+def test_what_would_be_called(golden, arch):
+    """Flags where they are the whole mask, code and tiles elsewhere."""
+    text = []
+    for name, (mask, score, values) in GOLDEN.items():
+        for gradients in (False, True):
+            call = called(mask, score, values, arch, gradients, deterministic=arch == "sm_100")
+            text.append(
+                f"-- {name}, {'backward' if gradients else 'forward'}{call.proof and f': {call.proof}'}\n{call}\n"
+            )
+    golden(f"cute/calls_{arch}.txt", "\n".join(text))
+
+
+def test_a_window_of_another_width_is_the_same_kernel():
+    one, two = (called(f"q - k < {w} | k < 3", None, {}, "sm_90") for w in (256, 200))
+    assert one.mods.body == two.mods.body
+    assert (one.scalars, two.scalars) == ((255, 2), (199, 2))
+
+
+# -- tiles ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "block", [(192, 128), (128, 128), (128, 80), (128, 112), (256, 128), (64, 96), (64, 64), (128, 256)]
+)
+@pytest.mark.parametrize(
+    "mask", ["causal", "causal & same(doc)", "(q - k) % 96 == 0 | k // 64 == 1", "k < 0", "k < 20 * (h + 1)"]
+)
+def test_tiles_equal_brute_force(mask, block):
+    """Each way, at the engine's tiles, for ragged lengths: tiles in no list are hidden, full ones wholly seen."""
+    q_len, kv_len, heads = 700, 530, 3
+    bound = fk.mask(mask, **{"doc": np.arange(900) // 77} if "doc" in mask else {})
+    plan = fk.compile(bound).plan(q_len, kv_len, 1, heads)
+    seen = bound.dense(q_len, kv_len, batch=1, heads=heads)
+    for backward in (False, True):
+        lengths = (kv_len, q_len) if backward else (q_len, kv_len)
+        size = block[::-1] if backward else block
+        columns = -(-lengths[1] // size[1])
+        found = tensors_of((plan.columns if backward else plan.rows)(block), columns, block, "cpu")
+        dense = seen.swapaxes(2, 3) if backward else seen
+        kinds = np.zeros((1, heads, -(-lengths[0] // size[0]), columns), int)
+        for h in range(heads):
+            for kind, count, index in ((1, *found[:2]), (2, *found[2:4])):
+                at = min(h, count.shape[1] - 1)
+                for row, n in enumerate(count[0, at].tolist()):
+                    picked = index[0, at, row].tolist()
+                    assert picked[:n] == sorted(set(picked[:n]))
+                    assert not any(picked[n:])
+                    kinds[0, h, row, picked[:n]] += kind
+        right = np.zeros_like(kinds)
+        for row in range(kinds.shape[2]):
+            for column in range(columns):
+                part = dense[:, :, row * size[0] : (row + 1) * size[0], column * size[1] : (column + 1) * size[1]]
+                whole = part.all((2, 3)) & (part.shape[2:] == size)  # a ragged tile is partial: its ends are looked at
+                right[:, :, row, column] = np.where(whole, 2, part.any((2, 3)))
+        np.testing.assert_array_equal(kinds, right)
+        if backward:
+            check_order(found, kinds)
+
+
+def check_order(found, kinds):
+    """Tiles that add to the same queries have turns 0, 1, 2 ... by their keys."""
+    turns = {}
+    for order, count, index in zip(write_order(found, kinds.shape[3]), found[0:4:2], found[1:4:2], strict=True):
+        for h in range(count.shape[1]):
+            for key, n in enumerate(count[0, h].tolist()):
+                for query, turn in zip(index[0, h, key, :n].tolist(), order[0, h, key, :n].tolist(), strict=True):
+                    turns.setdefault((h, query), []).append((key, turn))
+    for said in turns.values():
+        assert [turn for _, turn in sorted(said)] == list(range(len(said)))
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def test_what_is_refused(arch):
+    case = cases.Case("causal", 64, 64, heads=4)
+    q, k, v = arrays(case, dim=64)
+    odd = "causal & (q % 7 < 6)"
+    refused = [
+        (fk.compile("causal", backend="flash"), (q.float(), k.float(), v.float()), "takes float16 and bfloat16"),
+        (fk.compile("causal", backend="flash", dropout=0.1), (q, k, v), "no dropout"),
+        (fk.compile("causal", backend="flash"), [x[..., :60] for x in (q, k, v)], "multiples of 8, not 60 and 60"),
+        (fk.compile("causal", backend="flash", tile=(64, 64)), (q, k, v), "leave out `tile`"),
+        (fk.compile("q * 100000000 >= k", backend="flash"), (q, k, v), "integers of 32 bits"),
+    ]
+    for att, given, words in refused:
+        with pytest.raises((BackendError, LoweringError), match=words):
+            att(*given)
+    wide = [torch.zeros(1, 2, 64, d).half() for d in (264, 264, 264)]
+    with pytest.raises(BackendError, match="not 264 and 264"):
+        fk.compile("causal", backend="flash")(*wide)
+    with pytest.raises(BackendError, match="one origin for all batch entries"):
+        fk.compile(odd, backend="flash")(q, k, v, origin=(0, 0, np.array([3]), 0), sizes=(1, 4, 80, 80))
+    learned = torch.zeros(4, requires_grad=True)
+    with pytest.raises(BackwardError, match="no gradient of slopes"):
+        fk.compile("causal", "alibi(slopes)", slopes=learned, backend="flash", deterministic=False)(
+            q, k, v
+        ).sum().backward()
+    q.requires_grad_()
+    fk.compile("causal", backend="flash")(q, k, v).sum().backward()  # flags: Hopper's sums have an order
+    if arch == "sm_90":
+        with pytest.raises(BackendError, match=r"in any order on Hopper.*\n.*deterministic=False"):
+            fk.compile(odd, backend="flash")(q, k, v).sum().backward()
+    else:
+        fk.compile(odd, backend="flash")(q, k, v).sum().backward()
+
+
+def test_why_a_mask_is_no_flag(arch):
+    for mask, words in {
+        "q > k": "hold the diagonal", "causal & k < 60": "stand without a window", "q < 60": "no flag",
+        "q % 3 >= k": "not documents", "(causal | k < 5) & window(9)": "bounds neither",
+    }.items():  # fmt: skip
+        plan = fk.compile(mask).plan(100, 100)
+        work = plan.work((128, 128))
+        assert words in flags_for(work.plan, plan, Geometry(1, 1, 1, 100, 100, 64, 64, 1.0), work.slots), mask
