@@ -151,4 +151,4 @@ def _backend(given: Mapping[str, Any]) -> str | None:
             "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION\n  BACKEND alone says which kernel runs"
         )
     name = given.get("BACKEND", "AUTO")
-    return {"AUTO": None, "FLASH": "flash"}.get(name, "triton")
+    return None if name == "AUTO" else name.removesuffix("_DECODE").lower()  # TRITON_DECODE is Triton, FLASH flash

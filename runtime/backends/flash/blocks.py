@@ -65,7 +65,7 @@ def _listed(kind: Tensor) -> tuple[Tensor, Tensor]:
     import torch
 
     count = kind.int().sum(-1).int()
-    index = (~kind).int().sort(dim=-1, stable=True).indices.int()
+    index = kind.int().sort(dim=-1, descending=True, stable=True).indices.int()
     listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
     return count, torch.where(listed, index, 0)
 
