@@ -11,7 +11,6 @@ DISTRIBUTION = "frisket-attention"  # `frisket` belongs to another project on th
 EXTRAS = {
     "torch": "torch",
     "jax": "jax",
-    "flash_attn": "flash",
     "flax": "flax",
     "matplotlib": "plot",
     "qwix": "quantized",

@@ -1,4 +1,4 @@
-"""What FlashAttention 4 would be called with: flags where they are the whole mask, code and tiles elsewhere, as data.
+"""Calls of FlashAttention 4 as data: flags where they are the whole mask, code and tiles elsewhere.
 
 The engine's meanings, from its source (4.0.0b36): scores are scaled, modified, then masked; a row without a visible
 key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the sink; lse is a natural

@@ -1,13 +1,12 @@
 """`python tests/lowering/kernels/cute/flash_compiled.py`: kernels of FlashAttention 4 around frisket's masks and score
-mods, compiled for GPUs that are not here, and the printed functions run by CuTe's own compiler on the CPU. Compared
-with tests/golden/cute/compiled.json, which `--update-golden` writes: which forms of kernels compile for which
-architecture. `--all` compiles the forward of every mask and score mod of the library for Hopper instead, and keeps the
-seconds in tests/golden/cute/library.json; words choose entries.
+mods, compiled for GPUs that are not here. Compared with tests/golden/cute/compiled.json, which `--update-golden`
+writes: which forms of kernels compile for which architecture. Then the printed functions of the whole library, built
+and run by CuTe's own compiler on the CPU, beside the interpreter. `--all` compiles the forward of every mask and score
+mod of the library for Hopper instead, and keeps the seconds in tests/golden/cute/library.json; words choose entries.
 
 Needs flash-attn-4 (`pip install -e .[flash-compile]`), and no GPU. Calls go through the backend's own executors, on
-tensors of torch's fake mode; what would ask the driver is told instead: the device's number, and clusters at a time."""
-
-from __future__ import annotations
+tensors of torch's fake mode. What would ask the driver is told instead: the device's number, its processors, and
+clusters at a time."""
 
 import json
 import os
@@ -47,6 +46,10 @@ def main() -> None:
     if "--all" in sys.argv:
         subprocess.run([sys.executable, str(HERE), "--arch=sm_90", *sys.argv[1:]], env=environment("sm_90"), check=True)
         return
+    if "--cpu" in sys.argv:
+        functions_on_cpu()
+        return
+    subprocess.run([sys.executable, str(HERE), "--cpu", *WORDS], env=environment("sm_90"), check=True)
     found = {}
     for arch in ARCHITECTURES:
         command = [sys.executable, str(HERE), f"--arch={arch}", *WORDS]
@@ -73,7 +76,10 @@ def compile_here(arch: str) -> None:
     import torch
 
     torch.cuda.current_device = lambda: 0
-    cutlass.utils.HardwareInfo.get_max_active_clusters = lambda self, cluster_size, **more: 148 // cluster_size
+    hardware, processors = cutlass.utils.HardwareInfo, int(ARCHITECTURES[arch][1])
+    hardware.__init__ = lambda self, *given: None
+    hardware.get_max_active_clusters = lambda self, cluster_size, **more: processors // cluster_size
+    hardware.get_device_multiprocessor_count = lambda self: processors
     if "--all" in sys.argv:
         library()
         return
@@ -139,16 +145,92 @@ def compiled(
             executors.backward(work.plan, plan, g, *rows, *common, wanted=frozenset("qkv"), deterministic=exact)
 
 
-def library() -> None:
-    """Compile the forward of every entry of the library; an entry whose code another has is not compiled again."""
+def entries(length: int) -> dict[str, tuple[dict[str, Any], Any]]:
+    """The masks and score mods of the library: how each is compiled, and its case."""
     sys.path.insert(0, str(HERE.parents[4] / "benchmarks"))
     import cases
 
+    found = {n: ({"mask": c.mask}, c) for n, c in cases.masks(length).items()}
+    return found | {n: ({"mask": "causal", "score": c.score}, c) for n, c in cases.mods(length).items()}
+
+
+def functions_on_cpu() -> None:
+    """Run the printed functions as CuTe's compiler builds them for the CPU, at random positions, and compare."""
+    import numpy as np
+
+    import frisket as fk
+    from frisket.dsl.evaluate import evaluate
+    from frisket.dsl.ir import SIZES
+    from frisket.lowering.derive import backward_of
+
+    rng, count = np.random.default_rng(3), 0
+    for name, (form, case) in entries(200).items():
+        if not all(w in name for w in WORDS):
+            continue
+        lengths = case.batch, case.heads, case.q_len, case.kv_len
+        work = fk.compile(form["mask"], form.get("score")).plan(*lengths[2:], *lengths[:2]).work((128, 128))
+        places = np.stack([rng.integers(0, n, 500) for n in lengths]).astype(np.int32)
+        score, grad = rng.standard_normal((2, 500)).astype(np.float32)
+        tables = {n: np.asarray(t) for n, t in work.tables.items()}
+        env = dict(zip("bhqk", places.astype(np.int64), strict=True)) | {"score": score} | dict(work.slots)
+        env |= dict(zip(SIZES, lengths, strict=True))
+        plan = work.plan
+        visible = np.ones(500, bool) if plan.mask is None else np.broadcast_to(evaluate(plan.mask, env, tables), 500)
+        right = {"mask_mod": visible}
+        if plan.score is not None:
+            slope = backward_of(plan).slope
+            right["score_mod"] = evaluate(plan.score, env, tables)
+            right["score_mod_bwd"] = grad * (1.0 if slope is None else evaluate(slope, env, tables))
+        for function, got in built_for_cpu(plan, env, tables, places, score, grad).items():
+            seen = visible | (function == "mask_mod")
+            np.testing.assert_allclose(got[seen], np.broadcast_to(right[function], 500)[seen], 1e-4, 1e-5, err_msg=name)
+            count += 1
+    print(f"{count} printed functions have the interpreter's values on the CPU", flush=True)
+
+
+def built_for_cpu(plan: Any, env: Any, tables: Any, places: Any, score: Any, grad: Any) -> dict[str, Any]:
+    """The values of a plan's functions, each built by CuTe's compiler."""
+    import numpy as np
+    import torch
+    from cutlass import Float32, Int32, cute
+    from cutlass.cute.runtime import from_dlpack
+    from flash_attn.cute.utils import AuxData, scalar_to_ssa
+
+    from frisket.lowering.kernels.cute.mods import emit
+    from frisket.runtime.machine.generated import load
+
+    mods, found = emit(plan), {}
+    made = load(mods.text)
+    narrow = [t.astype(np.float32 if t.dtype.kind == "f" else np.int32) for t in (tables[n] for n in mods.tables)]
+    kept = [torch.from_numpy(np.ascontiguousarray(x)) for x in (*narrow, places, score, grad)]
+    *read, at, before, cotangent = (from_dlpack(x) for x in kept)
+    numbers = tuple(Float32(x) if isinstance(x, float) else Int32(int(x)) for x in (env[n] for n in mods.scalars))
+
+    def run_of(function: Any, firsts: int) -> Any:
+        @cute.jit  # type: ignore[untyped-decorator]
+        def run(at: cute.Tensor, score: cute.Tensor, grad: cute.Tensor, aux: AuxData, out: cute.Tensor) -> None:
+            for i in range(cute.size(score)):
+                b, h = scalar_to_ssa(at[0, i], Int32), scalar_to_ssa(at[1, i], Int32)
+                q, k = scalar_to_ssa(at[2, i], Int32), scalar_to_ssa(at[3, i], Int32)
+                s, g = scalar_to_ssa(score[i], Float32), scalar_to_ssa(grad[i], Float32)
+                value = function(*(g, s)[2 - firsts :], b, h, q, k, None, aux.tensors, aux.scalars)
+                out[i] = value[0].to(Float32)
+
+        return run
+
+    for name in mods.functions:
+        out = torch.zeros(score.shape[0])
+        run = run_of(made[name], {"score_mod": 1, "score_mod_bwd": 2}.get(name, 0))
+        run(at, before, cotangent, AuxData(read or None, numbers or (Int32(0),)), from_dlpack(out))
+        found[name] = out.numpy()
+    return found
+
+
+def library() -> None:
+    """Compile the forward of every entry of the library."""
     path = GOLDEN / "library.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    entries = {n: ({"mask": c.mask}, c) for n, c in cases.masks(LENGTH).items()}
-    entries |= {n: ({"mask": "causal", "score": c.score}, c) for n, c in cases.mods(LENGTH).items()}
-    for name, (form, case) in entries.items():
+    for name, (form, case) in entries(LENGTH).items():
         if not all(w in name for w in WORDS) or (not WORDS and name in found):
             continue
         said, seconds = tried(
