@@ -32,7 +32,7 @@ SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
 LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says
 QUICK = 1024
 LONG = 1 << 20  # of ours in the layout suite, where peers are not asked
-FAMILIES = tuple("sdpa flex flash jax splash".split())
+FAMILIES = ("sdpa", "flex", "flash", "jax", "splash")
 UNREAD = {  # options that would change nothing in a suite
     "layout": ("backward", "framework", "kv_heads", "head_dim", "dtype"),
     "compile": ("kv_len", "rounds"),

@@ -20,13 +20,8 @@ LIMITS = {
     "classes": (2,),
     "docstrings": (0,),
     "tour": (0, 0),
-<<<<<<< HEAD
     "warm": (35, 9),
     "lines": (62_000,),
-=======
-    "warm": (35, 8),
-    "lines": (61_300,),
->>>>>>> 16585ec (FlashAttention 4 compiled for Hopper and Blackwell without a GPU, and the printed functions run by CuTe's compiler on the CPU)
 }
 
 
