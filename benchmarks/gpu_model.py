@@ -5,16 +5,17 @@
     python benchmarks/gpu_model.py figures --python /usr/bin/python3.12
     python benchmarks/gpu_model.py serving
     python benchmarks/gpu_model.py prefill
+    python benchmarks/gpu_model.py schedules
     python benchmarks/gpu_model.py tiles --write --python /usr/bin/python3.12
     python benchmarks/gpu_model.py mosaic FOLDER
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
-`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill` and `sensitivity` write parts of
+`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules` and `sensitivity` write parts of
 benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside flex_attention's, the
-instructions of masks, steps of serving as shares of the memory rate, chunked prefill, and how much each
-constant of the model matters. `mosaic` writes a part for the kernels that
-`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other
+orders of programs would save, and how much each constant of the model matters. `mosaic` writes a part for the kernels
+that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.
@@ -46,7 +47,7 @@ from store import keep, shown
 Found = dict[str, Any]
 PARTS = {
     "validation": report.validation, "figures": report.predicted, "masks": report.masks, "serving": report.serving,
-    "prefill": report.prefill, "sensitivity": report.sensitivity,
+    "prefill": report.prefill, "schedules": report.schedules, "sensitivity": report.sensitivity,
 }  # fmt: skip
 
 

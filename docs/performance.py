@@ -196,6 +196,15 @@ count programs in the order of their launch, side by side, with what was read la
 often than once where programs that share them do not run at the same time. No row is bound by these bytes.
 """
 
+SCHEDULES = """\
+What other schedules would save, at most: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock,
+nothing taken off for what a schedule costs in the kernel. Today programs start head by head, the longest rows of a head
+first. `longest of all first` starts the long rows of all heads before the short ones of any. A persistent grid has as
+many programs as fit, and each takes one row after another. `long rows split` divides rows longer than what a place has
+in the mean, and combines their parts in a second launch. A packed tile holds the queries of a group of heads, as few
+queries have them; dkv walks the heads of a group already.
+"""
+
 
 def of_model(parts: dict[str, Part]) -> Iterator[str]:
     for part, title in (
@@ -208,8 +217,13 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
             yield f"### {title}, {name.partition(', ')[2]}\n"
             for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
                 yield from figures(parts, name, quantity)
-    for name in (n for n in parts if n.startswith(("serving", "prefill"))):
-        title, text = ("Steps of serving", SERVING) if name.startswith("serving") else ("Chunked prefill", PREFILL)
+    titles = {
+        "serving": ("Steps of serving", SERVING),
+        "prefill": ("Chunked prefill", PREFILL),
+        "schedules": ("Schedules", SCHEDULES),
+    }
+    for name in (n for n in parts if n.partition(",")[0] in titles):
+        title, text = titles[name.partition(",")[0]]
         yield f"### {title}, {name.partition(', ')[2]}\n"
         yield text
         for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):

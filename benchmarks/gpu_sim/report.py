@@ -15,6 +15,7 @@ from .machine import GPUS
 from .ours import Ours
 from .published import ROWS, case, name
 from .sass import counted
+from .schedule import SCHEDULES, longest_of_a_head, packed, rows_of
 from .serving import Step, divided, flex_timed, timed
 
 Row = dict[str, Any]
@@ -187,6 +188,34 @@ def prefill() -> Iterator[tuple[str, Row]]:
                 yield f"{store}, {queries} x {batch}", {
                     "figures": rows, "goals": {"at most": {FETCHED: dict.fromkeys(LENGTHS, AGAIN)}},
                 }  # fmt: skip
+
+
+# -- schedules --------------------------------------------------------------------------------------------
+
+GLOBAL = "abs(q - k) <= 256 | k < 64 | q < 64"  # a window, and tokens that see all and are seen by all
+SCHEDULED = {
+    "causal, 2k": Case(length=2048), "causal, 8k": Case(), "documents, 32k": Case("documents", length=32768),
+    "window 128, 32k": Case("window 128", length=32768), "64 global tokens, 32k": Case(GLOBAL, length=32768),
+    "64 global tokens, 128k, 8 heads": Case(GLOBAL, length=131072, heads=8),
+}  # fmt: skip
+PACKED = {
+    "causal, 2k": Case(length=2048), "causal, 8k": Case(), "window 128, 8k": Case("window 128", length=8192)
+}  # fmt: skip
+BEFORE, ALONE = "time of today's order / time", "time of one head in a tile / time of a group in a tile"
+
+
+def schedules() -> Iterator[tuple[str, Row]]:
+    """What other orders of programs, persistent grids and parts of long rows would save of each kernel."""
+    for label, one in SCHEDULED.items():
+        for kernel in our_kernels.KERNELS:
+            rows = rows_of(kernel, one)
+            today = longest_of_a_head(rows)
+            found = {n: round(today / f(rows), 3) for n, f in SCHEDULES.items() if f is not longest_of_a_head}
+            yield f"{kernel}, {label}", {"figures": {BEFORE: found}}
+    for label, one in PACKED.items():
+        for kernel in ("forward", "dq"):  # dkv walks the heads of a group already
+            cells = {f"{n} heads": round(packed(kernel, replace(one, group=n)), 3) for n in (4, 8)}
+            yield f"{kernel}, {label}, packed", {"figures": {ALONE: cells}}
 
 
 # -- sensitivities ----------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Schedules in the model: rows with known answers, and counts of tiles."""
+
+import numpy as np
+import pytest
+from gpu_sim.full import Case
+from gpu_sim.machine import H100
+from gpu_sim.ours import Tile
+from gpu_sim.schedule import (
+    SCHEDULES,
+    Rows,
+    counted,
+    in_order,
+    longest_of_a_head,
+    longest_of_all,
+    persistent,
+    split,
+)
+
+FIXED = 1000.0
+
+
+def rows(*tiles, groups=2, places=4):
+    return Rows(FIXED + 1e6 * np.array(tiles, float), FIXED, groups, places, 0, H100)
+
+
+def test_the_long_rows_of_all_heads_start_before_short_ones():
+    x = rows(1, 1, 1, 1, 4, groups=2, places=4)  # 16 tiles on 4 places
+    assert round(longest_of_all(x) / 1e6) == 4
+    assert round(longest_of_a_head(x) / 1e6) == 5  # the second head's long row waits for places
+    assert round(in_order(x) / 1e6) == 6
+
+
+def test_rows_alike_have_one_time_in_any_order():
+    x = rows(*[3] * 8)
+    assert len({f(x) for f in (in_order, longest_of_a_head, longest_of_all, split)}) == 1
+
+
+def test_a_persistent_grid_saves_the_start_of_a_block():
+    """Four rows a place, so three starts."""
+    x = rows(*[3] * 8)
+    assert longest_of_a_head(x) - persistent(x) == 3 * H100.launch
+
+
+def test_a_long_row_is_split_into_parts_of_the_mean():
+    x = rows(12, 1, 1, 1, 1, groups=1, places=4)  # 16 tiles: 4 a place
+    assert round(longest_of_all(x) / 1e6) == 12
+    assert split(x) == pytest.approx(4e6 + 4 * FIXED + 3e-6 * H100.clock)  # and a launch that combines them
+
+
+def test_no_schedule_beats_the_mean():
+    x = rows(*np.random.default_rng(0).integers(1, 50, 40), groups=3, places=7)
+    mean = (x.all - H100.launch).sum() / x.places
+    assert all(f(x) >= mean for f in SCHEDULES.values())
+
+
+def test_packed_rows_have_fewer_queries():
+    """A row of 16 queries of 8 heads ends with the tile of keys of its last query."""
+    tile = Tile(128, 64, 8, 3)
+    alone, together = (counted("forward", Case(length=2048), tile, n) for n in (1, 8))
+    assert len(together.full) == 8 * len(alone.full)
+    assert list((alone.border + alone.full)[:3]) == [2, 4, 6]
+    assert list((together.border + together.full)[:9]) == [1] * 4 + [2] * 4 + [3]
