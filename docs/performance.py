@@ -334,6 +334,9 @@ TOPICS = (
     Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread. "
           "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
+    Topic("reorder", "Attention in the order of its mask", "One head, D64, float32, one thread: the tokens moved, "
+          "attended and moved back, beside the tokens as they come.", "python benchmarks/reorder.py",
+          each(("orders", "Milliseconds", "ms"))),
     Topic("decode-overhead", "What a step of decoding costs beside its kernel", "Append one token, plan, attend.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),

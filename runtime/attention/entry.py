@@ -20,18 +20,21 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
 from frisket.runtime.machine.parameters import as_value, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
+from frisket.runtime.masks.order import Order
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
 from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import Attention
 from .checking import oracle
+from .ordered import OrderedAttention
 
 
 def compile(
     mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
     enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
-    backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool = True, **params: Any,
+    backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool = True,
+    reorder: Order | Literal["auto"] | None = None, **params: Any,
 ) -> Attention:  # fmt: skip
     """Attention under a mask and a score mod, to call, plan, print and check.
 
@@ -45,7 +48,8 @@ def compile(
 
     `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
     `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
-    make another attention for inference. `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or
+    make another attention for inference. `reorder` moves tokens into an order in which the mask visits fewer tiles, for
+    each call: one that `frisket.reorder` found, or "auto". `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or
     one number, are logits beside every query's scores that have no value; a call may bring others.
     `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
     two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
@@ -69,7 +73,8 @@ def compile(
         deterministic=flag(deterministic),
         engines=flag(engines, "engines"),
     )
-    return Attention(program_of(mask, score, params), options)
+    program = program_of(mask, score, params)
+    return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
 
 
 _compiled = Memo("runtime.attention.entry.attention_for", 128)

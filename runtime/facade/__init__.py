@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from frisket.runtime.masks.mask import load as load
     from frisket.runtime.masks.mask import mask as mask
     from frisket.runtime.masks.mask import score as score
+    from frisket.runtime.masks.order import Order as Order
+    from frisket.runtime.masks.order import reorder as reorder
     from frisket.runtime.plans.device import FlatPlan as FlatPlan
     from frisket.runtime.plans.host import Plan as Plan
 
@@ -73,6 +75,7 @@ _HOMES = {
     "frisket.runtime.plans.device": "FlatPlan",
     "frisket.runtime.plans.host": "Plan",
     "frisket.runtime.masks.layout": "Layout",
+    "frisket.runtime.masks.order": "Order reorder",
     "frisket.runtime.masks.mask": "Mask Program ScoreMod load mask score",
     "frisket.runtime.attention.merge": "merge",
     "frisket.runtime.attention.report": "Report",

@@ -22,6 +22,11 @@ class Counts:
     partial: int
     full: int
 
+    @property
+    def visited(self) -> int:
+        """Tiles that kernels visit: those that are not empty."""
+        return self.partial + self.full
+
 
 @dataclass(frozen=True)
 class Facts:

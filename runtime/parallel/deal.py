@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.lowering.analysis.tiles import FULL
 from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.take import take
 from frisket.runtime.machine.parameters import digest, own_state
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
@@ -141,13 +142,13 @@ class Deal:
         """`x`, an array of numpy, torch or JAX, in dealt order along `axis`: length becomes ranks * shard, padding
         places hold `fill`. Split evenly, rank r's part is what it holds."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
-        taken = _take(x, np.minimum(self.order, self.length - 1), axis)
+        taken = take(x, np.minimum(self.order, self.length - 1), axis)
         return _filled(taken, self.order >= self.length, axis, fill)
 
     def unpermute(self, x: Any, axis: int) -> Any:
         """Dealt arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
         axis = self._axis(x, axis, len(self.order), "unpermute takes what permute gives, the shards of all ranks")
-        return _take(x, self._place, axis)
+        return take(x, self._place, axis)
 
     def labels(self, x: Any, axis: int = -1, shift: int = 1, fill: int = -100) -> Any:
         """Dealt labels of dealt tokens: the token `shift` positions on, `fill` where the sequence has ended and on
@@ -156,7 +157,7 @@ class Deal:
         if not 0 <= shift <= self.length:
             raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")
         ahead = np.arange(self.length) + shift
-        moved = _take(x, np.minimum(ahead, self.length - 1), axis)
+        moved = take(x, np.minimum(ahead, self.length - 1), axis)
         return self.permute(_filled(moved, ahead >= self.length, axis, fill), axis, fill)
 
     def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
@@ -248,18 +249,6 @@ def _filled(x: Any, where: NDArray[np.bool_], axis: int, fill: float) -> Any:
 
         return jnp.where(where, jnp.asarray(fill, x.dtype), x)
     return np.where(where, np.asarray(fill, x.dtype), x)
-
-
-def _take(x: Any, index: NDArray[np.int64], axis: int) -> Any:
-    if framework_of(x) == "torch":
-        import torch
-
-        return x.index_select(axis, torch.as_tensor(index, device=x.device))
-    if framework_of(x) == "jax":
-        from .jax_take import take
-
-        return take(x, index, axis)
-    return np.take(x, index, axis=axis)
 
 
 def _pairs(d: Deal) -> NDArray[np.int64]:

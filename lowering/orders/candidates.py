@@ -1,0 +1,143 @@
+"""Orders of positions that a mask suggests: by its remainders and quotients, and by its tables.
+
+>>> from frisket.dsl.sugar import eq, k, q
+>>> dilated = (q >= k) & eq((q - k) % 4, 0)
+>>> [str(c) for c in candidates(dilated, {}, 16)]
+['remainders by 4']
+>>> grid = (abs(q // 32 - k // 32) <= 3) & (abs(q % 32 - k % 32) <= 3)
+>>> [str(c) for c in candidates(grid, {}, 1024)]
+['tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 32 x 32', 'remainders by 32']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.ir import Expr, walk
+from frisket.lowering.simplify.affine import linear
+
+from .digits import OrderDigit, in_order, merged, places
+
+Array = NDArray[Any]
+Range = tuple[int, int | None]  # of a position's digits: the first one's place, and the place after the last one's
+LEVELS = (32, 64, 128)  # positions of a tile, of a tile of tiles, ...: what executors take for keys and for queries
+AXES = 5  # of a grid, at most: each doubles the candidates
+MOST_ALONE = 2  # axes whose coordinates come one after another
+SHORT = 32  # coordinates of an axis that may be whole in every tile
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An order of positions, by digits or by the rising values of a table, and what it is called."""
+
+    name: str
+    digits: tuple[OrderDigit, ...] = ()
+    table: Array | None = None
+    apart: bool = False  # remainders, one after another, and no tiles: keys may move where queries stay
+
+    def places(self, length: int) -> NDArray[np.int64]:
+        """The position at every place, int64 [length]."""
+        if self.table is None:
+            return places(self.digits, length)
+        return np.argsort(self.table[:length], kind="stable")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator[Candidate]:
+    """Every order that a mask without scalars suggests for this many positions, each once."""
+    seen: set[tuple[OrderDigit, ...]] = set()
+    for chain in _chains(sorted(cuts(mask)), length):
+        for made in _of_chain(chain, length):
+            if not in_order(made.digits) and made.digits not in seen:
+                seen.add(made.digits)
+                yield made
+    for name in dict.fromkeys(n.name for n in walk(mask) if n.op == "lookup" and len(n.args) == 1):
+        table = tables.get(name)
+        if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
+            yield Candidate(f"rising {name}", table=table, apart=True)
+
+
+def cuts(mask: Expr) -> set[int]:
+    """The places at which quotients and remainders cut positions in two."""
+    found: set[int] = set()
+    known: dict[Expr, Range | None] = {}
+    for node in walk(mask):  # operands first
+        known[node] = _range(node, known, found)
+    return found - {1}
+
+
+def _range(node: Expr, known: Mapping[Expr, Range | None], found: set[int]) -> Range | None:
+    """The digits of a position that an Int is made of; None where it is made of something else."""
+    if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name > 0:
+        whole = known[node.args[0]]
+        if whole is None:
+            return None
+        cut = whole[0] * int(node.args[1].name)
+        found.add(cut)
+        return (cut, whole[1]) if node.op == "floordiv" else (whole[0], cut)
+    if node.op == "var":
+        return (1, None) if node.name in ("q", "k") else None
+    if node.op not in ("add", "sub", "neg"):
+        return None
+    terms = linear(node).terms
+    ranges = {known.get(atom, (1, None) if atom.op == "var" else None) for atom, _ in terms}
+    return ranges.pop() if len(ranges) == 1 and all(abs(f) == 1 for _, f in terms) else None
+
+
+def _chains(places: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+    """Cuts of which each divides the next: the longest such row from the smallest on, and every cut alone."""
+    chain = [1]
+    for cut in places:
+        if cut % chain[-1] == 0 and cut < length:
+            chain.append(cut)
+    yield tuple(chain[: AXES + 1])
+    for cut in places:
+        if cut < length:
+            yield 1, cut
+
+
+def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
+    """Orders by the axes between cuts: each axis is tiled with the others, or its coordinates come one after another,
+    the slowest of all. A short axis may be whole in every tile."""
+    ends = (*chain[1:], -(-length // chain[-1]) * chain[-1])
+    axes = [OrderDigit(place, end // place) for place, end in zip(chain, ends, strict=True)]
+    for apart in product((False, True), repeat=len(axes)):
+        tiled = [a for a, alone in zip(axes, apart, strict=True) if not alone]
+        alone = [a for a, alone in zip(axes, apart, strict=True) if alone]
+        if not tiled or len(alone) > MOST_ALONE:
+            continue
+        first = [a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]
+        for whole in (None, *first):
+            inner, outer, sizes = _tiles(tiled, whole) if len(tiled) > 1 else ([], tiled, [])
+            said = []
+            if len(tiled) > 1:
+                shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
+                said.append(f"tiles of {shapes} in a grid of {' x '.join(str(a.radix) for a in reversed(tiled))}")
+            said += [f"remainders by {a.radix}" if a.place == 1 else f"axis of {a.radix}" for a in alone]
+            yield Candidate(", ".join(said), merged((*inner, *outer, *alone)), apart=len(tiled) == 1)
+
+
+def _tiles(axes: Sequence[OrderDigit], whole: OrderDigit | None) -> tuple[list[OrderDigit], list[OrderDigit], list[tuple[int, ...]]]:
+    """The digits inside of tiles and those of tiles, and the shapes of tiles: powers of two, as square as the axes
+    allow, each level a multiple of the one before; `whole` is in every tile from the first on."""
+    size = [a.radix if a is whole else 1 for a in axes]
+    inner = [whole] if whole else []
+    shapes = []
+    for level in LEVELS:
+        before = list(size)
+        while prod(size) < level and (grown := [(s, i) for i, s in enumerate(size) if s < axes[i].radix]):
+            i = min(grown)[1]
+            size[i] = min(2 * size[i], axes[i].radix)
+        inner += [OrderDigit(a.place, s // b, b, a.radix) for a, b, s in zip(axes, before, size, strict=True)]
+        if size != before:
+            shapes.append(tuple(size))
+    return inner, [OrderDigit(a.place, -(-a.radix // s), s, a.radix) for a, s in zip(axes, size, strict=True)], shapes

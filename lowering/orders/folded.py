@@ -1,0 +1,68 @@
+"""Expressions read at positions that stand in an array: what hangs on one position alone becomes a table.
+
+>>> from frisket.dsl.sugar import eq, k, q
+>>> import numpy as np
+>>> places = np.array([0, 2, 1, 3])
+>>> e, tables = folded((q >= k) & eq(q % 2, k % 2), {"q": places, "k": places}, {}, {})
+>>> e, {n: t.tolist() for n, t in tables.items()}
+(at_0[q] >= at_0[k] & at_1[q] == at_1[k], {'at_0': [0, 2, 1, 3], 'at_1': [0, 0, 1, 1]})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr, lookup, rebuild, transform, uses, var, walk
+from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.expr import same_remainder
+
+Array = NDArray[Any]
+
+
+def folded(
+    e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array], prefix: str = "at_"
+) -> tuple[Expr, dict[str, Array]]:
+    """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that hangs on one
+    of them is a table: `doc[q]` is read in one step and not by way of the position, and its order is there to be seen.
+    The rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H."""
+    e = transform(e, same_remainder)
+    made: dict[str, Array] = {}
+
+    def table(node: Expr, name: str) -> Expr:
+        value = np.broadcast_to(evaluate(node, {**scalars, name: places[name]}, tables), places[name].shape)
+        values = value if value.dtype.kind in "bf" else _narrow(value)
+        same = (n for n, t in made.items() if t.dtype == values.dtype and np.array_equal(t, values))
+        label = next(same, None) or f"{prefix}{len(made)}"
+        made[label] = values
+        return lookup(label, (var(name),), node.type)
+
+    known: dict[Expr, Expr] = {}
+    free: dict[Expr, frozenset[int]] = {}  # the variables of reductions that a node reads and does not bind
+    whole: dict[Expr, str | None] = {}  # the coordinate that all of a node hangs on
+    for node in walk(e):
+        below = frozenset[int]().union(*(free[a] for a in node.args))
+        free[node] = below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
+        whole[node] = None if free[node] else _coordinate(node, places, scalars)
+        known[node] = node
+        if whole[node] is None:
+            args = [table(a, name) if (name := whole[a]) else known[a] for a in node.args]
+            known[node] = rebuild(node, tuple(args))
+    root = whole[e]
+    return (table(e, root) if root else known[e]), made
+
+
+def _coordinate(node: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any]) -> str | None:
+    """The one of q and k that an Int, or a Bool, hangs on, and nothing else without a value."""
+    names = uses(node) - scalars.keys()
+    return next(iter(names)) if node.type is not FLOAT and len(names) == 1 and names <= places.keys() else None
+
+
+def _narrow(x: Array) -> Array:
+    """Ints in 32 bits, where they fit."""
+    fits = not len(x) or (x.min() >= -(1 << 31) and x.max() < 1 << 31)
+    return x.astype(np.int32) if fits else x

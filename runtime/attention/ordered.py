@@ -1,0 +1,160 @@
+"""Attention that moves tokens into another order for each call, and its result back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from frisket.dsl.errors import ParameterError
+from frisket.lowering.stages import Stages
+from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, to_numpy
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.calls.reordered import moved
+from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.parameters import digest, traced
+from frisket.runtime.masks.order import BLOCK, CPU, MOVING, Order, reorder
+from frisket.runtime.plans.call import Call
+
+from .attention import KEPT, Attention
+
+LENGTH_AXIS = {"bhsd": 2, "bshd": 1}
+
+
+class OrderedAttention(Attention):
+    """An attention whose calls put queries, keys and values in an order, attend there, and put the result back; made by
+    `frisket.compile(..., reorder=...)`.
+
+    >>> import frisket as fk, torch
+    >>> q, k, v = torch.randn(3, 1, 2, 4096, 16)
+    >>> plain = fk.compile("causal & k % 4 == 0")(q, k, v)
+    >>> att = fk.compile("causal & k % 4 == 0", reorder="auto")
+    >>> torch.allclose(att(q, k, v), plain, atol=1e-5)
+    True
+    >>> print(att.order_of(4096, 4096))
+    keys: remainders by 4
+      tiles of 128 x 64: 1,056 before, 288 after; gain 3.5
+
+    Results, gradients and dropout are those of the same call without an order, to rounding. With "auto" each pair of
+    lengths has the order that `frisket.reorder` finds, and none where none is cheaper; a table of the mask that comes
+    with a call is looked at, so it lives on the host. An order holds the mask's values, and one by a table holds it
+    whole: no parameter of it can be given to a call then.
+    """
+
+    def __init__(
+        self, program: CallProgram, options: Options | None = None, order: Order | Literal["auto"] = "auto"
+    ) -> None:
+        super().__init__(program, options)
+        if not isinstance(order, Order) and order != "auto":
+            raise ParameterError(f'reorder is {order!r}; it is "auto", None, or what `frisket.reorder` found')
+        if isinstance(order, Order) and order.mask != program.mask:
+            raise ParameterError(
+                f"the order was found for another mask: {order.mask!r}\n"
+                f"  this one is {program.mask!r}: find its own with `frisket.reorder`"
+            )
+        self.order = order
+        self._ordered: dict[Any, tuple[Order, Attention]] = {}
+        self._fixed = None
+        if isinstance(order, Order):
+            order.ready()
+            self._fixed = order, Attention(ordered(program, order), self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedAttention, (self.program, self.options, self.order)
+
+    @counting
+    def order_of(self, q_len: int, kv_len: int, device: str = "cpu", **params: Any) -> Order:
+        """The order of calls with these lengths, in tokens, on a type of device; `params` are values that the mask does
+        not have yet."""
+        return self._at(q_len, kv_len, device, params)[0]
+
+    def _at(self, q_len: int, kv_len: int, device: str, params: dict[str, Any]) -> tuple[Order, Attention]:
+        """An order, and the attention of arrays that are in it."""
+        if self._fixed is not None:
+            return self._fixed
+        if by_dynamo():
+            raise ParameterError(
+                'in a graph of torch reorder="auto" has no lengths to look at\n'
+                "  find the order outside: frisket.compile(mask, reorder=frisket.reorder(mask, q_len, kv_len))"
+            )
+        mask = self.program.mask
+        mine = {n: x for n, x in params.items() if mask is not None and n in mask.unbound}
+        if wrong := [n for n, x in mine.items() if traced(x)]:
+            raise ParameterError(
+                f"`{wrong[0]}` is traced by JAX, and an order is found by its values\n"
+                "  give it to `frisket.reorder` outside of the traced function"
+            )
+        key = (q_len, kv_len, device, tuple((n, digest(to_numpy(x))) for n, x in sorted(mine.items())))
+        found = self._ordered.get(key)
+        if found is None:
+            block, moving = CPU if device == "cpu" else (BLOCK, MOVING)
+            order = reorder("true" if mask is None else mask, q_len, kv_len, block=block, moving=moving, **mine)
+            found = self._ordered[key] = order, Attention(ordered(self.program.bind(mine), order), self.options)
+            if len(self._ordered) > KEPT:
+                self._ordered.pop(next(iter(self._ordered)), None)  # another thread may have taken it
+        return found
+
+    def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """The call in its order; arguments and results as of `Attention.__call__`, without plan, origin, sizes, pages
+        and scales: those are of places in longer sequences, and an order is of whole ones."""
+        if wrong := [n for n in WHOLE if options.get(n) is not None]:
+            raise ParameterError(
+                f"{wrong[0]} is options, and this attention reorders whole sequences\n"
+                "  make another one without reorder= for it"
+            )
+        layout = options.get("layout") or NATURAL.get(framework_of(q) or "torch", "bshd")
+        axis = LENGTH_AXIS.get(layout, 2)
+        if min(len(x.shape) for x in (q, k, v)) < 4:  # refused there, in words
+            return super().__call__(q, k, v, **options)
+        params = {n: x for n, x in options.items() if n in self.program.names}
+        order, att = self._at(q.shape[axis], k.shape[axis], _device(q), params)
+        if self._fixed is None and self.mask is not None:  # the order's own program holds them
+            options = {n: x for n, x in options.items() if n not in self.mask.unbound}
+        k, v = (order.apply(x, axis, keys=True) for x in (k, v))
+        found = att(order.apply(q, axis), k, v, **options)
+        if not isinstance(found, tuple):
+            return order.undo(found, axis)
+        return order.undo(found[0], axis), *(order.undo(x, 2) for x in found[1:])
+
+    def run(self, call: Call) -> tuple[Any, Any, Any]:
+        """(out, lse, top) of a call, by its order."""
+        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.given.layout}
+        if call.geometry.vacant:
+            return super().run(call)
+        out, lse, top = self(*call.given.qkv, return_lse=True, return_max=True, **both)
+        return out, lse, top
+
+    def stages(self, q: Any = None, k: Any = None, v: Any = None, **sizes: Any) -> Stages:
+        """The stages of the attention that runs, of arrays that are in order; as `Attention.stages`."""
+        if q is not None:
+            axis = LENGTH_AXIS[sizes.get("layout") or NATURAL[framework_of(q) or "torch"]]
+            q_len, kv_len = q.shape[axis], k.shape[axis]
+        else:
+            q_len = sizes.get("q_len", 4096)
+            kv_len = sizes.get("kv_len") or q_len
+        params = {n: x for n, x in sizes.items() if n in self.program.names}
+        found: Stages = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)[1].stages(q, k, v, **sizes)
+        return found
+
+    def plan(self, *lengths: Any, **options: Any) -> Any:
+        """Refused: a plan is of arrays that are in order. `Attention.plan` of the attention there makes one."""
+        raise ParameterError(
+            "an attention with reorder= plans its calls itself\n"
+            "  a model that keeps its tokens in order plans frisket.compile(mask).at(**order.coordinates)"
+        )
+
+
+def _device(x: Any) -> str:
+    """The type of device that an array is on; of a traced one, that of arrays that JAX makes."""
+    return device_of(x, framework_of(x) or "torch")
+
+
+WHOLE = ("plan", "origin", "sizes", "pages", "k_scale", "v_scale")
+
+
+def ordered(program: CallProgram, order: Order) -> CallProgram:
+    """The program of arrays in an order: positions by a formula, or by tables, of which the mask has its own."""
+    if not order.coordinates:
+        return program
+    found = moved(program, order.coordinates)
+    return replace(found, mask=order.moved) if order.by_table else found

@@ -1,0 +1,252 @@
+"""Order: positions in the sequence that makes a mask's tiles full, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import ShapeError
+from frisket.dsl.ir import Expr, lit, param, substitute, var
+from frisket.dsl.types import INT
+from frisket.lowering.orders.candidates import Candidate, candidates
+from frisket.lowering.orders.digits import closed, position
+from frisket.lowering.orders.folded import folded
+from frisket.runtime.calls.take import take
+from frisket.runtime.layouts.facts import Counts
+from frisket.runtime.machine.integers import counting
+
+from .mask import Mask, MaskLike
+from .mask import mask as as_mask
+
+BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of a query that take as long as a row
+CPU = (64, 32), 10.0  # of a CPU
+PARTIAL = 1.25  # the time of a border tile, in full ones
+WORTH = 1.1  # gains below are left alone
+STRIPS, STRIP = 4, 2048  # candidates are compared on these many rows of this many queries
+BUDGET = 1 << 26  # steps of the analysis for a strip
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """An order of queries and keys, found by `frisket.reorder`.
+
+    >>> import frisket as fk
+    >>> order = fk.reorder("causal & dilated(1024, 4)", 16384, 16384)
+    >>> print(order)
+    queries and keys: remainders by 4
+      tiles of 128 x 64: 2,200 before, 632 after; gain 2.8
+    >>> order.positions[:3], order.positions.dtype
+    (array([0, 4, 8], dtype=int32), dtype('int32'))
+
+    Place i of a reordered array holds position `positions[i]`: `apply` puts an array in order, `undo` puts it back, and
+    rotary embeddings of a reordered model take `positions`. `kv_positions` are those of keys and values; the same
+    unless the order says otherwise. `before` and `after` count tiles of `block` (queries, keys), in tokens; `gain` is
+    how many times cheaper attention is by that count, gathering included. An order that changes nothing has gain 1.
+    """
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    queries: Candidate | None  # None: as they are
+    keys: Candidate | None
+    block: tuple[int, int]
+    before: Counts
+    after: Counts
+    gain: float
+
+    @cached_property
+    def positions(self) -> NDArray[np.int32]:
+        """The position of the query at every place, int32 [q_len]."""
+        return _places(self.queries, self.q_len)
+
+    @cached_property
+    def kv_positions(self) -> NDArray[np.int32]:
+        """The position of the key at every place, int32 [kv_len]."""
+        return _places(self.keys, self.kv_len)
+
+    def apply(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
+        """`x`, an array of numpy, torch or JAX, in this order along `axis`; `keys` where it holds keys or values."""
+        return x if self._still(keys) else take(x, self._index(keys, False), self._axis(x, axis, keys))
+
+    def undo(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
+        """`x` as it was before `apply`."""
+        return x if self._still(keys) else take(x, self._index(keys, True), self._axis(x, axis, keys))
+
+    def ready(self) -> None:
+        """Work out the places now: a graph of torch cannot."""
+        for keys in (False, True):
+            self._index(keys, False)
+
+    def _still(self, keys: bool) -> bool:
+        return (self.keys if keys else self.queries) is None
+
+    @cached_property
+    def _indices(self) -> dict[tuple[bool, bool], NDArray[np.int64]]:
+        both = {False: self.positions.astype(np.int64), True: self.kv_positions.astype(np.int64)}
+        return {(keys, back): np.argsort(x) if back else x for keys, x in both.items() for back in (False, True)}
+
+    def _index(self, keys: bool, back: bool) -> NDArray[np.int64]:
+        return self._indices[keys, back]
+
+    def _axis(self, x: Any, axis: int, keys: bool) -> int:
+        size = self.kv_len if keys else self.q_len
+        if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
+            raise ShapeError(
+                f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n"
+                f"  this order is of {self.q_len:,} queries and {self.kv_len:,} keys; lengths of batches and heads "
+                "come before: write axis="
+            )
+        return axis % len(x.shape)
+
+    @cached_property
+    def coordinates(self) -> dict[str, Any]:
+        """The arguments of `Attention.at` for arrays in this order: a formula where there is one, else a table."""
+        found: dict[str, Any] = {}
+        for name, order, length in (("q", self.queries, self.q_len), ("k", self.keys, self.kv_len)):
+            if order is None:
+                continue
+            e = _formula(order, length, name)
+            if e is not None:
+                found[name] = str(e)
+            else:
+                table = "order_q" if self.queries is self.keys and self.q_len == self.kv_len else f"order_{name}"
+                found |= {name: f"{table}[{name}]", table: _places(order, length)}
+        return found
+
+    @property
+    def by_table(self) -> bool:
+        """Whether positions of queries or keys have no formula here."""
+        return any(n not in ("q", "k") for n in self.coordinates)
+
+    @cached_property
+    def moved(self) -> Mask:
+        """The mask of arrays in this order."""
+        return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len)
+
+    def __str__(self) -> str:
+        if self.queries is None and self.keys is None:
+            return f"no order is cheaper: {self.before.visited:,} tiles of {self.block[0]} x {self.block[1]}"
+        if self.queries is self.keys:
+            said = f"queries and keys: {self.queries}"
+        else:
+            parts = (("queries", self.queries), ("keys", self.keys))
+            said = "; ".join(f"{side}: {order}" for side, order in parts if order is not None)
+        return (
+            f"{said}\n  tiles of {self.block[0]} x {self.block[1]}: {self.before.visited:,} before, "
+            f"{self.after.visited:,} after; gain {self.gain:.1f}"
+        )
+
+    __repr__ = __str__
+
+
+@counting
+def reorder(
+    mask: MaskLike, q_len: int, kv_len: int | None = None, *, block: tuple[int, int] = BLOCK, moving: float = MOVING,
+    **params: Any,
+) -> Order:  # fmt: skip
+    """Find the order of queries and keys in which attention under a mask visits the fewest tiles.
+
+    >>> import frisket as fk
+    >>> order = fk.reorder("natten2d(256, 256, 13, 13)", 65536)
+    >>> print(order)
+    queries and keys: tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 256 x 256
+      tiles of 128 x 64: 19,968 before, 5,828 after; gain 3.2
+
+    The candidates are what the mask itself suggests. Remainders and quotients (`(q - k) % 4`, `q // 256`) cut positions
+    into axes, which are tiled together or laid one after another; a table that is not sorted (`doc[q] == doc[k]`) gives
+    the order of its values; keys may move where queries stay. The analysis counts the tiles of each, of `block`
+    (queries, keys) in tokens. A tile counts for as much as its positions, a border tile 1.25 times that; moving a row
+    of q, k, v or the result takes as long as `moving` keys of a query do, some 100 on a GPU and 10 on a CPU, and 0 for
+    a model that keeps its tokens in order. An order that gains less than a tenth is left alone.
+
+    `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
+    its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`.
+    Raises `ParameterError` for a parameter without a value.
+    """
+    what = as_mask(mask, **params)
+    what.require_bound()
+    kv_len = q_len if kv_len is None else kv_len
+    ways = list(_ways(what, q_len, kv_len))
+    moved = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
+    best = min(ways, key=lambda way: _sampled(what, way, q_len, kv_len, block) + moved[way])
+    before, after = (_counts(what, way, q_len, kv_len, block) for way in (ways[0], best))
+    gain = _cost(before, block) / max(_cost(after, block) + moved[best], 1.0)
+    if gain < WORTH:
+        return Order(what, q_len, kv_len, None, None, block, before, before, 1.0)
+    return Order(what, q_len, kv_len, *best, block, before, after, gain)
+
+
+Way = tuple["Candidate | None", "Candidate | None"]  # of queries, of keys
+
+
+def _ways(what: Mask, q_len: int, kv_len: int) -> Iterator[Way]:
+    """The orders to compare, first that of today."""
+    yield None, None
+    numbers = {param(n, INT): lit(int(x)) for n, x in what.scalars.items() if isinstance(x, int | np.integer)}
+    e = substitute(what.expr, numbers)
+    found = {c.name: c for c in candidates(e, what.tables, kv_len)}
+    for c in found.values():
+        if q_len == kv_len:
+            yield c, c
+        if c.apart:
+            yield None, c
+    if q_len != kv_len:
+        for c in candidates(e, what.tables, q_len):
+            yield c, found.get(c.name)
+
+
+def _places(order: Candidate | None, length: int) -> NDArray[np.int32]:
+    return (np.arange(length) if order is None else order.places(length)).astype(np.int32)
+
+
+def _formula(order: Candidate, length: int, name: str) -> Expr | None:
+    return position(order.digits, var(name)) if order.table is None and closed(order.digits, length) else None
+
+
+def _moved(what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int) -> Mask:
+    """The mask of arrays in another order."""
+    change: dict[Expr, Expr] = {}
+    places: dict[str, NDArray[np.int32]] = {}
+    for name, order, length in (("q", queries, q_len), ("k", keys, kv_len)):
+        if order is not None:
+            e = _formula(order, length, name)
+            if e is None:
+                places[name] = _places(order, length)
+            else:
+                change[var(name)] = e
+    e, made = what.expr, {}
+    if places:
+        e, made = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables)
+    e = substitute(e, change)
+    found = Mask(e)
+    values = {**what.params, **made}
+    return Mask(e, {n: x for n, x in values.items() if n in {*found.unbound}})
+
+
+def _counts(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int]) -> Counts:
+    return _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
+
+
+def _sampled(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int]) -> float:
+    """The cost of the tiles of an order, by some rows of them."""
+    moved = _moved(what, *way, q_len, kv_len)
+    strip = -(-STRIP // block[0]) * block[0]
+    starts = range(0, q_len, strip) if q_len <= STRIPS * strip else np.linspace(0, q_len - strip, STRIPS).astype(int)
+    total, rows = 0.0, 0
+    for start in map(int, starts):
+        length, whole = min(strip, q_len - start), (1, 1, q_len, kv_len)
+        found = moved.layout(
+            length, kv_len, block=block, origin=(0, 0, start, 0), sizes=whole, exact=False, budget=BUDGET
+        )
+        total, rows = total + _cost(found.counts, block), rows + length
+    return total * q_len / rows
+
+
+def _cost(counts: Counts, block: tuple[int, int]) -> float:
+    """The time of tiles, in that of a query and a key."""
+    return float(counts.full + PARTIAL * counts.partial) * block[0] * block[1]

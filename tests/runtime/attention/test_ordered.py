@@ -1,0 +1,144 @@
+"""Attention that moves its tokens: results, gradients and dropout as without an order, on every framework."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError
+
+BLOCK = (16, 16)
+DOC = np.random.default_rng(0).permutation(np.arange(192) % 8).astype(np.int32)
+CASES = {  # a formula for both, a table for both, keys alone, an unsorted table, a grid
+    "causal & dilated(64, 4)": (192, {}),
+    "causal & (q - k) % 7 == 0": (150, {}),
+    "causal & k % 4 == 0": (192, {}),
+    "causal & same(doc)": (192, {"doc": DOC}),
+    "natten2d(32, 32, 5, 5)": (1024, {}),
+}
+
+
+def drawn(length, heads=4, kv_heads=2, dim=16, **options):
+    make = torch.Generator().manual_seed(length)
+    return [torch.randn(2, h, length, dim, generator=make, **options) for h in (heads, kv_heads, kv_heads)]
+
+
+def both(text, score=None, **options):
+    length, given = CASES[text]
+    order = fk.reorder(text, length, block=BLOCK, moving=0, **given)
+    assert order.gain > 1
+    plain = fk.compile(text, score, **given, **options)
+    return plain, fk.compile(text, score, reorder=order, **given, **options), length
+
+
+@pytest.mark.parametrize("backend", ["aten", "cpp", "dense"])
+@pytest.mark.parametrize("text", CASES)
+def test_results_and_gradients(text, backend):
+    plain, att, length = both(text, "score + 0.02 * (k - q) then softcap(20)", backend=backend)
+    q, k, v = (x.requires_grad_(backend != "dense") for x in drawn(length))
+    want, lse = plain(q, k, v, return_lse=True)
+    got, of_got = att(q, k, v, return_lse=True)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(of_got, lse, atol=2e-6, rtol=2e-5)
+    if backend != "dense":
+        along = torch.randn(want.shape)
+        for x, y in zip(*(torch.autograd.grad(o, (q, k, v), along) for o in (got, want)), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_check_holds_it_to_the_oracle(text):
+    _, att, length = both(text)
+    assert att.check(*drawn(length)).good
+    assert att.check(*drawn(length), gradients=False).good
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_jax_under_jit_and_grad(text):
+    plain, att, length = both(text)
+    q, k, v = (jnp.asarray(x.transpose(1, 2).numpy()) for x in drawn(length))
+    np.testing.assert_allclose(jax.jit(att)(q, k, v), plain(q, k, v), atol=2e-6)
+    for x, y in zip(*(jax.grad(lambda *a, f=f: f(*a).sum(), (0, 1, 2))(q, k, v) for f in (att, plain)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_dropout_drops_the_same_positions(text):
+    plain, att, length = both(text, dropout=0.3)
+    q, k, v = drawn(length)
+    torch.testing.assert_close(att(q, k, v, seed=5), plain(q, k, v, seed=5), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_a_model_that_keeps_its_tokens_in_order(text):
+    plain, ordered, length = both(text)
+    order = ordered.order
+    q, k, v = drawn(length)
+    at = fk.compile(plain.mask).at(**order.coordinates)
+    out = at(order.apply(q), order.apply(k, keys=True), order.apply(v, keys=True))
+    torch.testing.assert_close(order.undo(out), plain(q, k, v), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_graphs_of_torch(text):
+    _, att, length = both(text)
+    q, k, v = drawn(length)
+    compiled = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), att(q, k, v), atol=2e-6, rtol=2e-5)
+
+
+def test_auto_finds_an_order_for_each_length():
+    att = fk.compile("causal & dilated(w, 4)", reorder="auto")
+    plain = fk.compile("causal & dilated(w, 4)")
+    q, k, v = drawn(512, 1, 1)
+    torch.testing.assert_close(att(q, k, v, w=256), plain(q, k, v, w=256), atol=2e-6, rtol=2e-5)
+    assert att.order_of(512, 512, w=256).gain > 1
+    assert att.order_of(64, 64, w=256).gain == 1
+    short = drawn(64, 1, 1)
+    assert torch.equal(att(*short, w=256), plain(*short, w=256))
+
+
+def test_a_table_that_comes_with_a_call():
+    att = fk.compile("causal & same(doc)", reorder="auto")
+    q, k, v = drawn(192)
+    want = fk.compile("causal & same(doc)", doc=DOC)(q, k, v)
+    torch.testing.assert_close(att(q, k, v, doc=DOC), want, atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(att(q, k, v, doc=torch.tensor(DOC)), want, atol=2e-6, rtol=2e-5)
+
+
+def test_a_value_given_anew_is_used():
+    order = fk.reorder("causal & dilated(64, w)", 192, w=4, block=BLOCK, moving=0)
+    att = fk.compile("causal & dilated(64, w)", w=4, reorder=order)
+    q, k, v = drawn(192)
+    want = fk.compile("causal & dilated(64, 2)")(q, k, v)
+    torch.testing.assert_close(att(q, k, v, w=2), want, atol=2e-6, rtol=2e-5)
+
+
+def test_copies_and_stages():
+    _, att, length = both("causal & dilated(64, 4)")
+    copy = pickle.loads(pickle.dumps(att))
+    q, k, v = drawn(length)
+    assert torch.equal(copy(q, k, v), att(q, k, v))
+    assert "q // 48" in str(att.stages(q_len=length).expr)
+
+
+def test_words():
+    order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
+    with pytest.raises(ParameterError, match="the order was found for another mask"):
+        fk.compile("causal", reorder=order)
+    with pytest.raises(ParameterError, match='it is "auto", None, or what'):
+        fk.compile("causal", reorder=True)
+    att = fk.compile("causal & k % 4 == 0", reorder=order)
+    with pytest.raises(ParameterError, match="origin is given, and this attention reorders whole sequences"):
+        att(*drawn(192), origin=(0, 0, 5, 0))
+    with pytest.raises(ParameterError, match=r"reorder= plans its calls itself"):
+        att.plan(192, 192)
+    with pytest.raises(fk.ShapeError, match="this order is of 192 queries and 192 keys"):
+        att(*drawn(100))
+    auto = fk.compile("causal & k % 4 == 0", reorder="auto")
+    with pytest.raises(Exception, match="has no lengths to look at"):
+        torch.compile(lambda q, k, v: auto(q, k, v), fullgraph=True, backend="eager")(*drawn(192))

@@ -1,0 +1,97 @@
+"""Orders of the library's masks: the mask that moves is the mask, tiles are those of the permuted mask, words."""
+
+import cases
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.masks import order as orders
+
+LENGTH = 64
+ENTRIES = cases.masks(LENGTH)
+BLOCK = (16, 8)
+
+
+def permuted(mask, order, batch=1, heads=1):
+    dense = mask.dense(order.q_len, order.kv_len, batch, heads)
+    return dense[:, :, order.positions][..., order.kv_positions]
+
+
+def tiles(dense, block):
+    rows = [dense[:, :, i : i + block[0]].any(axis=2) for i in range(0, dense.shape[2], block[0])]
+    return sum(row[..., j : j + block[1]].any() for row in rows for j in range(0, dense.shape[3], block[1]))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_candidate_of_every_mask_shows_what_the_mask_shows(name):
+    case = ENTRIES[name]
+    for queries, keys in orders._ways(case.mask, case.q_len, case.kv_len):
+        made = orders.Order(case.mask, case.q_len, case.kv_len, queries, keys, BLOCK, None, None, 1.0)
+        got = made.moved.dense(case.q_len, case.kv_len, case.batch, case.heads)
+        assert np.array_equal(got, permuted(case.mask, made, case.batch, case.heads)), (queries, keys)
+
+
+WANTED = {
+    "causal & dilated(64, 4)": (256, "queries and keys: remainders by 4", 2.0),
+    "causal & k % 4 == 0": (256, "keys: remainders by 4", 2.5),
+    "(q - k) % 7 == 0": (250, "queries and keys: remainders by 7", 3.0),
+    "natten2d(64, 64, 13, 13)": (4096, "queries and keys: tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 64 x 64", 1.3),
+    "causal & same(doc)": (256, "queries and keys: rising doc", 4.0),
+}
+
+
+@pytest.mark.parametrize("text", WANTED)
+def test_orders_that_pay(text):
+    length, said, gain = WANTED[text]
+    given = {"doc": np.random.default_rng(0).permutation(np.arange(length) % 16)} if "doc" in text else {}
+    block = (64, 32) if "natten" in text else BLOCK
+    found = fk.reorder(text, length, block=block, moving=0, **given)
+    assert str(found).startswith(said + "\n")
+    assert found.gain >= gain
+    mask = fk.mask(text, **given)
+    seen = tiles(mask.dense(length, length), block), tiles(permuted(mask, found), block)
+    for counts, least in zip((found.before, found.after), seen, strict=True):  # some undecided tiles count
+        assert least <= counts.visited <= 1.01 * least
+
+
+@pytest.mark.parametrize("text", ["causal", "causal & window(64)", "true", "causal & chunked(64)"])
+def test_masks_that_stay(text):
+    found = fk.reorder(text, 256, block=BLOCK)
+    assert (found.queries, found.keys, found.gain, found.coordinates) == (None, None, 1.0, {})
+    assert str(found).startswith("no order is cheaper: ")
+    x = np.arange(256)
+    assert found.apply(x, 0) is x
+    assert np.array_equal(found.positions, x)
+
+
+def test_gathering_counts():
+    """Rows that take long to move are left where they are."""
+    assert fk.reorder("causal & dilated(64, 4)", 256, block=BLOCK, moving=0).gain > 2
+    assert fk.reorder("causal & dilated(64, 4)", 256, block=BLOCK, moving=1e6).queries is None
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor, jnp.asarray])
+def test_apply_and_undo(make):
+    order = fk.reorder("causal & k % 4 == 0", 250, block=BLOCK, moving=0)
+    x = make(np.arange(2 * 250 * 3).reshape(2, 250, 3))
+    moved = order.apply(x, keys=True)
+    assert type(moved) is type(x)
+    assert np.array_equal(np.asarray(moved), np.asarray(x)[:, order.kv_positions])
+    assert np.array_equal(np.asarray(order.undo(moved, 1, keys=True)), np.asarray(x))
+    with pytest.raises(ShapeError, match=r"axis 0 is to have 250 places"):
+        order.apply(x, 0, keys=True)
+
+
+def test_lengths_of_queries_and_keys_may_differ():
+    order = fk.reorder("k % 4 == q % 4", 64, 128, block=BLOCK, moving=0)
+    mask = fk.mask("k % 4 == q % 4")
+    assert order.gain > 2
+    assert np.array_equal(order.moved.dense(64, 128), permuted(mask, order))
+
+
+def test_a_parameter_without_a_value():
+    with pytest.raises(ParameterError, match="`w` has no value"):
+        fk.reorder("causal & dilated(64, w)", 256)
