@@ -46,7 +46,9 @@ def folded(
     whole: dict[Expr, str | None] = {}  # the coordinate that all of a node hangs on
     for node in walk(e):
         below = frozenset[int]().union(*(free[a] for a in node.args))
-        free[node] = below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
+        free[node] = (
+            below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
+        )
         whole[node] = None if free[node] else _coordinate(node, places, scalars)
         known[node] = node
         if whole[node] is None:

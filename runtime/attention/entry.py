@@ -49,8 +49,8 @@ def compile(
     `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
     `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
     make another attention for inference. `reorder` moves tokens into an order in which the mask visits fewer tiles, for
-    each call: one that `frisket.reorder` found, or "auto". `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or
-    one number, are logits beside every query's scores that have no value; a call may bring others.
+    each call: one that `frisket.reorder` found, or "auto". `enable_gqa` lets query heads share key heads, in groups.
+    `sinks` [heads], or one number, are logits beside every query's scores that have no value; a call may bring others.
     `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
     two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
     (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
