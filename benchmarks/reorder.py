@@ -19,8 +19,8 @@ import torch
 from store import run_parts
 
 import frisket as fk
+from frisket.runtime.attention.order import CPU
 from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
-from frisket.runtime.masks.order import CPU
 
 CASES = {  # mask, length, the least gain that is wanted
     "natten2d 13 x 13 on 256 x 256": ("natten2d(256, 256, 13, 13)", 65536, 2.2),

@@ -12,7 +12,7 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import cases  # noqa: E402
 
 import frisket as fk  # noqa: E402
-from frisket.runtime.masks.order import Order  # noqa: E402
+from frisket.runtime.attention.order import Order  # noqa: E402
 
 PAGE = HERE / "reordering.md"
 MARK = re.compile(r"(<!-- table, written by docs/reordering\.py -->\n).*?(<!-- end -->)", re.S)

@@ -35,6 +35,7 @@ ROWS = [
     [("machine", "settings, parameters, builds")],
     [("aten", "calls of torch"), ("xla", "calls of JAX")],
     [("planner", "layouts on devices")],
+    [("orders", "of tokens, by a mask")],
     [("kernels", "text, a folder a target"), ("engines", "masks as their flags")],
     [("analysis", "tiles, counts, facts")],
     [("lowering", "plan, pipeline, derivatives")],
@@ -44,7 +45,7 @@ ROWS = [
     [("dsl", "Expr, text, types, oracle")],
     [("grammar", "LALR tables, memo")],
 ]
-BANDS = [("runtime", 0, 14), ("lowering", 14, 20), ("dsl", 20, 23), ("grammar", 23, 24)]
+BANDS = [("runtime", 0, 14), ("lowering", 14, 21), ("dsl", 21, 24), ("grammar", 24, 25)]
 WIDTH, STEP, BOX, LEFT = 1040, 66, 40, 92
 COLOURS = {"runtime": "#e8f0fb", "lowering": "#eaf6ec", "dsl": "#fdf4e3", "grammar": "#f3ecf8"}
 CSS = """

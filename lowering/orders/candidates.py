@@ -126,7 +126,9 @@ def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
             yield Candidate(", ".join(said), merged((*inner, *outer, *alone)), apart=len(tiled) == 1)
 
 
-def _tiles(axes: Sequence[OrderDigit], whole: OrderDigit | None) -> tuple[list[OrderDigit], list[OrderDigit], list[tuple[int, ...]]]:
+def _tiles(
+    axes: Sequence[OrderDigit], whole: OrderDigit | None
+) -> tuple[list[OrderDigit], list[OrderDigit], list[tuple[int, ...]]]:
     """The digits inside of tiles and those of tiles, and the shapes of tiles: powers of two, as square as the axes
     allow, each level a multiple of the one before; `whole` is in every tile from the first on."""
     size = [a.radix if a is whole else 1 for a in axes]

@@ -20,13 +20,13 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
 from frisket.runtime.machine.parameters import as_value, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
-from frisket.runtime.masks.order import Order
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
 from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import Attention
 from .checking import oracle
+from .order import Order
 from .ordered import OrderedAttention
 
 

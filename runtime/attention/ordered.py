@@ -13,10 +13,10 @@ from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.reordered import moved
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import digest, traced
-from frisket.runtime.masks.order import BLOCK, CPU, MOVING, Order, reorder
 from frisket.runtime.plans.call import Call
 
 from .attention import KEPT, Attention
+from .order import BLOCK, CPU, MOVING, Order, reorder
 
 LENGTH_AXIS = {"bhsd": 2, "bshd": 1}
 

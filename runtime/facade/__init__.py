@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from frisket.runtime.attention.entry import compile as compile
     from frisket.runtime.attention.entry import reference as reference
     from frisket.runtime.attention.merge import merge as merge
+    from frisket.runtime.attention.order import Order as Order
+    from frisket.runtime.attention.order import reorder as reorder
     from frisket.runtime.attention.report import Report as Report
     from frisket.runtime.backends.registry import backends as backends
     from frisket.runtime.masks.answers import Answer as Answer
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
     from frisket.runtime.masks.mask import load as load
     from frisket.runtime.masks.mask import mask as mask
     from frisket.runtime.masks.mask import score as score
-    from frisket.runtime.masks.order import Order as Order
-    from frisket.runtime.masks.order import reorder as reorder
     from frisket.runtime.plans.device import FlatPlan as FlatPlan
     from frisket.runtime.plans.host import Plan as Plan
 
@@ -75,7 +75,7 @@ _HOMES = {
     "frisket.runtime.plans.device": "FlatPlan",
     "frisket.runtime.plans.host": "Plan",
     "frisket.runtime.masks.layout": "Layout",
-    "frisket.runtime.masks.order": "Order reorder",
+    "frisket.runtime.attention.order": "Order reorder",
     "frisket.runtime.masks.mask": "Mask Program ScoreMod load mask score",
     "frisket.runtime.attention.merge": "merge",
     "frisket.runtime.attention.report": "Report",

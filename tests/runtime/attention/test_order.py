@@ -8,7 +8,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.masks import order as orders
+from frisket.runtime.attention import order as orders
 
 LENGTH = 64
 ENTRIES = cases.masks(LENGTH)

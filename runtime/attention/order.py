@@ -16,12 +16,12 @@ from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, candidates
 from frisket.lowering.orders.digits import closed, position
 from frisket.lowering.orders.folded import folded
-from frisket.runtime.calls.take import take
 from frisket.runtime.layouts.facts import Counts
 from frisket.runtime.machine.integers import counting
+from frisket.runtime.masks.mask import Mask, MaskLike
+from frisket.runtime.masks.mask import mask as as_mask
 
-from .mask import Mask, MaskLike
-from .mask import mask as as_mask
+from .take import take
 
 BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of a query that take as long as a row
 CPU = (64, 32), 10.0  # of a CPU

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import framework_of
+from frisket.runtime.calls.arrays import framework_of
 
 
 def take(x: Any, index: NDArray[np.int64], axis: int) -> Any:
