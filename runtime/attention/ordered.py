@@ -99,7 +99,7 @@ class OrderedAttention(Attention):
         and scales: those are of places in longer sequences, and an order is of whole ones."""
         if wrong := [n for n in WHOLE if options.get(n) is not None]:
             raise ParameterError(
-                f"{wrong[0]} is options, and this attention reorders whole sequences\n"
+                f"{wrong[0]} is given, and this attention reorders whole sequences\n"
                 "  make another one without reorder= for it"
             )
         layout = options.get("layout") or NATURAL.get(framework_of(q) or "torch", "bshd")
