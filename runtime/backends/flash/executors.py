@@ -35,7 +35,8 @@ def forward(
         raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
     g = geometry
     call = prepared(plan, spans, g, target, slots, tables, q.device, False, True)
-    out, lse = engine.attend(call, g, *(x.resolve_neg() for x in (q, k, v)), sinks)
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
+    out, lse = engine.attend(call, g, q, k, v, sinks)
     return (out, lse, None, None) if norm else (out, lse, None)
 
 
@@ -51,14 +52,15 @@ def backward(
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     call = prepared(plan, spans, g, target, slots, tables, q.device, True, deterministic)
-    given = (x.resolve_neg() for x in (q, k, v, out))
-    found = engine.gradients(call, *given, lse, dout.to(q.dtype).resolve_neg(), dlse, deterministic)
+    q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
+    found = engine.gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
     return {n: x for n, x in zip("qkv", found, strict=True) if n in wanted}
 
 
 def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, wanted: Collection[str]) -> str:
     """A reason why the backward has not all of the wanted gradients; "" where it has."""
-    names = [str(t.source) for t in (*plan.tables, *plan.slots) if t.name in wanted]
+    sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
+    names = [source for name, source in sources.items() if name in wanted]
     return f"FlashAttention 4 has no gradient of {', '.join(names)}" if names else ""
 
 

@@ -78,6 +78,18 @@ def test_a_part_of_a_larger_problem():
     np.testing.assert_allclose(att(q, k, v, **place).float().numpy(), right, atol=2e-3)
 
 
+def test_tables_that_live_on_the_device():
+    """Planned there: the records become lists without a look at them, and documents are code."""
+    case = cases.Case("causal & same(doc)", 300, 300, heads=2)
+    q, k, v = arrays(case)
+    att = fk.compile(case.text, backend="flash", deterministic=False)
+    doc = torch.from_numpy(DOC)
+    plan = att.plan(300, 300, 1, 2, doc=doc, flat=True)
+    assert plan.on_device
+    right = fk.reference(*(x.double().numpy() for x in (q, k, v)), mask=case.text, doc=DOC, layout="bhsd")
+    np.testing.assert_allclose(att(q, k, v, plan=plan).float().numpy(), right, atol=2e-3)
+
+
 # -- what would be called ---------------------------------------------------------------------------
 
 GOLDEN = {
