@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from frisket.grammar.memo import beside
@@ -70,6 +71,8 @@ def attention(
     """
     given, found = _given(module, query, key, attention_mask, is_causal), None
     if rest.get("cache") is not None:  # continuous batching
+        if attention_mask is None:  # transformers says nothing else of requests: they are causal
+            given = replace(given, structure="q >= k")
         refuse_tables(given, position_bias, indices, block_indices)
         options = Options(scaling, dropout=rate_of(dropout))
         found = paged(

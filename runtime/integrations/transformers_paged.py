@@ -133,8 +133,8 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
     key = "requests", kind, window, own, told
     if key in att.ready:
         return
-    if own and (why := not_served(att, values)):
-        raise ParameterError(f"in the config of a model for continuous batching: {why}")
+    if why := not_served(att, values):
+        raise ParameterError(f"continuous batching, `generate_batch`: {why}")
     if kind == SLIDING and own:
         if why := no_room(att, window or 0, 1, values):
             raise ParameterError(

@@ -11,9 +11,9 @@ from support.lowering.device_tables import NoLook, NoWait, pose
 from support.triton import triton_null
 
 import frisket.integrations.transformers as plugin
+from frisket.integrations import vllm_pages
 from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import decode
-from frisket.runtime.integrations import vllm_pages
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""

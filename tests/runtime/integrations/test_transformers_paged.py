@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from frisket.dsl.errors import ParameterError
 from frisket.integrations import transformers as plugin
-from frisket.runtime.integrations import transformers_paged
+from frisket.integrations import transformers_paged
 from frisket.runtime.machine.cpp_build import reason
 
 NEW = 12
@@ -140,13 +140,16 @@ def test_masks_that_have_no_place_among_requests():
     ours.config.frisket_mask = "window(4)"
     with pytest.raises(ParameterError, match=r"has to be causal: a prompt that is read in chunks"):
         first(ours)
+    seen = transformers_paged.SymbolicMask("", 1, 4, 4)  # of a model whose attention is not causal
+    with pytest.raises(ParameterError, match=r"`generate_batch`: a mask of a serving engine has to be causal"):
+        first(hf_models.pair("llama")[1], seen)
     groups = {"groups": torch.ones(1, 4)}
     given = transformers_paged.SymbolicMask("groups[b, q] == groups[b, k]", 1, 4, 4, tables=groups)
     with pytest.raises(ParameterError, match=r"reads the table 'groups' of the tokens of a call"):
         transformers_paged.refuse_tables(given)
 
 
-def first(model):
+def first(model, mask=None):
     """The first layer's call of a step with two requests."""
     module = model.model.layers[0].self_attn
     ends = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -162,4 +165,4 @@ def first(model):
         "position_ids": torch.tensor([[0, 1, 0, 1]]),
     }  # fmt: skip
     q, k = torch.ones(1, 4, 4, 4), torch.ones(1, 2, 4, 4)
-    return plugin.attention(module, q, k, k, None, is_causal=True, **rest)
+    return plugin.attention(module, q, k, k, mask, is_causal=True, **rest)

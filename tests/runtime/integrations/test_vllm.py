@@ -12,7 +12,7 @@ from support.torch import vllm_standin
 
 import frisket as fk
 from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
-from frisket.runtime.integrations import vllm_pages
+from frisket.integrations import vllm_pages
 from frisket.runtime.machine.cpp_build import reason
 
 PAGE, KEY_HEADS, HEADS, DIM = 16, 2, 4, 16
