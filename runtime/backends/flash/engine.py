@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
 
@@ -21,9 +22,10 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
 
     arrays = [_laid(call, x) for x in (q, k, v)]
     functions = {n: f for n, f in _functions(call).items() if n != "score_mod_bwd"}
-    out, lse, *_ = interface._flash_attn_fwd(
-        *arrays, **_common(call), **functions, learnable_sink=sinks, return_lse=True
-    )
+    with _current(q):
+        out, lse, *_ = interface._flash_attn_fwd(
+            *arrays, **_common(call), **functions, learnable_sink=sinks, return_lse=True
+        )
     if call.documents is not None:
         out, lse = out.view(g.batch, g.q_len, *out.shape[1:]), lse.view(-1, g.batch, g.q_len).transpose(0, 1)
     return out.transpose(1, 2), lse
@@ -38,12 +40,20 @@ def gradients(
 
     arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
     rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
-    found = interface._flash_attn_bwd(
-        *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
-    )
+    with _current(q):
+        found = interface._flash_attn_bwd(
+            *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
+        )
     return tuple(
         dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(found, (q, k, v), strict=True)
     )
+
+
+def _current(x: Tensor) -> AbstractContextManager[Any]:
+    """The GPU of a tensor as the current one, where the engine launches; without GPUs it only compiles."""
+    import torch
+
+    return torch.cuda.device(x.device) if torch.cuda.is_available() else nullcontext()
 
 
 def _laid(call: FlashCall, x: Tensor) -> Tensor:
