@@ -7,7 +7,7 @@ the forms and flags of lowering/engines, the adapters of runtime/backends, the p
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import NoForm, form_of  # noqa: E402
 from frisket.lowering.kernels.cute.mods import emit  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
+from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
 from frisket.runtime.backends.engines.square import square  # noqa: E402
+from frisket.runtime.backends.splash import jax as splash  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.plans.compiled import fixed_of, work  # noqa: E402
 
 PAGE = HERE / "engines.md"
 BEGIN, END = "<!-- written by docs/engines.py -->", "<!-- end -->"
-HEAD = ("entry", "FlashAttention 4", "SDPA, cuDNN", "proof")
+HEAD = ("entry", "FlashAttention 4", "SDPA, cuDNN", "splash", "proof")
 LENGTH = 256  # tokens, at which values are looked at
 
 
@@ -38,6 +40,7 @@ class EngineRow:
     name: str
     flash: str
     square: str
+    splash: str
     proof: str
 
 
@@ -53,11 +56,13 @@ def row(name: str, case: Any, mask: Any, score: Any) -> EngineRow:
     form = form_of(*fixed_of(program).simplified)
     flags = "" if isinstance(form, NoForm) else flags_of(form, g, program.scalars, program.tables)
     if isinstance(form, NoForm) or not isinstance(flags, Flags):
-        return EngineRow(name, code(program, case), "–", "–")
+        return EngineRow(name, code(program, case), "–", "–", "–")
     flash = "flags" if flash_takes(flags) else code(program, case)
     other = "flags" if not isinstance(square(flags, g, ""), str) else "–"
-    proof = "; ".join(form.proofs) if "flags" in (flash, other) else "–"
-    return EngineRow(name, flash, other, proof)
+    asked = EngineCall(program, g, "float32", "jax", "tpu")
+    third = "flags" if not isinstance(splash.arguments(flags, asked), str) else "–"
+    proof = "; ".join(form.proofs) if "flags" in (flash, other, third) else "–"
+    return EngineRow(name, flash, other, third, proof)
 
 
 def flash_takes(flags: Flags) -> bool:
@@ -79,12 +84,13 @@ def code(program: Any, case: Any) -> str:
 
 def table(found: list[EngineRow]) -> str:
     flags, codes = (sum(r.flash == kind for r in found) for kind in ("flags", "code"))
+    squares, splashes = (sum(r[i] == "flags" for r in map(astuple, found)) for i in (2, 3))
     said = (
-        f"{len(found)} entries: FlashAttention 4 takes {flags} by flags and {codes} by code, SDPA and cuDNN "
-        f"{sum(r.square == 'flags' for r in found)}. Generated kernels run all of them."
+        f"{len(found)} entries: FlashAttention 4 takes {flags} by flags and {codes} by code, SDPA and cuDNN {squares}, "
+        f"splash {splashes}. Generated kernels run all of them."
     )
     lines = [said, "", f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD)]
-    lines += [f"| `{r.name}` | {r.flash} | {r.square} | {r.proof} |" for r in found]
+    lines += [f"| `{r.name}` | {r.flash} | {r.square} | {r.splash} | {r.proof} |" for r in found]
     return "\n".join(lines)
 
 

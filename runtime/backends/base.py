@@ -134,7 +134,9 @@ class Backend:
         return run.function
 
     def has_gradients(self, framework: str) -> bool:
-        return framework in self.executors and self.executors[framework].backward is not None
+        """Whether calls have gradients: those of an engine without any are generated kernels'."""
+        run = self.executors.get(framework)
+        return run is not None and (run.backward is not None or self.engine is not None)
 
     def refused_dtype(self, dtype: str) -> str:
         """A reason why arrays of a dtype are not taken here, by the kernels or by their interpreter."""

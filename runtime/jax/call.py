@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import frisket
-from frisket.dsl.errors import LoweringError
+from frisket.dsl.errors import BackendError, LoweringError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
@@ -24,6 +24,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import low_of, norm_of
+from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.machine.cpp_build import BuildError, fall_back
 from frisket.runtime.machine.parameters import digest
@@ -148,6 +149,8 @@ class JaxCall:
         """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and, [batch, heads,
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
+        if RECORDS[backend].engine is not None:
+            return self._by_engine(backend, platform, arrays, low)
         run, how = _BackendRun(self, backend, arrays, plan), _how(backend, platform)
         offset = RECORDS[backend].rows == "offset"
         if low and not offset:
@@ -169,6 +172,25 @@ class JaxCall:
             return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
         return *result[:3], low_of(run.plan, result[3], lse), result[3]
 
+    def _by_engine(self, backend: str, platform: str, arrays: Arrays, low: bool) -> tuple[Any, ...]:
+        """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
+        and an engine knows nothing of rows beside lse."""
+        import jax.numpy as jnp
+
+        numbers = self.tree.unflatten(self.leaves)
+        here = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
+        program: Any = self.source.program if isinstance(self.source, Plan) else None
+        facts = EngineCall(
+            program, replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"]), str(arrays["q"].dtype),
+            "jax", platform, not here, self.stored, self.plan.kept is not None, "sinks" in arrays,
+        )  # fmt: skip
+        proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
+        if isinstance(proof, str):
+            raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
+        out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
+        found = out, lse, jnp.full_like(lse, jnp.nan)
+        return (*found, jnp.zeros_like(lse), jnp.zeros((*lse.shape, 2), lse.dtype)) if low else found
+
     def _instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
         if self.backend:
@@ -178,7 +200,14 @@ class JaxCall:
 
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
-        """The gradients of `wanted`, in the dtypes of what they are of."""
+        """The gradients of `wanted`, in the dtypes of what they are of; those of an engine's calls are generated
+        kernels'."""
+        if RECORDS[backend].engine is not None:
+            other = replace(self, backend="")
+            arrays = {n: x for n, x in arrays.items() if n != "norm"}
+            return other.backward(
+                other.backend_on(platform, str(arrays["q"].dtype), False, wanted), platform, arrays, wanted
+            )
         run, how = _BackendRun(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].rows != "offset":

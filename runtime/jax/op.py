@@ -23,7 +23,7 @@ from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, S
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
-from frisket.runtime.backends.base import backends_of
+from frisket.runtime.backends.base import RECORDS, backends_of
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import turn
@@ -81,6 +81,8 @@ def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a checked call."""
     if Settings.read().show:
         compiled(call, options)
+    if call.top and RECORDS[call.backend].engine is not None:
+        raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     asked = _named(call, options)
     g = call.geometry

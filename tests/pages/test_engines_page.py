@@ -26,4 +26,4 @@ def test_how_many_entries_engines_take(engines):
     found = engines.rows()
     assert sum(r.flash == "flags" for r in found) >= 12
     assert sum(r.flash != "–" for r in found) >= 60
-    assert all(r.proof != "–" for r in found if "flags" in (r.flash, r.square))
+    assert all(r.proof != "–" for r in found if "flags" in (r.flash, r.square, r.splash))

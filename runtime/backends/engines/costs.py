@@ -36,8 +36,8 @@ COSTS = (
     CostRow(
         "sdpa", "cpu", ("float32", *HALVES), lambda a, call: call.generated == "aten" and call.geometry.q_len <= 512,
         "with a C++ compiler, and past 512 queries without one",
-        "measured on an AMD EPYC with AVX-512, one thread, head dim 64: 0.2 to 1.3 times the speed of the C++ kernels; "
-        "1.3 to 9 times that of library calls at 16 to 256 tokens, 0.9 to 1.4 times at 1,024",
+        "benchmarks/results/engines.json, an AMD EPYC with AVX-512, one thread, head dim 64: the C++ kernels take 0.1 to "
+        "0.9 times as long; library calls 4 to 11 times at 16 and 64 tokens, 1.0 to 1.3 times at 1,024",
     ),
     CostRow(
         "cudnn", "cuda", HALVES,

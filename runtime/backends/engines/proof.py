@@ -82,7 +82,7 @@ def choose_engine(call: EngineCall) -> EngineChoice:
 def prove(engine: Backend, call: EngineCall) -> Proof | str:
     """A proof that an engine computes a call, or the first reason why there is none."""
     assert engine.engine is not None
-    if call.platform not in engine.platforms:
+    if call.platform not in engine.lowered_for:
         return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
     if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(call):
         return why

@@ -234,7 +234,7 @@ def test_every_call_is_checked_when_asked(monkeypatch):
     ("name", "value", "text"),
     [
         ("FRISKET_BACKEND", "cuda", "FRISKET_BACKEND=cuda: there are aten, xla, cpp, triton, gluon, pallas-tpu, "
-         "pallas-mosaic-gpu, sdpa, cudnn, dense, library, native"),
+         "pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native"),
         ("FRISKET_CHECK", "yes", "FRISKET_CHECK=yes: write 0 or 1"),
         ("FRISKET_SHOW", "sorce", "FRISKET_SHOW=sorce: no stage 'sorce'; there are expr, simplified, facts, layout, "
          "plan, target, source"),

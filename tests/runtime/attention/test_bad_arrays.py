@@ -155,7 +155,7 @@ BAD = {
     "unknown backend": (
         lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,
         "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, "
-        "sdpa, cudnn, dense, library, "
+        "sdpa, cudnn, splash, dense, library, "
         "native",
     ),
     "unbound": (

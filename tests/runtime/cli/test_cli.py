@@ -162,7 +162,7 @@ BAD = {
     "than 16,777,216\n  take larger tiles, for example --block 5961\n",
     "emit window(w) --backend triton": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
     "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, "
-    "pallas-tpu, pallas-mosaic-gpu, sdpa, cudnn, dense, library, native\n",
+    "pallas-tpu, pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native\n",
     "emit causal --backend cpp --report": "ParameterError: --report is about Triton kernels, not 'cpp'; write "
     "--backend triton\n",
     "emit causal --backend cpp --arch sm_90": "ParameterError: --arch is about Triton kernels, not 'cpp'; write "
