@@ -34,10 +34,10 @@ def slower(proof: Any, call: Any) -> str:
 HALVES = ("float16", "bfloat16")
 COSTS = (
     CostRow(
-        "sdpa", "cpu", ("float32", *HALVES), lambda a, call: call.generated == "aten" and call.geometry.q_len <= 512,
-        "with a C++ compiler, and past 512 queries without one",
-        "benchmarks/results/engines.json, an AMD EPYC with AVX-512, one thread, head dim 64: the C++ kernels take 0.1 to "
-        "0.9 times as long; library calls 4 to 11 times at 16 and 64 tokens, 1.0 to 1.3 times at 1,024",
+        "sdpa", "cpu", ("float32", *HALVES), lambda a, call: call.generated == "aten" and call.geometry.q_len <= 256,
+        "with a C++ compiler, and past 256 queries without one",
+        "benchmarks/results/engines.json, AMD EPYC with AVX-512, one thread, head dim 64: library calls take 1.7 to 14 "
+        "times as long up to 256 tokens, 1.0 to 1.2 times at 1,024; C++ kernels 0.1 to 0.9 times, but for 1.5 at 16",
     ),
     CostRow(
         "cudnn", "cuda", HALVES,

@@ -207,7 +207,7 @@ def test_the_keyword_beats_the_environment(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "xla")
     with pytest.raises(
         fk.BackendError,
-        match="'xla' does not take torch arrays; they run on aten, cpp, triton, gluon, sdpa, cudnn, dense",
+        match="'xla' does not take torch arrays; they run on aten, cpp, triton, gluon, flash, sdpa, cudnn, dense",
     ):
         fk.attention(*qkv(), "causal")
     fk.attention(*qkv(), "causal", backend="aten")
@@ -233,7 +233,7 @@ def test_every_call_is_checked_when_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("FRISKET_BACKEND", "cuda", "FRISKET_BACKEND=cuda: there are aten, xla, cpp, triton, gluon, pallas-tpu, "
+        ("FRISKET_BACKEND", "cuda", "FRISKET_BACKEND=cuda: there are aten, xla, cpp, triton, gluon, flash, pallas-tpu, "
          "pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native"),
         ("FRISKET_CHECK", "yes", "FRISKET_CHECK=yes: write 0 or 1"),
         ("FRISKET_SHOW", "sorce", "FRISKET_SHOW=sorce: no stage 'sorce'; there are expr, simplified, facts, layout, "

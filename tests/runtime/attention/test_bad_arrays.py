@@ -154,7 +154,7 @@ BAD = {
     ),
     "unknown backend": (
         lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,
-        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, "
+        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, flash, pallas-tpu, pallas-mosaic-gpu, "
         "sdpa, cudnn, splash, dense, library, "
         "native",
     ),

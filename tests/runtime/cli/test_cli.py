@@ -161,7 +161,7 @@ BAD = {
     "show causal --q-len 100000000000": "ParameterError: 100,000,000,000 queries are 781,250,000 rows of tiles, more "
     "than 16,777,216\n  take larger tiles, for example --block 5961\n",
     "emit window(w) --backend triton": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
-    "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, "
+    "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, flash, "
     "pallas-tpu, pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native\n",
     "emit causal --backend cpp --report": "ParameterError: --report is about Triton kernels, not 'cpp'; write "
     "--backend triton\n",
