@@ -11,6 +11,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parent / "compatibility.md"
 RESULTS = PAGE.parents[1] / "tests" / "outside" / "transformers.json"
+BATCHING = RESULTS.with_name("transformers_batching.json")
 INTRO = """\
 # Compatibility with transformers
 
@@ -93,6 +94,28 @@ def row(kind: str, found: dict[str, Any], columns: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def batching(types: dict[str, Any]) -> list[str]:
+    """The section on continuous batching: types by what `generate_batch` gave."""
+    found: dict[str, str] = json.loads(BATCHING.read_text(encoding="utf-8"))
+    equal = [f"`{kind}`" for kind, why in found.items() if not why]
+    generates = "generate, dynamic cache"
+    count = sum(x["verdict"] == "equal" and generates in x["parts"] for x in types.values())
+    others = {kind: {"why": why} for kind, why in found.items() if why}
+    lines = [
+        "## Continuous batching\n",
+        '`generate_batch` under `attn_implementation="frisket"`, three prompts at once, in batches of at most 12 '
+        "tokens, beside eager attention of each prompt alone, without a cache; the tiny models of above whose "
+        "`generate` is equal. Results of `python tests/outside/transformers_batching.py`. *transformers cannot* means "
+        "that its own attention for continuous batching fails for the type as well.\n",
+        f"{len(found)} of the {count} types have run.\n",
+        f"Equal tokens, {len(equal)} types: {', '.join(equal)}.\n",
+        "| type | what happens |",
+        "|---|---|",
+    ]
+    rows = [row(kind, x, ("why",)).split(" | ", 2) for kind, x in others.items()]
+    return [*lines, *(f"{first} | {last}" for first, _, last in rows), ""]
+
+
 def page() -> str:
     """The whole page."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -117,7 +140,7 @@ def page() -> str:
         lines.append("|---|---|" + "---|" * len(columns))
         lines += [row(k, types[k], columns) for k in kinds[verdict]]
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *batching(types)]).rstrip() + "\n"
 
 
 if __name__ == "__main__":
