@@ -15,6 +15,7 @@ TOKENS = 1000  # no multiple of any tile
 DTYPES = ("bfloat16", "float16")
 BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of errors, as parts of the largest number
 DRY = ("causal", "causal_document(off)", "softcap(c)")
+ENGINES_KNOW = ("full", "causal", "prefix(p)")  # masks of engines without windows and documents
 
 
 def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
@@ -28,11 +29,15 @@ def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
 
 
 def rows(scale: Scale) -> list[str]:
-    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's."""
+    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's, then engines, of masks they know."""
     backends = {"triton": ("float32",)} if scale.dry else {"triton": DTYPES, "gluon": DTYPES}
+    engines = {"sdpa": ("float32",)} if scale.dry else {"sdpa": DTYPES, "cudnn": DTYPES}
     return [
         f"{backend}, {name}, {dtype}" for backend, dtypes in backends.items() for dtype in dtypes
         for name in entries(scale)
+    ] + [
+        f"{engine}, {name}, {dtype}" for engine, dtypes in engines.items() for dtype in dtypes
+        for name in ENGINES_KNOW if name in entries(scale)
     ]  # fmt: skip
 
 

@@ -45,6 +45,8 @@ def test_every_part_that_runs_in_its_own_process():
         ("tune", "dkv, causal, D 16, 2 stages"), ("right", "triton, softcap(c), float32"),
         ("profile", "backward: causal, D 16"),
     )  # fmt: skip
+    (engine,) = measured(("right", "sdpa, causal, float32"))
+    assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
     found = forward["rows"]["48"]["figures"]
     assert set(found["tflops"]) == {"frisket", "flex", "dense"}
     pairs, took = 48 * 49 / 2, found["ms"]["frisket"] / 1e3
@@ -82,6 +84,8 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
     entries = {*cases.masks(1000), *cases.mods(1000)}
     dtypes = ("bfloat16", "float16")
     wanted = {f"{backend}, {name}, {dtype}" for backend in ("triton", "gluon") for name in entries for dtype in dtypes}
+    known = ("full", "causal", "prefix(p)")
+    wanted |= {f"{engine}, {name}, {dtype}" for engine in ("sdpa", "cudnn") for name in known for dtype in dtypes}
     assert {*PARTS["right"].rows(FULL)} == wanted
 
 
