@@ -201,7 +201,7 @@ SCHEDULED = {
 PACKED = {
     "causal, 2k": Case(length=2048), "causal, 8k": Case(), "window 128, 8k": Case("window 128", length=8192)
 }  # fmt: skip
-BEFORE, ALONE = "time of today's order / time", "time of one head in a tile / time of a group in a tile"
+BEFORE, ALONE = "time of heads one after another / time", "time of one head in a tile / time of a group in a tile"
 
 
 def schedules() -> Iterator[tuple[str, Row]]:

@@ -77,7 +77,7 @@ def counted(kernel: str, case: Case, tile: Tile, heads: int = 1) -> Work:
 
 
 def longest_of_a_head(x: Rows) -> float:
-    """What launches do: heads one after another, the longest rows of each first."""
+    """Heads one after another, the longest rows of each first: what launches do with more than 32 key heads."""
     return makespan(np.tile(np.sort(x.cycles)[::-1], x.groups), x.places)[0]
 
 
@@ -86,6 +86,7 @@ def in_order(x: Rows) -> float:
 
 
 def longest_of_all(x: Rows) -> float:
+    """What launches do with up to 32 key heads."""
     return makespan(np.sort(x.all)[::-1], x.places)[0]
 
 

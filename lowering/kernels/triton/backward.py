@@ -80,7 +80,7 @@ class _DqKernel(GradientKernel):
         self.described = target.descriptors and describable(plan, dims)
 
     def kernel(self) -> TritonKernel:
-        return launched("attention_dq", self.filled(DQ), "(query tiles, heads, batch)", self.target)
+        return launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
 
     def holes(self) -> dict[str, Any]:
         return {
@@ -104,7 +104,7 @@ class _DkvKernel(GradientKernel):
 
     def kernel(self) -> TritonKernel:
         text = self.filled(DKV)
-        return launched("attention_dkv", text, "(key tiles, key heads, batch)", self.target, swapped=True)
+        return launched("attention_dkv", text, self.grid_of("key tiles", "key heads"), self.target, swapped=True)
 
     def holes(self) -> dict[str, Any]:
         return {

@@ -151,7 +151,7 @@ class ForwardKernel(RowKernel):
         return ".to(tl.float32)" * wide + ".to(Q.dtype.element_ty)" * bool(self.dims.kv_dtype)
 
     def kernel(self) -> TritonKernel:
-        return launched(self.name, self.filled(self.skeleton), "(q tiles, heads, batch)", self.target)
+        return launched(self.name, self.filled(self.skeleton), self.grid_of("q tiles", "heads"), self.target)
 
     def holes(self) -> dict[str, Any]:
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
