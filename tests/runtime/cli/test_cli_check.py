@@ -136,6 +136,6 @@ def test_what_an_interpreter_runs_is_checked_where_it_is_named(run):
     assert {c.backend for c in chosen("causal", "--backend", "pallas-mosaic-gpu")} == {"pallas-mosaic-gpu"}
     status, out, _ = run("causal", "--q-len", "5", "--quick")
     assert status == 0
-    slow = "pallas-tpu, pallas-mosaic-gpu: in an interpreter here, slowly; --backend pallas-tpu runs it"
+    slow = "pallas-tpu, pallas-mosaic-gpu, splash: in an interpreter here, slowly; --backend pallas-tpu runs it"
     assert f"left out  {slow}\n" in out
     assert "left out" not in run("causal", "--backend", "aten", "--q-len", "5", "--quick")[1]

@@ -355,7 +355,7 @@ def test_the_door_names_its_backends():
     args = made, cases.spans(case), cases.geometry(case), *cases.arrays(case), {}, {}, TARGET
     with pytest.raises(BackendError) as caught:
         jax_op.forward(*args, "gluon")
-    there = "xla, cpp, triton, pallas-tpu, pallas-mosaic-gpu"
+    there = "xla, cpp, triton, pallas-tpu, pallas-mosaic-gpu, splash"
     assert str(caught.value) == f"no JAX backend 'gluon'; there are {there}"
 
 
