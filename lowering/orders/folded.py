@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,17 @@ Array = NDArray[Any]
 
 
 def folded(
-    e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array], prefix: str = "at_"
-) -> tuple[Expr, dict[str, Array]]:
+    e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array],
+    taken: Collection[str] = (),
+) -> tuple[Expr, dict[str, Array]]:  # fmt: skip
     """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that hangs on one
     of them is a table: `doc[q]` is read in one step and not by way of the position, and its order is there to be seen.
-    The rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H."""
+    The rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H; `taken`
+    are names that a table may not have, besides those of `scalars` and `tables`."""
     e = transform(e, same_remainder)
     made: dict[str, Array] = {}
+    others = {*taken, *scalars, *tables}
+    prefix = next(p for i in count(1) if not any(n.startswith(p := "at" + "_" * i) for n in others))
 
     def table(node: Expr, name: str) -> Expr:
         value = np.broadcast_to(evaluate(node, {**scalars, name: places[name]}, tables), places[name].shape)

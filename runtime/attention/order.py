@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from frisket.runtime.layouts.facts import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
+from frisket.runtime.plans.compiled import check_tile
 
 from .take import take
 
@@ -126,7 +127,11 @@ class Order:
     @cached_property
     def moved(self) -> Mask:
         """The mask of arrays in this order."""
-        return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len)
+        return self.moved_beside(())
+
+    def moved_beside(self, taken: Collection[str]) -> Mask:
+        """The mask of arrays in this order, whose new tables have none of the names that are `taken`."""
+        return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len, taken)
 
     def __str__(self) -> str:
         if self.queries is None and self.keys is None:
@@ -166,11 +171,16 @@ def reorder(
 
     `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
     its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`.
-    Raises `ParameterError` for a parameter without a value.
+    Batch entry 0 and head 0 are counted. Raises `ParameterError` for a parameter without a value, `ShapeError` for
+    lengths and tiles that make no sense.
     """
     what = as_mask(mask, **params)
-    what.require_bound()
     kv_len = q_len if kv_len is None else kv_len
+    block = check_tile(block) or BLOCK
+    what.check_tables(q_len, kv_len)
+    if not (q_len and kv_len):
+        none = what.layout(q_len, kv_len, block=block).counts
+        return Order(what, q_len, kv_len, None, None, block, none, none, 1.0)
     ways = list(_ways(what, q_len, kv_len))
     moved = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
     best = min(ways, key=lambda way: _sampled(what, way, q_len, kv_len, block) + moved[way])
@@ -208,7 +218,9 @@ def _formula(order: Candidate, length: int, name: str) -> Expr | None:
     return position(order.digits, var(name)) if order.table is None and closed(order.digits, length) else None
 
 
-def _moved(what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int) -> Mask:
+def _moved(
+    what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int, taken: Collection[str] = ()
+) -> Mask:  # fmt: skip
     """The mask of arrays in another order."""
     change: dict[Expr, Expr] = {}
     places: dict[str, NDArray[np.int32]] = {}
@@ -222,7 +234,7 @@ def _moved(what: Mask, queries: Candidate | None, keys: Candidate | None, q_len:
     e = what.expr
     made: dict[str, NDArray[Any]] = {}
     if places:
-        e, made = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables)
+        e, made = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables, taken)
     e = substitute(e, change)
     found = Mask(e)
     values = {**what.params, **made}

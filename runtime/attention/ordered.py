@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,9 +12,11 @@ from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framewor
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.call import Call
+from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import KEPT, Attention
 from .order import BLOCK, CPU, MOVING, Order, reorder
@@ -38,7 +41,7 @@ class OrderedAttention(Attention):
     Results, gradients and dropout are those of the same call without an order, to rounding. With "auto" each pair of
     lengths has the order that `frisket.reorder` finds, and none where none is cheaper; a table of the mask that comes
     with a call is looked at, so it lives on the host. An order holds the mask's values, and one by a table holds it
-    whole: no parameter of it can be given to a call then.
+    whole: no parameter of it can be given to a call then. `at` gives an attention without an order.
     """
 
     def __init__(
@@ -97,30 +100,39 @@ class OrderedAttention(Attention):
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """The call in its order; arguments and results as of `Attention.__call__`, without plan, origin, sizes, pages
         and scales: those are of places in longer sequences, and an order is of whole ones."""
-        if wrong := [n for n in WHOLE if options.get(n) is not None]:
-            raise ParameterError(
-                f"{wrong[0]} is given, and this attention reorders whole sequences\n"
-                "  make another one without reorder= for it"
-            )
+        refuse_parts(q, options)
         layout = options.get("layout") or NATURAL.get(framework_of(q) or "torch", "bshd")
         axis = LENGTH_AXIS.get(layout, 2)
         if min(len(x.shape) for x in (q, k, v)) < 4:  # refused there, in words
             return super().__call__(q, k, v, **options)
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att = self._at(q.shape[axis], k.shape[axis], _device(q), params)
-        if self._fixed is None and self.mask is not None:  # the order's own program holds them
-            options = {n: x for n, x in options.items() if n not in self.mask.unbound}
+        options = self._beside(options)
         k, v = (order.apply(x, axis, keys=True) for x in (k, v))
         found = att(order.apply(q, axis), k, v, **options)
         if not isinstance(found, tuple):
             return order.undo(found, axis)
         return order.undo(found[0], axis), *(order.undo(x, 2) for x in found[1:])
 
+    def _beside(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the attention in order takes: what its order was found by, it holds."""
+        if self._fixed is not None or self.mask is None:
+            return options
+        return {n: x for n, x in options.items() if n not in self.mask.unbound}
+
+    def call(self, request: Request) -> Call:
+        """A call, checked; `run` runs it."""
+        refuse_parts(request.q, {**request._asdict(), **request.params})
+        return super().call(request)
+
     def run(self, call: Call) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call, by its order."""
-        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.given.layout}
         if call.geometry.vacant:
             return super().run(call)
+        own = {**self.program.scalars, **self.program.tables, **self.learned}
+        values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.given
+        params = {n: x for n, x in values.items() if n not in own or own[n] is not x}
+        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.given.layout, **params}
         out, lse, top = self(*call.given.qkv, return_lse=True, return_max=True, **both)
         return out, lse, top
 
@@ -133,8 +145,8 @@ class OrderedAttention(Attention):
             q_len = sizes.get("q_len", 4096)
             kv_len = sizes.get("kv_len") or q_len
         params = {n: x for n, x in sizes.items() if n in self.program.names}
-        found: Stages = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)[1].stages(q, k, v, **sizes)
-        return found
+        att = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)[1]
+        return att.stages(q, k, v, **self._beside(sizes))
 
     def plan(self, *lengths: Any, **options: Any) -> Any:
         """Refused: a plan is of arrays that are in order. `Attention.plan` of the attention there makes one."""
@@ -152,9 +164,22 @@ def _device(x: Any) -> str:
 WHOLE = ("plan", "origin", "sizes", "pages", "k_scale", "v_scale")
 
 
+def refuse_parts(q: Any, options: Mapping[str, Any]) -> None:
+    """Refuse calls that are not of whole sequences."""
+    if is_jagged(q):
+        raise ParameterError(
+            "q is a nested tensor, and an order is of sequences of one length\n  make an attention without reorder="
+        )
+    if wrong := [n for n in WHOLE if options.get(n) is not None]:
+        raise ParameterError(
+            f"{wrong[0]} is given, and this attention reorders whole sequences\n"
+            "  make another one without reorder= for it"
+        )
+
+
 def ordered(program: CallProgram, order: Order) -> CallProgram:
     """The program of arrays in an order: positions by a formula, or by tables, of which the mask has its own."""
     if not order.coordinates:
         return program
     found = moved(program, order.coordinates)
-    return replace(found, mask=order.moved) if order.by_table else found
+    return replace(found, mask=order.moved_beside(found.names)) if order.by_table else found

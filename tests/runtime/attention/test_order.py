@@ -95,3 +95,14 @@ def test_lengths_of_queries_and_keys_may_differ():
 def test_a_parameter_without_a_value():
     with pytest.raises(ParameterError, match="`w` has no value"):
         fk.reorder("causal & dilated(64, w)", 256)
+
+
+@pytest.mark.parametrize(("lengths", "block"), [((-5,), 64), ((64, -1), 64), ((64,), 0), ((64,), (64, 0))])
+def test_lengths_and_tiles_that_make_no_sense(lengths, block):
+    with pytest.raises(ShapeError):
+        fk.reorder("causal & k % 4 == 0", *lengths, block=block)
+
+
+def test_nothing_to_order():
+    assert fk.reorder("causal & k % 4 == 0", 0).gain == 1
+    assert fk.reorder("causal & k % 4 == 0", 64, 0).queries is None

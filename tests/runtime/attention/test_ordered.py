@@ -118,6 +118,42 @@ def test_a_value_given_anew_is_used():
     torch.testing.assert_close(att(q, k, v, w=2), want, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["at_0", "at_1", "at__0", "order_q"])
+def test_names_of_the_user_keep_their_values(name):
+    """Tables that an order makes have other names, beside those of the mask and of the score mod."""
+    text, table = f"causal & (q - k) % 7 == 0 & ({name}[q, k] > 0 | q == k)", np.random.default_rng(0)
+    seen, bias = table.integers(0, 2, (150, 150)).astype(np.int32), table.standard_normal(150).astype(np.float32)
+    q, k, v = drawn(150)
+    for mask, score, given in (
+        (text, None, {name: seen}), ("causal & (q - k) % 7 == 0", f"score + {name}[k]", {name: bias}),
+    ):  # fmt: skip
+        held = {n: x for n, x in given.items() if score is None}
+        order = fk.reorder(mask, 150, block=BLOCK, moving=0, **held)
+        assert order.by_table
+        got = fk.compile(mask, score, reorder=order, **given)(q, k, v)
+        torch.testing.assert_close(got, fk.compile(mask, score, **given)(q, k, v), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_check_takes_values_of_a_call(gradients):
+    att, given = fk.compile("causal & same(doc)", "score * s", reorder="auto"), {"doc": DOC, "s": 0.5}
+    assert att.check(*drawn(192), gradients=gradients, **given).good
+    assert "q - k" not in str(att.stages(*drawn(192), **given).expr)
+    with pytest.raises(ParameterError, match="origin is given, and this attention reorders whole sequences"):
+        att.check(*drawn(192), gradients=gradients, origin=(0, 0, 5, 0), **given)
+
+
+def test_no_queries_no_keys_and_nested_tensors():
+    att = fk.compile("causal & k % 4 == 0", reorder="auto")
+    q, k, v = drawn(64)
+    assert att(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
+    assert not att(q, k[:, :, :0], v[:, :, :0]).any()
+    rows = [torch.randn(n, 2, 16) for n in (5, 7)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ParameterError, match="q is a nested tensor, and an order is of sequences of one length"):
+        att(nested, nested, nested)
+
+
 def test_copies_and_stages():
     _, att, length = both("causal & dilated(64, 4)")
     copy = pickle.loads(pickle.dumps(att))
