@@ -40,7 +40,7 @@ def splash_attend(window):
 
 
 def frisket_attend(window):
-    """The same in frisket: no length, no head and no block size is part of it."""
+    """Splash attention's mask as a text of frisket: no length, no head and no block size is part of it."""
     local = "causal" if window is None else "causal & q - k < w"
     att = fk.compile(f"{local} & segments[b, q] == segments[b, k]", f"softcap({CAP})")
     more = {} if window is None else {"w": window}

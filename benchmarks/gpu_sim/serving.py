@@ -164,7 +164,7 @@ def plan_of(kv_dtype: str, page: int) -> LoopPlan:
 
 def divided(step: Step, whole: bool = False) -> Shares:
     """The shares that frisket chooses: lengths live on the device, so that the host knows the room alone. With `whole`
-    those of the forward, a program for every tile of queries of every head."""
+    they are the forward's: a program for every tile of queries of every head."""
     plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
     tile = default_target(step.geometry, "bfloat16", keys=MEDIUM, stored=stored, unwritten=True, arch=step.arch)

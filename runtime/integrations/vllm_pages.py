@@ -90,8 +90,8 @@ def steps_in_front(starts: Tensor) -> int:
 def _row(
     starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The blocks of requests one behind another, int32 [1, requests * width], and the tables of their tokens, which are
-    those from `first` to `tokens`. No block lies between requests that none of them has."""
+    """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
+    batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
     if n * width * page >= LONGEST:
         raise ShapeError(
