@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,9 @@ def folded(
     e = transform(e, same_remainder)
     made: dict[str, Array] = {}
     others = {*taken, *scalars, *tables}
-    prefix = next(p for i in count(1) if not any(n.startswith(p := "at" + "_" * i) for n in others))
+    prefix = "at_"
+    while any(n.startswith(prefix) for n in others):
+        prefix += "_"
 
     def table(node: Expr, name: str) -> Expr:
         value = np.broadcast_to(evaluate(node, {**scalars, name: places[name]}, tables), places[name].shape)
