@@ -35,7 +35,7 @@ from frisket.runtime.calls.options import Options, rate_of
 from .transformers_config import program
 from .transformers_loading import eager_only, watch
 from .transformers_masks import SymbolicMask, chosen, dense, symbolic
-from .transformers_paged import allow, paged, refuse_tables
+from .transformers_paged import allow, paged, refuse_tables, refuse_without_cache
 
 NAME = "frisket"
 
@@ -80,6 +80,7 @@ def attention(
         )
         out = found if sinks is None else _beside(found[0], found[1], sinks)
         return out.transpose(1, 2).contiguous(), None
+    refuse_without_cache()
     _refuse(rest, given)
     if indices is not None:
         given = chosen(given, indices[:, None], 1, query.shape[1])

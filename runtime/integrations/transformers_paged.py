@@ -19,6 +19,7 @@ makes no mask here: where requests begin and end are four small tables, computed
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
@@ -51,9 +52,33 @@ def allow(name: str) -> None:
     def switch(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
         if model.config._attn_implementation != name:
             plain(self, model, auto_switch_to_flash)
+        elif not hasattr(model, "frisket_serving"):
+            model.frisket_serving = (
+                model.register_forward_pre_hook(_begins, with_kwargs=True),
+                model.register_forward_hook(_ends, always_call=True),
+            )
 
     switch.frisket = True  # type: ignore[attr-defined]
     Manager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
+
+
+_step = threading.local()  # `served`: the step of a model under way has requests in a row
+
+
+def _begins(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _step.served = kwargs.get("cache") is not None
+
+
+def _ends(*_: Any) -> None:
+    _step.served = False
+
+
+def refuse_without_cache() -> None:
+    """Refuse a layer that was given no cache in a step of continuous batching: requests would see each other's keys."""
+    if not torch.compiler.is_compiling() and getattr(_step, "served", False):
+        raise ParameterError(
+            "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
+        )
 
 
 # transformers' cache is written in place, through views that a graph would copy
@@ -135,13 +160,17 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
         return
     if why := not_served(att, values):
         raise ParameterError(f"continuous batching, `generate_batch`: {why}")
-    if kind == SLIDING and own:
+    if kind == SLIDING:
         if why := no_room(att, window or 0, 1, values):
-            raise ParameterError(
-                f"config.frisket_mask looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  raise "
-                f"config.sliding_window, or add `& window({window})` to the mask"
+            mask, way_out = (
+                ("config.frisket_mask", f"raise config.sliding_window, or add `& window({window})` to the mask")
+                if own
+                else ("the mask of this model", ELSEWHERE)
             )
-        if not told:
+            raise ParameterError(
+                f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
+            )
+        if own and not told:
             raise ParameterError(
                 "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
                 f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"

@@ -53,5 +53,4 @@ def test_a_flattened_batch_is_its_documents(packed):
 
 
 def test_the_trainer(packed, tmp_path):
-    pytest.importorskip("accelerate")
     assert len(packed.main(str(tmp_path))) == 12

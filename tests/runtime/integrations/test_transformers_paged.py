@@ -140,6 +140,9 @@ def test_masks_that_have_no_place_among_requests():
     ours.config.frisket_mask = "window(4)"
     with pytest.raises(ParameterError, match=r"has to be causal: a prompt that is read in chunks"):
         first(ours)
+    behind = transformers_paged.SymbolicMask("q >= k", 1, 4, 4)  # of a model that leaves its window to the cache
+    with pytest.raises(ParameterError, match=r"the mask of this model looks behind the cache of a sliding-window"):
+        first(hf_models.pair("mistral")[1], behind)
     seen = transformers_paged.SymbolicMask("", 1, 4, 4)  # of a model whose attention is not causal
     with pytest.raises(ParameterError, match=r"`generate_batch`: a mask of a serving engine has to be causal"):
         first(hf_models.pair("llama")[1], seen)
@@ -147,6 +150,22 @@ def test_masks_that_have_no_place_among_requests():
     given = transformers_paged.SymbolicMask("groups[b, q] == groups[b, k]", 1, 4, 4, tables=groups)
     with pytest.raises(ParameterError, match=r"reads the table 'groups' of the tokens of a call"):
         transformers_paged.refuse_tables(given)
+
+
+def test_a_model_that_keeps_the_cache_from_its_layers():
+    """StableLM passes no keywords to its attention: requests in a row would see each other."""
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    config = StableLmConfig(
+        vocab_size=hf_models.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = StableLmForCausalLM._from_config(config, attn_implementation="frisket").eval()
+    how = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(prompts()[:2], generation_config=how)
+    assert all("does not hand the cache of continuous batching" in x.error for x in found.values())
+    with torch.no_grad():
+        assert model(torch.tensor([[5, 7]])).logits.shape == (1, 2, hf_models.VOCABULARY)
 
 
 def first(model, mask=None):
