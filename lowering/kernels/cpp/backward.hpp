@@ -10,6 +10,7 @@ const int VECTORS = BLOCK_K / LANES, PANEL = panel(VECTORS);
 const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, PAIR), GROUPS = (ROWS + GROUP - 1) / GROUP;
+const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP;
 const int Q_TAIL = ROWS % GROUP ? ROWS % GROUP : GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
 const bool K_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;             // rows of keys and of dK need no copy
@@ -249,50 +250,40 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     }
 }
 
-// C[M, WIDE] += A[M, steps] B[steps, WIDE]
-template <int M, int WIDE>
-INLINE void accumulate(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps, Real *c, int64_t c_row) {
-    const int BLOCKS = WIDE / LANES, REST = BLOCKS % MOST;
-    for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-        multiply<M, MOST, ADD>(a, a_row, a_step, b + j * LANES, b_step, steps, c + j * LANES, c_row);
-    if (REST)
-        multiply<M, REST ? REST : 1, ADD>(a, a_row, a_step, b + (BLOCKS - REST) * LANES, b_step, steps, c + (BLOCKS - REST) * LANES, c_row);
+// The steps of a product that GROUP rows of its result need, in Operands: from, before to.
+struct Steps {
+    int from, to;
+};
+
+// C[rows, WIDE] += A[rows, steps] B[steps, WIDE]. Columns are the outer loop: those that GROUP rows read of B stay in the
+// first level of the cache for the next rows. TAIL: the rows at the end.
+template <int WIDE, int TAIL>
+static void accumulate(int rows, const Steps *steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                       int64_t b_step, Real *c, int64_t c_row) {
+    by_panels<WIDE>([&](auto vectors, int column) {
+        const int N = decltype(vectors)::N;
+        for (int row = 0; row < rows; row += GROUP, steps++) {
+            if (steps->from >= steps->to) continue;
+            const Operand *left = a + row * a_row + steps->from * a_step, *right = b + steps->from * b_step + column;
+            Real *to = c + row * c_row + column;
+            if (row + GROUP <= rows)
+                multiply<GROUP, N, ADD>(left, a_row, a_step, right, b_step, steps->to - steps->from, to, c_row);
+            else
+                multiply<TAIL, N, ADD>(left, a_row, a_step, right, b_step, steps->to - steps->from, to, c_row);
+        }
+        steps -= (rows + GROUP - 1) / GROUP;
+    });
 }
 
-// The rows of queries, from and to, that see some key of [key, key + M).
-INLINE void rows_seeing(const Worker &w, int groups, int key, int m, int &from, int &to) {
-    from = 0, to = 0;
+// The queries that see some of GROUP keys from `key` on.
+INLINE Steps rows_seeing(const Worker &w, int groups, int key) {
+    int from = 0, to = 0;
     for (int g = 0; g < groups; g++) {
-        if (w.from[g] * LANES >= key + m || w.to[g] * LANES <= key) continue;
+        if (w.from[g] * LANES >= key + GROUP || w.to[g] * LANES <= key) continue;
         if (!to) from = g * GROUP;
         to = (g + 1) * GROUP < ROWS ? (g + 1) * GROUP : ROWS;
     }
-}
-
-template <int M> static void add_keys(Worker &w, int key, int from, int to, int64_t tile) {
-    const int64_t start = (int64_t)from / PAIR, steps = (to - from) / PAIR;
-    if (w.with_dv) {
-        const int64_t row = w.dv.row_of(tile, V_WIDE);
-        accumulate<M, V_WIDE>(w.weights + start * BLOCK_K + key, 1, BLOCK_K, w.dout_lines + start * V_WIDE, V_WIDE, steps,
-                            w.dv.tile(tile) + key * row, row);
-    }
-    if (w.with_dk) {
-        const int64_t row = w.dk.row_of(tile, Q_WIDE);
-        accumulate<M, Q_WIDE>(w.slopes + start * BLOCK_K + key, 1, BLOCK_K, w.q_lines + start * Q_WIDE, Q_WIDE, steps,
-                            w.dk.tile(tile) + key * row, row);
-    }
-}
-
-template <int M> static void add_queries(Worker &w, int start, const Operand *rows, int64_t stride, int64_t present) {
-    const int lo = w.from[start / GROUP] * LANES, hi = w.to[start / GROUP] * LANES;
-    const int64_t end = hi < present ? hi : (present + PAIR - 1) / PAIR * PAIR;
-    if (lo >= end) return;
-#if PAIRS
-    const Operand *slopes = w.slopes_left + start * LEFT + lo / PAIR;
-#else
-    const Operand *slopes = w.slopes + start * LEFT + lo;
-#endif
-    accumulate<M, Q_WIDE>(slopes, LEFT, 1, rows + lo / PAIR * stride, stride, (end - lo) / PAIR, w.dq + start * Q_WIDE, Q_WIDE);
+    return {from / PAIR, to / PAIR};
 }
 
 // The same three products position by position, without the masked ones: where an operand holds NaN or infinity.

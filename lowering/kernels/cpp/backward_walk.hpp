@@ -76,20 +76,30 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     for (int start = 0; start < w.present; start += GROUP)
         strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
     if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
-    for (int key = 0; key < present; key += GROUP) {
-        int from = 0, to = groups * GROUP < ROWS ? groups * GROUP : ROWS;
-        if (PARTIAL) rows_seeing(w, groups, key, GROUP, from, to);
-        if (from == to) continue;
-        if (key + GROUP <= BLOCK_K)
-            add_keys<GROUP>(w, key, from, to, n);
-        else
-            add_keys<K_TAIL>(w, key, from, to, n);
+    Steps steps[KEY_GROUPS > GROUPS ? KEY_GROUPS : GROUPS];
+    const int seen = present < BLOCK_K ? (int)present : BLOCK_K;
+    const int all_keys = round_up(seen, GROUP) < BLOCK_K ? round_up(seen, GROUP) : BLOCK_K;
+    const int all_queries = groups * GROUP < ROWS ? groups * GROUP : ROWS;
+    for (int i = 0; i * GROUP < seen; i++)
+        steps[i] = PARTIAL ? rows_seeing(w, groups, i * GROUP) : Steps{0, all_queries / PAIR};
+    if (w.with_dv)
+        accumulate<V_WIDE, K_TAIL>(all_keys, steps, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
+                                   w.dv.row_of(n, V_WIDE));
+    if (w.with_dk)
+        accumulate<Q_WIDE, K_TAIL>(all_keys, steps, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
+                                   w.dk.row_of(n, Q_WIDE));
+    if (!w.with_dq) return;
+    const int end = (seen + PAIR - 1) / PAIR;
+    for (int g = 0; g < groups; g++) {
+        const int from = w.from[g] * LANES / PAIR, to = w.to[g] * LANES / PAIR;
+        steps[g] = {from, to < end ? to : end};
     }
-    for (int g = 0; g < groups && w.with_dq; g++)
-        if (g * GROUP + GROUP <= ROWS)
-            add_queries<GROUP>(w, g * GROUP, rows, stride, present);
-        else
-            add_queries<Q_TAIL>(w, g * GROUP, rows, stride, present);
+#if PAIRS
+    const Operand *slopes = w.slopes_left;
+#else
+    const Operand *slopes = w.slopes;
+#endif
+    accumulate<Q_WIDE, Q_TAIL>(all_queries, steps, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
 }
 
 // One tile of queries: everything it sees.

@@ -63,6 +63,21 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
+// Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
+// few sums that each step waits for the one before.
+template <int COUNT> struct Vectors {
+    static const int N = COUNT;
+};
+template <int WIDE, class Run> INLINE void by_panels(Run run) {
+    const int BLOCKS = WIDE / LANES, REST = BLOCKS % MOST;
+    const int SPLIT = MOST == 4 && BLOCKS > MOST && REST == 1 ? 3 : 0;
+    const int LAST = SPLIT ? 2 : REST;
+    int column = 0;
+    for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Vectors<MOST>(), column);
+    if (SPLIT) run(Vectors<(SPLIT ? SPLIT : 1)>(), column);
+    if (LAST) run(Vectors<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
+}
+
 // The same for `vectors` of them, a number known at run time from 1 to MOST.
 template <int M, Start START>
 INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,

@@ -665,6 +665,21 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
+// Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
+// few sums that each step waits for the one before.
+template <int COUNT> struct Vectors {
+    static const int N = COUNT;
+};
+template <int WIDE, class Run> INLINE void by_panels(Run run) {
+    const int BLOCKS = WIDE / LANES, REST = BLOCKS % MOST;
+    const int SPLIT = MOST == 4 && BLOCKS > MOST && REST == 1 ? 3 : 0;
+    const int LAST = SPLIT ? 2 : REST;
+    int column = 0;
+    for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Vectors<MOST>(), column);
+    if (SPLIT) run(Vectors<(SPLIT ? SPLIT : 1)>(), column);
+    if (LAST) run(Vectors<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
+}
+
 // The same for `vectors` of them, a number known at run time from 1 to MOST.
 template <int M, Start START>
 INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
@@ -1366,23 +1381,18 @@ static void hide(Worker &w, Tile &tile, int rows) {
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
-    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST, M = GROUP;
     const int64_t present = (tile.present + PAIR - 1) / PAIR;
-    for (int g = 0; g < rows; g += M) {
-        if (w.from[g] == w.to[g]) continue;
-        int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
-        if (end > present) end = present;
-        const Operand *weights = w.weights + g * WEIGHTS + start, *right = tile.values + start * tile.v_stride;
-        Real *acc = w.acc + g * V_WIDE;
-        const Real *shrink = w.shrink + g;
-        for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, tile.v_stride, end - start,
-                                       acc + j * LANES, V_WIDE, shrink);
-        const int last = (BLOCKS - REST) * LANES;
-        if (REST)
-            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + last, tile.v_stride, end - start,
-                                                  acc + last, V_WIDE, shrink);
-    }
+    by_panels<V_WIDE>([&](auto vectors, int column) {
+        const int N = decltype(vectors)::N;
+        for (int g = 0; g < rows; g += GROUP) {
+            int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
+            if (end > present) end = present;
+            if (start >= end) continue;
+            multiply<GROUP, N, RESCALE>(w.weights + g * WEIGHTS + start, WEIGHTS, 1,
+                                        tile.values + start * tile.v_stride + column, tile.v_stride, end - start,
+                                        w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
+        }
+    });
 }
 
 // Whether values need no packing: their rows are whole vectors, one directly after another.
