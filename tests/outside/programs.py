@@ -166,7 +166,8 @@ def value(n: Node, env: dict[str, Any], case: Case) -> Array:
     if n.op == "number":
         return np.int64(n.held)
     if n.op == "name":
-        return env[n.held]
+        found = env[n.held]
+        return found(env["q"], env["k"]) if callable(found) else found
     if n.op == "lookup":  # beyond its ends the nearest entry
         table = case.tables[n.held]
         index = [np.clip(part(x), 0, size - 1) for x, size in zip(n.args, table.shape, strict=True)]
@@ -183,8 +184,11 @@ def value(n: Node, env: dict[str, Any], case: Case) -> Array:
         return part(n.args[0], q=part(n.args[1]), k=part(n.args[2]))
     if n.op == "call" and n.held in case.definitions:
         params, body = case.definitions[n.held]
-        used = names(body, case.definitions)
-        return part(body, **{p: part(x) for p, x in zip(params, n.args, strict=True) if p in used})
+
+        def given(x: Node) -> Callable[[Array, Array], Array]:  # read where the body reads it, by the caller's names
+            return lambda q, k: part(x, q=q, k=k)
+
+        return part(body, **{p: given(x) for p, x in zip(params, n.args, strict=True)})
     if n.op == "call":
         return LIBRARY[n.held](env["q"], env["k"], *map(part, n.args))
     found = [part(x) for x in n.args]

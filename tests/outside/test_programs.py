@@ -31,6 +31,13 @@ def test_the_evaluator_has_the_meanings_of_the_page():
         assert value(Node("lookup", (Node("number", held=index),), "t"), {}, case) == entry
 
 
+def test_an_argument_is_read_where_the_body_reads_it():
+    """`f(doc[q])` of `def f(x) = at(x > k, q = q * 3, k = k // 2)` reads the table at q * 3."""
+    case = make(5001344)
+    assert "at((y > k), q = (q * 3), k = (k // 2))" in case.text
+    programs.check(case)
+
+
 def test_tiles_are_counted_by_hand():
     seen = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 0]], bool)[None, None]
     assert kinds_of(seen, (2, 2)).tolist() == [[[[FULL, EMPTY], [EMPTY, EMPTY]]]]
