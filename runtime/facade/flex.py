@@ -8,9 +8,14 @@
 from frisket.runtime.machine.extras import extras
 
 with extras():
+    # torch does not document these four; programs import them beside the public names
+    from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE as _DEFAULT_SPARSE_BLOCK_SIZE
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
     from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
     from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
+    from torch.nn.attention.flex_attention import _identity as _identity
+    from torch.nn.attention.flex_attention import _mask_mod_signature as _mask_mod_signature
+    from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
 
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
 from frisket.runtime.flex.attention import flex_attention as flex_attention

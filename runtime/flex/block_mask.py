@@ -64,7 +64,7 @@ class BlockMask(theirs.BlockMask):
         self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
         full_kv_num_blocks: Tensor | None, full_kv_indices: Tensor | None, q_num_blocks: Tensor | None,
         q_indices: Tensor | None, full_q_num_blocks: Tensor | None, full_q_indices: Tensor | None,
-        BLOCK_SIZE: Block = 128, mask_mod: MaskLike = theirs.noop_mask, *, dq_write_order: Tensor | None = None,
+        BLOCK_SIZE: Block = (128, 128), mask_mod: MaskLike = theirs.noop_mask, *, dq_write_order: Tensor | None = None,
         dq_write_order_full: Tensor | None = None, dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
     ) -> None:  # fmt: skip
