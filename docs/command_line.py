@@ -62,8 +62,8 @@ them in a pipe, and a locale without `█` gets `#`. `frisket completion bash` (
 completes commands, options, files and the names of the library.
 
 `frisket check` is for continuous integration: it runs what is installed beside a float64 interpreter, and what is wrong
-it can run again by name, `--case {case}`. Kernels of accelerators that are not there run in interpreters of their own,
-which take minutes: `--backend` names these.
+it can run again by name, `--case {case}`. Kernels of accelerators that are not there run in interpreters, which
+take minutes: `--backend` names these.
 """
 
 

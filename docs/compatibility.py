@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "refused": ("Refused", "An error says what is not supported.", ("compared", "why")),
     "fails": ("Fails otherwise", "An error that is not frisket's.", ("compared", "why")),
     "its own": (
-        "Attention of their own",
+        "Attention that the model computes itself",
         "These models compute attention themselves and take no implementation from outside. They warn when they are "
         'made with `attn_implementation="frisket"`, and refuse `frisket_mask`.',
         ("why",),

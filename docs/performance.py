@@ -28,7 +28,7 @@ Everything here but [predictions](#predicted-never-measured) was measured on {ma
 by the programs in `benchmarks/`. This page is written from their results by `python docs/performance.py`.
 
 > **Never measured: GPUs and TPUs.** No GPU and no TPU has run any of this. The Triton and Pallas kernels are tested in
-> interpreters, compiled ahead of time, and counted tile by tile; how fast they are on a device nobody knows.
+> interpreters, compiled ahead of time, and counted tile by tile; how fast they are on a device is not known.
 > `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on yours, and say why where there is none.
 
 A ratio is *time of the first / time of the second*: `flex / native` is above 1 where our native kernel is faster. All
@@ -350,7 +350,7 @@ TOPICS = (
                ("eager", "A warm call outside of jit", "us"))),
     Topic("layout", "Layouts", "Which tiles of 128 are full, partial or empty; one core.",
           "python benchmarks/layout.py", of_layouts),
-    Topic("answers", "Answers about masks", "Milliseconds, tables scanned anew each time. Nothing else we know of "
+    Topic("answers", "Answers about masks", "Milliseconds, tables scanned again each time. Nothing else we know of "
           "answers these without looking at every pair.", "python benchmarks/answers.py", of_answers),
     Topic("exports", "Exports", "From the mask to what other libraries take, the layout counted, one thread.",
           "python benchmarks/exports.py", of_exports),
@@ -372,7 +372,7 @@ TOPICS = (
           "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
           "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward: trust "
           "ratios, and which of two is faster, not TFLOP/s.", "python benchmarks/gpu_model.py figures", of_model),
-    Topic("context-parallel", "Sequences over ranks", "A million tokens dealt to 64 ranks: a model, not a measurement.",
+    Topic("context-parallel", "Sequences over ranks", "A million tokens over 64 ranks: a model, not a measurement.",
           "python benchmarks/context_parallel.py", of_deals),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A long sequence over several devices
 #
-# A sequence too long for one device is dealt to several. Attention is the one place where devices need what others
+# A sequence too long for one device is split over several. Attention is the one place where devices need what others
 # hold, and the mask says what: `fk.parallel.deal` gives all of them equally much to do and sends what is seen, and no
 # more. Here the devices are parts of this machine's CPU, as JAX offers them for trying out such programs.
 # `context_parallel.py` beside this file is the same in torch, over processes.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Serving without end: a sliding window and attention sinks
 #
-# A model that sees the last tokens and the first few (StreamingLLM, Xiao et al., 2023) can go on for ever in constant
+# A model that sees the last tokens and the first few (StreamingLLM, Xiao et al., 2023) can run forever in constant
 # memory: a ring holds the window, a handful of places hold the sinks. The mask is one line of text, the same for
 # training, for a prompt and for every step, and the ring is refused where it would be too small for it.
 #

@@ -280,7 +280,7 @@ def closing(args: argparse.Namespace, races: list[Any], result: dict[str, Any], 
     shape += "" if s["kv_heads"] == s["heads"] else f" over {s['kv_heads']}"
     shape += "" if args.suite == "layout" else f" of {s['head_dim']}, {s['dtype']}, {s['direction']}"
     if args.suite != "compile":
-        shape += f"; medians of {s['rounds']} round{'s' * (s['rounds'] > 1)}, turn about"
+        shape += f"; medians of {s['rounds']} round{'s' * (s['rounds'] > 1)}, interleaved"
     where = f"{machine['cpu']}, {machine['cores']} cores; {versions}"
     out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
     if away := absentees(args.suite, args.framework):

@@ -54,7 +54,7 @@ COMMANDS = {
         Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK),
         Command("check", "EXPR", "every kernel that runs here, beside a float64 interpreter", RUN),
         Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN),
-        Command("bench", "[EXPR]", "frisket beside what else is installed, timed turn about", RUN),
+        Command("bench", "[EXPR]", "frisket beside what else is installed, with interleaved calls", RUN),
         Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE),
         Command("doctor", "", "what is installed, what runs here, and what is missing for the rest", SEE),
         Command("completion", "SHELL", "a script that completes commands, options and names", SEE),

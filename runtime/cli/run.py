@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     text += ["", picture(layout, args, console), ""]
     text += rows([
         ("run", f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"),
-        ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, turn about"),
+        ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, interleaved"),
         ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
     ])  # fmt: skip
     return CommandResult(data, text, 0 if good else 1)

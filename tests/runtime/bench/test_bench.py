@@ -272,7 +272,7 @@ def test_a_table_json_and_a_chart(bench, tmp_path):
     assert (status, err) == (0, "")
     assert out.startswith("causal & window(w), torch\n")
     assert "SDPA is_causal    it takes plain causal masks alone, of as many queries as keys\n" in out
-    assert "64 × 64 tokens, batch 1, 2 heads of 16, float32, forward; medians of 2 rounds, turn about" in out
+    assert "64 × 64 tokens, batch 1, 2 heads of 16, float32, forward; medians of 2 rounds, interleaved" in out
     found = json.loads((tmp_path / "r.json").read_text())
     schema.check(found)
     part = found["parts"]["cpu, torch"]

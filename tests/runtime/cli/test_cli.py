@@ -410,7 +410,7 @@ def test_run_packs_attends_and_reports(run, tmp_path, framework):
     assert "queries ╲ keys" in out
     assert "from the float64 interpreter" in out
     assert re.search(r"^time +[\d.]+ (µs|ms|s)  frisket\n +[\d.]+ (µs|ms|s)  .*, [\d.]+ × as long$", out, re.M)
-    assert "          medians of 1 run, turn about\n" in out
+    assert "          medians of 1 run, interleaved\n" in out
     status, out, _ = run(*argv, "--json")
     found = json.loads(out)
     assert status == 0
