@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, build
 from frisket.lowering.plan import Geometry
 
 from .forms import EngineForm, Exprs
@@ -185,6 +186,9 @@ class _Binding:
     def packed(self, form: EngineForm, flags: Flags) -> Flags | str:
         """The flags of documents, from the keys that every query sees."""
         g = self.geometry
+        one = len(form.document) == 1 and not form.by_rows and flags.keys is None and flags.queries is None
+        if one and g.q_len == g.kv_len and type(self.q) is int and self.q == self.k:
+            return self.of_tokens(form.document[0], flags)
         seen = flags.visible(g)
         low, stop = (np.array(x) for x in seen)
         b = self.batch[:, None]
@@ -192,16 +196,17 @@ class _Binding:
         k = np.broadcast_to(np.asarray(self.k).reshape(-1, 1) + np.arange(g.kv_len), (g.batch, g.kv_len))
         origin = np.asarray(self.k).reshape(-1, 1)
         if form.by_rows:
-            for e in form.first:
-                low = np.maximum(low, self.value(e, b=b, q=q) - origin)
-            for e in form.last:
-                stop = np.minimum(stop, self.value(e, b=b, q=q) + 1 - origin)
+            if form.first:  # in one Expr, for they share lookups
+                low = np.maximum(low, self.value(reduce(partial(build, "max"), form.first), b=b, q=q) - origin)
+            if form.last:
+                last = self.value(reduce(partial(build, "min"), form.last), b=b, q=q)
+                stop = np.minimum(stop, last + 1 - origin)
         for e in form.document:
             mine, theirs = (np.broadcast_to(self.value(e, b=b, q=x), x.shape) for x in (q, k))
             for entry in range(g.batch):
                 found = _runs(mine[entry], theirs[entry])
                 if found is None:
-                    return f"equal values of `{e}` do not stand together in batch entry {entry}: they are no documents"
+                    return _torn(e, entry)
                 low[entry], stop[entry] = np.maximum(low[entry], found[0]), np.minimum(stop[entry], found[1])
         rows = np.arange(g.batch)[:, None]
         some = stop > low
@@ -211,11 +216,33 @@ class _Binding:
             return "the keys that queries see are not documents one after another under one window"
         cu = made.cumulative(g.batch * g.q_len, g.batch * g.kv_len)
         left, right = (None if x < 0 else x for x in (made.left, made.right))
-        fitted = Flags(left, right, cu)
-        # widths of the text where they show the same: those that are fitted to documents change with them
         asked = Flags(flags.left, flags.right, cu)
-        same = all(_alike(a, b) for a, b in zip(asked.visible(g), fitted.visible(g), strict=True))
-        return asked if same else fitted
+        if all(x is y or _is(x, y) for x, y in ((flags.left, left), (flags.right, right))):
+            return asked
+        # widths of the text where they show the same: those that are fitted to documents change with them
+        same = all((x[some] == y[some]).all() for x, y in zip(asked.visible(g), (low, stop), strict=True))
+        return asked if same else Flags(left, right, cu)
+
+    def of_tokens(self, e: Expr, flags: Flags) -> Flags | str:
+        """The flags of documents of tokens that are queries and keys alike: a window is the same in each document, so
+        where values change is all that is looked at."""
+        g = self.geometry
+        at = self.value(e, b=self.batch[:, None], q=self.q + np.arange(g.q_len))
+        at = np.broadcast_to(at, (g.batch, g.q_len))
+        opens = np.ones((g.batch, g.q_len), bool)
+        np.not_equal(at[:, 1:], at[:, :-1], out=opens[:, 1:])
+        starts = np.flatnonzero(opens)
+        values, entry = at[opens], starts // g.q_len
+        order = np.lexsort((values, entry))
+        again = (np.diff(values[order]) == 0) & (np.diff(entry[order]) == 0)
+        if again.any():
+            return _torn(e, int(entry[order][:-1][again].min()))
+        cu = np.append(starts, g.batch * g.q_len).astype(np.int32)
+        return Flags(flags.left, flags.right, np.stack([cu, cu]))
+
+
+def _torn(e: Expr, entry: int) -> str:
+    return f"equal values of `{e}` do not stand together in batch entry {entry}: they are no documents"
 
 
 def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
@@ -227,10 +254,6 @@ def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
     at = np.minimum(np.searchsorted(values, mine), len(values) - 1)
     known, run = values[at] == mine, order[at]
     return np.where(known, starts[run], 0), np.where(known, np.append(starts[1:], len(theirs))[run], 0)
-
-
-def _alike(one: Array, other: Array) -> bool:
-    return bool((one == other).all())
 
 
 def _column(x: Number) -> Any:
@@ -248,7 +271,7 @@ def _unless(bound: Any, most: int) -> Number | None:
     return None if bool((np.asarray(bound) >= most).all()) else _one(bound)
 
 
-def _is(x: Number | None, n: int) -> bool:
+def _is(x: Number | None, n: int | None) -> bool:
     return isinstance(x, int) and x == n
 
 
