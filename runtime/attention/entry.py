@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -13,7 +14,7 @@ from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, turn
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import results_of
-from frisket.runtime.calls.options import Options, flag, rate_of, seed_of, sinks_of
+from frisket.runtime.calls.options import Options, engines_named, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
@@ -33,7 +34,7 @@ from .ordered import OrderedAttention
 def compile(
     mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
     enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
-    backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool = True,
+    backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool | str | Sequence[str] = True,
     reorder: Order | Literal["auto"] | None = None, **params: Any,
 ) -> Attention:  # fmt: skip
     """Attention under a mask and a score mod, to call, plan, print and check.
@@ -54,8 +55,9 @@ def compile(
     `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
     two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
     (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
-    A kernel of a vendor (an engine) runs where it provably computes this mask and score mod, and is known to be faster;
-    `engines=False`, or FRISKET_ENGINES=0, keeps to generated kernels.
+    A kernel of a vendor (an engine) runs where it provably computes this mask and score mod, has run on the platform
+    under frisket, and is known to be faster. `engines="flash, cudnn"` names those that take part, also where they have
+    not run yet; `engines=False` keeps to generated kernels. FRISKET_ENGINES says the same: names, or 0.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
     the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
@@ -71,7 +73,7 @@ def compile(
         rate_of(dropout),
         sinks,
         deterministic=flag(deterministic),
-        engines=flag(engines, "engines"),
+        engines=engines_named(engines),
     )
     program = program_of(mask, score, params)
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)

@@ -84,7 +84,10 @@ class Backend:
     text: Lazy | None = None  # None: library calls
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
-    engine: Lazy | None = None  # of an engine: (flags, call) -> what would be called, or why it cannot, see `engines`
+    # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot; and of an engine
+    # with kernels of plans, as generated ones are: call -> (its mask in words, clauses, gradients), or why it cannot
+    engine: Lazy | None = None
+    engine_of_plans: Lazy | None = None
     # the choice of a backend
     order: int = 80  # its place in lists
     tier: str = ""  # "library" and "native" are other names of backends
@@ -109,6 +112,11 @@ class Backend:
     @cached_property
     def frameworks(self) -> tuple[str, ...]:
         return FRAMEWORKS if self.oracle else tuple(f for f in FRAMEWORKS if f in self.executors)
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether its kernels are a vendor's, which run where a proof says that they compute the call."""
+        return self.engine is not None or self.engine_of_plans is not None
 
     @property
     def accelerated(self) -> bool:
@@ -157,7 +165,7 @@ def unregister(name: str) -> None:
 
 
 def forget_order() -> None:
-    for derived in (backends_of, names, named, ranked, engines_of):
+    for derived in (backends_of, names, named, ranked, engines_of, offered):
         derived.memo.clear()
 
 
@@ -177,13 +185,19 @@ def named(name: str, framework: str) -> Backend:
 @memo(16)
 def ranked(framework: str, platform: str) -> tuple[Backend, ...]:
     """The backends that a call on a platform takes by itself, the first choice first."""
-    return tuple(b for b in _in_turn(framework, platform) if b.engine is None)
+    return tuple(b for b in _in_turn(framework, platform) if not b.is_engine)
 
 
 @memo(16)
 def engines_of(framework: str, platform: str) -> tuple[Backend, ...]:
     """The engines that a call on a platform is offered by itself, the first choice first."""
-    return tuple(b for b in _in_turn(framework, platform) if b.engine is not None)
+    return tuple(b for b in _in_turn(framework, platform) if b.is_engine)
+
+
+@memo(1)
+def offered() -> tuple[str, ...]:
+    """The names of engines that some calls are offered by themselves."""
+    return tuple(b.name for b in backends_of() if b.is_engine and b.rank is not None)
 
 
 def _in_turn(framework: str, platform: str) -> list[Backend]:
@@ -200,7 +214,7 @@ def names() -> tuple[str, ...]:
 
 def no_gradients(name: str) -> BackwardError:
     """The error of a gradient that is asked of a backend without any; it lists those that have every gradient."""
-    ours = (b for b in RECORDS.values() if b.engine is None)
+    ours = (b for b in RECORDS.values() if not b.is_engine)
     whole = {b.name for b in ours for e in b.executors.values() if e.backward and not e.refuses_gradients}
     *most, last = sorted(whole)
     return BackwardError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.backends.base import offered
 from frisket.runtime.machine.parameters import traced
 
 from .arrays import framework_of, uploaded
@@ -30,7 +31,8 @@ class Options:
     sinks: Any = field(default=None, compare=False)
     tuning: Tuning = AS_CHOSEN
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
-    engines: bool = True  # kernels of vendors run where they provably compute the call
+    # kernels of vendors run where they provably compute the call: those that have run on the platform, none, or names
+    engines: bool | tuple[str, ...] = True
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
@@ -44,10 +46,21 @@ class Options:
         return [(name, text) for name, text, usual in both if text != usual]
 
 
-def flag(value: Any, name: str = "deterministic") -> bool:
+def flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ParameterError(f"{name} is {value!r}; it is True or False")
+        raise ParameterError(f"deterministic is {value!r}; it is True or False")
     return value
+
+
+def engines_named(value: Any) -> bool | tuple[str, ...]:
+    """The engines that calls are offered: True, False, or names, in a text or one by one."""
+    if isinstance(value, bool):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    found = tuple(x.strip() if isinstance(x, str) else x for x in parts) if isinstance(parts, list | tuple) else ()
+    if not found or any(x not in offered() for x in found):
+        raise ParameterError(f"engines is {value!r}; write True, False, or names among {', '.join(offered())}")
+    return found
 
 
 def rate_of(dropout: Any) -> float:

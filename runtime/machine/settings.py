@@ -11,7 +11,7 @@ from typing import Any
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
 from frisket.lowering.stages import NAMES
-from frisket.runtime.backends.base import names
+from frisket.runtime.backends.base import names, offered
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ def _backend(text: str) -> str:
     return text
 
 
+def _engines(text: str) -> bool | tuple[str, ...]:
+    found = tuple(n.strip() for n in text.split(","))
+    if text not in ("0", "1") and any(n not in offered() for n in found):
+        raise ParameterError(f"FRISKET_ENGINES={text}: write 0, 1, or names among {', '.join(offered())}")
+    return text == "1" if text in ("0", "1") else found
+
+
 def _switch(name: str) -> Callable[[str], bool]:
     def read(text: str) -> bool:
         if text not in ("0", "1"):
@@ -51,7 +58,7 @@ VARIABLES = (
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
     Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 interpreter"),
-    Variable("FRISKET_ENGINES", _switch("FRISKET_ENGINES"), "0: generated kernels alone, no kernels of vendors"),
+    Variable("FRISKET_ENGINES", _engines, "0: no kernels of vendors; names: those, also where they have not run yet"),
 )
 
 
@@ -63,7 +70,7 @@ class Settings:
     cache_dir: str | None = None
     backend: str | None = None
     check: bool = False
-    engines: bool = True
+    engines: bool | tuple[str, ...] = True
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -12,8 +12,16 @@ import torch
 
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Target
-from frisket.runtime.backends.base import RECORDS, engines_of
-from frisket.runtime.backends.engines.proof import EngineCall, EngineChoice, Proof, asked_for, choose_engine, prove
+from frisket.runtime.backends.base import RECORDS, Backend, engines_of
+from frisket.runtime.backends.engines.proof import (
+    EngineCall,
+    EngineChoice,
+    Proof,
+    allowed,
+    asked_for,
+    choose_engine,
+    prove,
+)
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.options import Options
 from frisket.runtime.plans.call import Call
@@ -37,16 +45,16 @@ class EngineReady(Ready):
         cls, call: Call, options: Options, proof: Proof, named: bool, prepare: Callable[[Call, Options], Ready]
     ) -> EngineReady:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
-        given, record = call.given, RECORDS[proof.backend].executors["torch"]
+        given, record = call.given, RECORDS[proof.backend]
         bare = replace(
             call, given=replace(given, q=given.q.new_empty(0), k=given.k.new_empty(0), v=given.v.new_empty(0))
         )
         real = torch.float64 if given.dtype == "float64" else torch.float32
         return cls(
             None, None, call.geometry, Target(proof.backend, 0, 0), MappingProxyType({}), MappingProxyType({}), (),  # type: ignore[arg-type]
-            False, None, given.layout != NATURAL["torch"], real, record.forward.function,
-            _refused if record.backward is None else record.backward.function, "", None, proof, named,
-            lambda: prepare(bare, options),
+            False, None, given.layout != NATURAL["torch"], real,
+            *_by_plan(prepare(replace(bare, backend=record.name), options)) if record.engine is None else
+            _by_arguments(record), "", None, proof, named, lambda: prepare(bare, options),
         )  # fmt: skip
 
     @cached_property
@@ -79,11 +87,30 @@ class EngineReady(Ready):
         self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        if not self.proof.arguments.gradients:
+        if not self.proof.gradients:
             return self.generated.gradients(seed, wanted, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
         found: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
         return found
+
+
+def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of an engine's own arguments."""
+    run = record.executors["torch"]
+    return run.forward.function, _refused if run.backward is None else run.backward.function
+
+
+def _by_plan(ready: Ready) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of an engine that takes plans."""
+
+    def forward(_: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, lse, _ = ready.run(None, False, q, k, v, None)
+        return out, lse
+
+    def backward(_: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *cotangents: Any) -> Any:
+        return ready.gradients(None, frozenset("qkv"), (q, k, v, None, out, lse, None), *cotangents)
+
+    return forward, backward
 
 
 def _refused(*given: Any) -> Any:
@@ -114,5 +141,5 @@ def facts_of(call: Call, options: Options) -> EngineCall:
         plan.host_program, call.geometry, call.given.dtype, "torch",
         "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.given),
         bool(call.live or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
-        call.sinks is not None, call.top, options.deterministic, call.backend,
+        call.sinks is not None, call.top, options.deterministic, call.backend, allowed(options), plan,
     )  # fmt: skip

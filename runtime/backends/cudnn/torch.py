@@ -30,10 +30,7 @@ class CudnnArguments:
 
 def arguments(flags: Flags, call: EngineCall) -> CudnnArguments | str:
     """The arguments of a call, or why cuDNN does not compute it."""
-    import torch
-
-    have = torch.cuda.get_device_capability()
-    return fitted(flags, call, have)
+    return fitted(flags, call, call.capability)
 
 
 def fitted(flags: Flags, call: EngineCall, capability: tuple[int, int]) -> CudnnArguments | str:

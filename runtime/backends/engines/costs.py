@@ -1,7 +1,8 @@
-"""Costs: a committed table of where an engine is faster than the generated kernels, with its sources.
+"""Costs: a committed table of where an engine is faster than the generated kernels, with its sources, and the
+platforms on which each engine has run under frisket.
 
-A row holds for an engine, a platform and dtypes; the first that holds decides. Nothing is measured while a program
-runs, so the same call on the same versions takes the same engine.
+Rows are in the order of speed: of engines that win, the one with the first row runs. Nothing is measured while a
+program runs, so the same call on the same versions takes the same engine.
 """
 
 from __future__ import annotations
@@ -10,44 +11,82 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Where an engine was compared with the oracle as frisket calls it: on the CPU by the tests, on other platforms by
+# `python benchmarks/gpu.py right`, whose rows are then in benchmarks/results/gpu.json.
+CHECKED: dict[str, tuple[str, ...]] = {"sdpa": ("cpu",)}
+
 
 @dataclass(frozen=True)
 class CostRow:
-    """One row: `pays(arguments, call)` says whether the engine wins, and `source` where that is known from."""
+    """One row: `pays(call)` says whether the engine wins, and `source` where that is known from."""
 
     engine: str
     platform: str
     dtypes: tuple[str, ...]
-    pays: Callable[[Any, Any], bool]
-    where: str  # in words
+    pays: Callable[[Any], bool]
+    where: str  # in words: where generated kernels win
     source: str
 
 
-def slower(proof: Any, call: Any) -> str:
-    """A reason why the generated kernels are taken though an engine would do; empty where it is faster."""
-    for row in COSTS:
-        if (row.engine, row.platform) == (proof.backend, call.platform) and call.dtype in row.dtypes:
-            return "" if row.pays(proof.arguments, call) else f"generated kernels are faster here: {row.where}"
-    return "no measurement says that it is faster here"
+def turn(engine: str, call: Any) -> int:
+    """The place of an engine among those of a call: that of its first row that says it wins."""
+    return next((i for i, row in enumerate(COSTS) if _holds(row, engine, call) and row.pays(call)), len(COSTS))
+
+
+def lost(engine: str, call: Any) -> str:
+    """A reason why a call does not take an engine by itself, whatever its mask; empty where it does."""
+    if call.engines is not True and engine not in call.engines:
+        return f"engines={', '.join(call.engines)!r} leaves it out"
+    if call.engines is True and call.platform not in CHECKED.get(engine, ()):
+        return f"it never ran on {call.platform} under frisket: engines={engine!r} takes it"
+    rows = [row for row in COSTS if _holds(row, engine, call)]
+    if any(row.pays(call) for row in rows):
+        return ""
+    return (
+        f"generated kernels are faster here: {rows[0].where}" if rows else "no measurement says that it is faster here"
+    )
+
+
+def _holds(row: CostRow, engine: str, call: Any) -> bool:
+    return (row.engine, row.platform) == (engine, call.platform) and call.dtype in row.dtypes
+
+
+def _heads(call: Any) -> bool:
+    return call.geometry.head_dim == call.geometry.v_dim and call.geometry.head_dim in (64, 128)
 
 
 HALVES = ("float16", "bfloat16")
+FLEX = (
+    "PyTorch's post FlexAttention + FlashAttention-4: 1.6 to 3.2 times flex_attention's Triton kernels forward and "
+    "1.85 to 2.3 times backward on a GB200; on Hopper and Blackwell 1.2 times or more where arithmetic takes the time. "
+    "The model of an H100 puts ours beside flex_attention's (docs/performance.md)"
+)
+CUDNN = "with fewer than 1,024 queries, head dims other than 64 and 128, and on GPUs before Hopper"
+FLASH = "with fewer than 2,048 queries, and head dims other than 64 and 128"
 COSTS = (
     CostRow(
-        "sdpa", "cpu", ("float32", *HALVES), lambda a, call: call.generated == "aten" and call.geometry.q_len <= 256,
+        "flash", "cuda", HALVES,
+        lambda call: call.capability >= (10, 0) and _heads(call) and call.geometry.q_len >= 2048, FLASH,
+        f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}",
+    ),
+    CostRow(
+        "cudnn", "cuda", HALVES,
+        lambda call: call.capability >= (9, 0) and _heads(call) and call.geometry.q_len >= 1024, CUDNN,
+        "NVIDIA's cudnn-frontend, causal at head dim 128: 490 to 680 TFLOP/s forward at 2,048 to 16,384 tokens on "
+        "an H200; the model of an H100 gives Triton's kernels 303 to 428 (benchmarks/results/gpu-model.json)",
+    ),
+    CostRow(
+        "flash", "cuda", HALVES,
+        lambda call: call.capability >= (9, 0) and _heads(call) and call.geometry.q_len >= 2048, FLASH, FLEX,
+    ),
+    CostRow(
+        "sdpa", "cpu", ("float32", *HALVES), lambda call: call.generated == "aten" and call.geometry.q_len <= 256,
         "with a C++ compiler, and past 256 queries without one",
         "benchmarks/results/engines.json, AMD EPYC with AVX-512, one thread, head dim 64: library calls take 1.7 to 14 "
         "times as long up to 256 tokens, 1.0 to 1.2 times at 1,024; C++ kernels 0.1 to 0.9 times, but for 1.5 at 16",
     ),
     CostRow(
-        "cudnn", "cuda", HALVES,
-        lambda a, call: a.capability >= (9, 0) and call.geometry.head_dim in (64, 128) and call.geometry.q_len >= 1024,
-        "with fewer than 1,024 queries, head dims other than 64 and 128, and on GPUs before Hopper",
-        "NVIDIA's cudnn-frontend, causal at head dim 128: 490 to 680 TFLOP/s forward at 2,048 to 16,384 tokens on "
-        "an H200; the model of an H100 gives Triton's kernels 303 to 428 (benchmarks/results/gpu-model.json)",
-    ),
-    CostRow(
-        "sdpa", "cuda", HALVES, lambda a, call: False, "FlashAttention 2 is not ahead of them on any GPU",
+        "sdpa", "cuda", HALVES, lambda call: False, "FlashAttention 2 is not ahead of them on any GPU",
         "FlashAttention 3's paper: FlashAttention 2 has 335 (causal) and 370 TFLOP/s (full) on an H100 at "
         "16,384 tokens; the model gives Triton's kernels 347 to 428",
     ),

@@ -2,12 +2,14 @@
 
 An engine runs where four questions have an answer: the mask and the score mod are made of parts that engines know
 (`lowering.engines.forms`), their values fit the arrays (`lowering.engines.flags`), the engine takes them in its
-version and on this device (its own `arguments`), and it is faster there (`costs`). The first without is the reason.
+version and on this device (its own `arguments`), and it has run there and is faster (`costs`). The first without is the
+reason. An engine that takes masks as code and tiles answers the first three by itself (`engine_of_plans`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags, flags_of
@@ -19,7 +21,7 @@ from frisket.runtime.calls.tuning import AS_CHOSEN
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import fixed_of
 
-from .costs import slower
+from .costs import lost, turn
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,37 @@ class EngineCall:
     top: bool = False
     deterministic: bool = True
     generated: str = ""  # the backend that runs it otherwise
+    engines: bool | tuple[str, ...] = True  # which of them are offered the call: True, or names
+    plan: Any = None  # of the host, for engines that take plans
+
+    @cached_property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the GPU at hand; (0, 0) on other platforms."""
+        if self.platform != "cuda":
+            return 0, 0
+        import torch
+
+        found: tuple[int, int] = torch.cuda.get_device_capability()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A proof that an engine computes a call: what would be called, and the clauses that say so."""
+    """A proof that an engine computes a call: what would be called, and the clauses that say so. `flags` are words
+    where the engine takes a plan; `gradients` says whether the engine makes them, or generated kernels do."""
 
     backend: str
-    flags: Flags
+    flags: Flags | str
     arguments: Any
     clauses: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.flags}; proved"
+
+    @property
+    def gradients(self) -> bool:
+        found: bool = self.arguments.gradients
+        return found
 
 
 @dataclass(frozen=True)
@@ -66,26 +86,30 @@ class EngineChoice:
 
 
 def choose_engine(call: EngineCall) -> EngineChoice:
-    """The first engine of the platform that a proof and the costs allow."""
+    """The first engine of the platform, in the order of the costs, that a proof and the costs allow."""
     why: dict[str, str] = {}
-    for engine in engines_of(call.framework, call.platform):
+    for engine in sorted(engines_of(call.framework, call.platform), key=lambda e: turn(e.name, call)):
+        reason = lost(engine.name, call)
+        if reason and engine.engine is None:  # its proof takes a plan and code, which nobody would run
+            why[engine.name] = _unfit(engine, call) or reason
+            continue
         found = prove(engine, call)
         if isinstance(found, Proof):
-            lost = slower(found, call)
-            if not lost:
+            if not reason:
                 return EngineChoice(found, why)
-            found = f"{found.flags}; proved, and {lost}"
+            found = f"{found.flags}; proved, and {reason}"
         why[engine.name] = found
     return EngineChoice(None, why)
 
 
 def prove(engine: Backend, call: EngineCall) -> Proof | str:
     """A proof that an engine computes a call, or the first reason why there is none."""
-    assert engine.engine is not None
-    if call.platform not in engine.lowered_for:
-        return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
-    if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(call):
+    if why := _unfit(engine, call):
         return why
+    if engine.engine_of_plans is not None:
+        made = engine.engine_of_plans(call)
+        return made if isinstance(made, str) else Proof(engine.name, *made)
+    assert engine.engine is not None
     program = call.program
     form = form_of(*fixed_of(program).simplified)
     if isinstance(form, NoForm):
@@ -95,6 +119,13 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
         return flags
     found = engine.engine(flags, call)
     return found if isinstance(found, str) else Proof(engine.name, flags, found, form.proofs)
+
+
+def _unfit(engine: Backend, call: EngineCall) -> str:
+    """A reason why an engine does not take a call, whatever its mask."""
+    if call.platform not in engine.lowered_for:
+        return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
+    return engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(call)
 
 
 def _unlike(call: EngineCall) -> str:
@@ -112,9 +143,14 @@ def _unlike(call: EngineCall) -> str:
 
 def asked_for(options: Options) -> bool:
     """Whether generated kernels are asked for: by name, by their tiles, or by `engines=False`."""
-    settings = Settings.read()
-    by_name = options.backend or settings.backend or options.tile or options.tuning is not AS_CHOSEN
-    return bool(by_name) or not (options.engines and settings.engines)
+    by_name = options.backend or Settings.read().backend or options.tile or options.tuning is not AS_CHOSEN
+    return bool(by_name) or not allowed(options)
+
+
+def allowed(options: Options) -> bool | tuple[str, ...]:
+    """The engines that calls are offered: all that have run on the platform, none, or names. FRISKET_ENGINES says it
+    where the keyword does not."""
+    return Settings.read().engines if options.engines is True else options.engines
 
 
 def engines_for(
@@ -130,14 +166,15 @@ def engines_for(
     """The choice among engines for a plan of the host, beside the backend that would run otherwise; None where
     generated kernels are asked for."""
     record = RECORDS[generated]
-    if record.engine is None and (named or asked_for(options)):
+    if not record.is_engine and (named or asked_for(options)):
         return None
     platform = device or (record.platforms or ("cpu",))[0]
     call = EngineCall(
         plan.host_program, geometry, dtype, framework, platform, dropout=bool(options.dropout),
         sinks=options.sinks is not None, deterministic=options.deterministic, generated=generated,
+        engines=allowed(options), plan=plan,
     )  # fmt: skip
-    if record.engine is None:
+    if not record.is_engine:
         return choose_engine(call)
     found = prove(record, call)
     return EngineChoice(found, {}) if isinstance(found, Proof) else EngineChoice(None, {record.name: found})

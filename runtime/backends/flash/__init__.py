@@ -34,9 +34,10 @@ def installed() -> bool:
 
 register(Backend(
     name="flash",
-    kernels="kernels of FlashAttention 4, by name alone until a GPU has run them",
+    kernels="kernels of FlashAttention 4, by name until a GPU has run them under frisket",
     language="cute",
     reason=reason,
+    engine_of_plans=Lazy(f"{HERE}.choice:offered"),
     call_target=Lazy(f"{HERE}.tiles:target"),
     text=Lazy(f"{HERE}.executors:text"),
     executors={
@@ -47,6 +48,7 @@ register(Backend(
     },
     order=55,
     platforms=("cuda",),
+    rank=15,
     optional=True,
     refuses={
         dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or take backend={instead!r}"

@@ -88,7 +88,7 @@ def call_of(
     return replace(_coded(plan, g, slots, tables, device), tiles=found, order=order)
 
 
-def check(plan: LoopPlan, g: Geometry) -> None:
+def check(g: Geometry) -> None:
     """Raise where the engine does not take a call; `mods.refusal` says what functions of positions cannot say."""
     if any(type(x) is not int for x in g.origin):
         raise BackendError(f"FlashAttention 4 takes one origin for all batch entries, not one for each\n  {INSTEAD}")

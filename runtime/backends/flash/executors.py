@@ -73,7 +73,7 @@ def prepared(
     def made() -> FlashCall:
         return call_of(plan, spans, g, target, slots, tables, device, gradients=gradients, deterministic=deterministic)
 
-    check(plan, g)
+    check(g)
     given = tuple(tables.values())
     if not all(isinstance(x, (bool, int, float)) for x in slots.values()) or any(x.requires_grad for x in given):
         return made()

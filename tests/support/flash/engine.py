@@ -25,6 +25,7 @@ def install(monkeypatch):
 
 
 def attend(call, g, q, k, v, sinks):
+    dtype = q.dtype
     q, k, v = prepared(call, q, k, v)
     score, visible, _ = scores(call, q, k)
     score = np.where(visible, score, -np.inf)
@@ -37,7 +38,7 @@ def attend(call, g, q, k, v, sinks):
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + np.where(np.isfinite(top), top, 0))[..., 0]
     out = weight[..., : k.shape[2]] @ v / np.where(total == 0, 1, total)
-    return unpacked(call, g, out), torch.from_numpy(lines(call, g, lse)).float()
+    return unpacked(call, g, out).to(dtype), torch.from_numpy(lines(call, g, lse)).float()
 
 
 def gradients(call, q, k, v, out, lse, dout, dlse, deterministic):

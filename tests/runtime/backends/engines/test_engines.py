@@ -115,7 +115,7 @@ def test_what_an_engine_does_not_give_is_the_generated_kernels() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA is taken on the CPU wherever it is proved."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    row = costs.CostRow("sdpa", "cpu", ("float32",), lambda a, call: True, "", "")
+    row = costs.CostRow("sdpa", "cpu", ("float32",), lambda call: True, "", "")
     monkeypatch.setattr(costs, "COSTS", (row,))
 
 
@@ -239,11 +239,11 @@ def test_where_cudnn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for capability, length, taken in (((9, 0), 4096, "cudnn"), ((9, 0), 512, None), ((8, 0), 4096, None)):
             monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
-            found = choose_engine(facts(fk.mask("causal"), place(length, length), generated="triton"))
+            call = facts(fk.mask("causal"), place(length, length), generated="triton", engines=("cudnn",))
+            found = choose_engine(call)
             assert (found.proof and found.proof.backend) == taken, str(found)
-        assert str(choose_engine(facts(fk.mask("causal & window(9)"), place(4096, 4096)))).startswith(
-            "cudnn: causal, window 8 to the left: cuDNN has no window"
-        )
+        found = choose_engine(facts(fk.mask("causal & window(9)"), place(4096, 4096)))
+        assert found.why["cudnn"] == "causal, window 8 to the left: cuDNN has no window"
     finally:
         register(was)
 

@@ -14,7 +14,6 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.flash import tiles
 from frisket.runtime.backends.flash.blocks import tensors_of, write_order
 from frisket.runtime.backends.flash.call import call_of, flags_for
-from frisket.runtime.backends.triton import tiles as triton_tiles
 
 LENGTH = 300
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
@@ -25,7 +24,7 @@ OFTEN = ("causal", "window(w)", "bottom_right", "same(t)", "padding(len)", "natt
 @pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
 def arch(monkeypatch, request):
     """The backend runs here, on such a GPU."""
-    monkeypatch.setattr(triton_tiles, "architecture", lambda device=None: request.param)
+    monkeypatch.setattr(tiles, "architecture", lambda device=None: request.param)
     undo = stand_in.install(monkeypatch)
     yield request.param
     undo()

@@ -1,0 +1,161 @@
+"""The choice among engines: what takes part, in which order, and FlashAttention 4 in it, on its stand-in."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.flash import engine as stand_in
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.engines import costs
+from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
+from frisket.runtime.backends.flash import tiles
+from frisket.runtime.calls.program import program_of
+from frisket.runtime.plans.host import Plan
+
+ROOT = Path(__file__).resolve().parents[4]
+DOC = np.repeat([0, 1, 2], [10, 25, 15])
+NEW = "it never ran on cuda under frisket: engines="
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """cuDNN and FlashAttention 4 run here, on a GPU of some compute capability, 9.0 at first."""
+
+    def of(major):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (major, 0))
+        monkeypatch.setattr(tiles, "architecture", lambda device=None: f"sm_{major}0")
+
+    of(9)
+    undo, was = stand_in.install(monkeypatch), RECORDS["cudnn"]
+    register(replace(was, reason=lambda framework=None: ""))
+    yield of
+    register(was)
+    undo()
+
+
+def asked(mask, length=4096, engines=True, score=None, **more):
+    program = program_of(fk.mask(mask, **more), None if score is None else fk.score(score), {})
+    g = Geometry(1, 2, 2, length, length, 64, 64, 0.125)
+    plan = Plan(program, length, length, 1, 2, g.origin, None)
+    return EngineCall(program, g, "bfloat16", "torch", "cuda", generated="triton", engines=engines, plan=plan)
+
+
+def test_what_has_run_on_no_gpu_takes_part_where_it_is_named(gpu):
+    found = choose_engine(asked("causal"))
+    assert found.proof is None
+    assert found.why["cudnn"] == f"causal; proved, and {NEW}'cudnn' takes it"
+    assert found.why["flash"] == f"{NEW}'flash' takes it"
+    named = choose_engine(asked("causal", engines=("cudnn",)))
+    assert str(named.proof) == "cudnn: causal; proved"
+    assert choose_engine(asked("causal", engines=("flash",))).why["cudnn"].endswith("engines='flash' leaves it out")
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "major", "taken"),
+    [
+        ("causal", 4096, 9, "cudnn: causal; proved"),
+        ("causal", 4096, 10, "flash: causal; proved"),
+        ("causal & window(257)", 4096, 9, "flash: causal, window 256 to the left; proved"),
+        ("causal & window(257)", 1024, 9, ""),
+        ("causal", 1024, 10, "cudnn: causal; proved"),
+        ("causal | k < 9", 4096, 9, "flash: code and tiles of 192 x 128; proved"),
+        ("causal | k < 9", 4096, 10, "flash: code and tiles of 256 x 128; proved"),
+        ("q * 100000000 >= k", 4096, 9, ""),
+    ],
+)
+def test_the_table_of_costs_ranks_them(gpu, mask, length, major, taken):
+    gpu(major)
+    found = choose_engine(asked(mask, length, ("flash", "cudnn")))
+    assert ("" if found.proof is None else str(found.proof)) == taken, found
+    if "100000000" in mask:
+        assert "integers of 32 bits" in found.why["flash"]
+    if length == 1024 and not taken:
+        assert "generated kernels are faster here: with fewer than 2,048 queries" in found.why["flash"]
+
+
+def test_no_engine_has_run_on_a_gpu_whose_results_are_not_there():
+    """`CHECKED` names other platforms than the CPU where benchmarks/results has right rows of the engine."""
+    path = ROOT / "benchmarks" / "results" / "gpu.json"
+    rows = json.loads(path.read_text())["parts"]["right"]["rows"] if path.exists() else {}
+    for engine, platforms in costs.CHECKED.items():
+        mine = [row for name, row in rows.items() if name.startswith(f"{engine}, ")]
+        for platform in platforms:
+            assert platform == "cpu" or (
+                mine and not any(r["rows"]["count"]["figures"]["cases"]["failed"] for r in mine)
+            )
+
+
+def test_engines_by_name(monkeypatch):
+    assert fk.compile("causal", engines="flash, cudnn").options.engines == ("flash", "cudnn")
+    assert fk.compile("causal", engines=["sdpa"]).options.engines == ("sdpa",)
+    for wrong in ("triton", "flash, aten", "splash", "", 3, [2]):
+        with pytest.raises(ParameterError, match="write True, False, or names among"):
+            fk.compile("causal", engines=wrong)
+    monkeypatch.setenv("FRISKET_ENGINES", "flush")
+    with pytest.raises(ParameterError, match="FRISKET_ENGINES=flush: write 0, 1, or names among"):
+        fk.compile("causal")(*torch.randn(3, 1, 1, 8, 16))
+
+
+# -- calls ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash_here(gpu, monkeypatch):
+    """FlashAttention 4 is offered calls on the CPU, where its stand-in is."""
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    was = RECORDS["flash"]
+    register(replace(was, platforms=("cuda", "cpu")))
+    row = costs.CostRow("flash", "cpu", costs.HALVES, lambda call: True, "", "")
+    monkeypatch.setattr(costs, "COSTS", (row,))
+    yield gpu
+    register(was)
+
+
+@pytest.mark.usefixtures("flash_here")
+@pytest.mark.parametrize("how", ["keyword", "variable"])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    ("mask", "score", "said"),
+    [
+        ("causal & window(12)", None, "causal, window 11 to the left"),
+        ("causal & same(doc)", None, "causal, documents as cu_seqlens of 6 sequences"),
+        ("causal | k < 9", "softcap(3)", "code and tiles of 192 x 128"),
+    ],
+)
+def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypatch):
+    """Results, lse and gradients of both; those that its backward has not are generated kernels'."""
+    how == "variable" and monkeypatch.setenv("FRISKET_ENGINES", "flash")
+    given = {"doc": DOC} if "doc" in mask else {}
+    engines = {"engines": "flash"} if how == "keyword" else {}
+    att = fk.compile(mask, score, deterministic=deterministic, **engines, **given)
+    arrays = [torch.randn(2, h, 50, 16).half() for h in (4, 2, 2)]
+    stages = att.stages(*arrays)
+    assert (stages.target.backend, stages.engines.split("\n")[0]) == ("flash", f"flash: {said}; proved")
+    assert set(att.check(*arrays).gradients) == {"dq", "dk", "dv"}
+    ready = next(iter(att.ready.values()))
+    assert ready.proof.gradients == (not (deterministic and "code" in said))
+    *_, top = att(*arrays, return_max=True)
+    assert torch.isfinite(top).all()
+    assert torch.isfinite(att(*arrays, sinks=1.0)).all()
+
+
+@pytest.mark.usefixtures("flash_here")
+def test_calls_that_flash_does_not_take():
+    q, k, v = (torch.randn(1, 2, 50, 16).half() for _ in range(3))
+    learned = torch.zeros(2, requires_grad=True)
+    for att, how in (
+        (fk.compile("q * 100000000 >= k", engines="flash"), {}),
+        (fk.compile("causal", engines="flash", dropout=0.1), {"seed": 1}),
+        (fk.compile("causal", "alibi(slopes)", slopes=learned, engines="flash"), {}),
+        (fk.compile("causal", engines="flash"), {"origin": (0, 0, np.array([3]), 0), "sizes": (1, 2, 80, 80)}),
+        (fk.compile("causal"), {}),
+    ):
+        att(q, k, v, **how)
+        assert all(ready.generated is ready for ready in att.ready.values())
