@@ -197,13 +197,14 @@ often than once where programs that share them do not run at the same time. No r
 """
 
 SCHEDULES = """\
-What other schedules would save, at most: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock,
-nothing taken off for what a schedule costs in the kernel. The time to compare with is that of heads one after another,
-the longest rows of each first. `longest of all first` starts the long rows of all heads before the short ones of any:
-launches do so with up to 32 key heads. A persistent grid has as
-many programs as fit, and each takes one row after another. `long rows split` divides rows longer than what a place has
-in the mean, and combines their parts in a second launch. A packed tile holds the queries of a group of heads, as few
-queries have them; dkv walks the heads of a group already.
+What other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
+launched` is what launches do, with the table that divides long rows and the kernel that reads it; the other columns
+are at most, with nothing taken off for what a schedule costs in the kernel. The time to compare with is that of heads
+one after another, the longest rows of each first. `longest of all first` starts the long rows of all heads before the
+short ones of any: launches do so with up to 32 key heads. A persistent grid has as many programs as fit, and each
+takes one row after another. `long rows split, at most` divides rows longer than what a place has in the mean, and
+combines their parts in a second launch. A packed tile holds the queries of a group of heads, as few queries have
+them; dkv walks the heads of a group already.
 """
 
 

@@ -1,19 +1,24 @@
-"""Orders of programs, persistent grids, split rows and packed heads, before any is written: what they could save.
+"""Orders of programs, persistent grids, split rows and packed heads: what they could save, and what launches do.
 
 A block takes what `full` says of it. Orders differ in which block starts next where a place is free. A persistent grid
 has as many blocks as places, each of which takes the next row when it is done: it saves the start of a block, not its
 prologue and tail. A row that is split leaves parts of at most the mean of a place, whose float32 sums are written, read
-and combined by a second launch. Packed heads share a tile: rows of tiles have fewer queries and more heads. All figures
-are bounds of what is saved: what a schedule costs in the kernel is left out.
+and combined by a second launch. Packed heads share a tile: rows of tiles have fewer queries and more heads. These
+figures are bounds of what is saved: what a schedule costs in the kernel is left out. `launched` is what launches do:
+their own order and table of parts, with the cycles of the kernel that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from frisket.lowering.plan import Geometry, Spans
+from frisket.runtime.backends.triton.rows import RowParts, of_call
+from frisket.runtime.backends.triton.tiles import of_kernel
 
 from . import full
 from . import ours as our_kernels
@@ -43,11 +48,15 @@ class Rows:
         return np.tile(self.cycles, self.groups)
 
 
-def rows_of(kernel: str, case: Case, work: Work | None = None) -> Rows:
+def ours_of(kernel: str, case: Case) -> Ours:
+    return Ours(kernel, case.mask, case.dim, case.dtype, case.group, case.arch)
+
+
+def rows_of(kernel: str, case: Case, work: Work | None = None, listed: bool = False) -> Rows:
     """The rows of tiles of a kernel with the tile that frisket chooses, in the order of rows; `work` has other counts
-    of them."""
+    of them. `listed` takes the kernel whose programs a table lists."""
     gpu = GPUS[case.arch]
-    one = Ours(kernel, case.mask, case.dim, case.dtype, case.group, case.arch)
+    one = replace(ours_of(kernel, case), listed=listed)
     tile = our_kernels.chosen(one)
     made = our_kernels.compiled(one, tile)
     border, rest = full.loop_numbers(made, made.sass.products)
@@ -110,8 +119,55 @@ def split(x: Rows) -> float:
 
 SCHEDULES: dict[str, Callable[[Rows], float]] = {
     "rows in order": in_order, "longest of a head first": longest_of_a_head, "longest of all first": longest_of_all,
-    "persistent": persistent, "long rows split": split,
+    "persistent": persistent, "long rows split, at most": split,
 }  # fmt: skip
+DIVIDED = ("forward",)  # kernels whose launches divide long rows
+
+
+def launched(kernel: str, case: Case) -> float:
+    """What launches do: long rows in parts, by frisket's own table, and the order of heads and rows."""
+    one = ours_of(kernel, case)
+    by_row = our_kernels.by_row(one)
+    table = parts_of(kernel, case) if kernel in DIVIDED else None
+    if table is not None:
+        return divided(rows_of(kernel, case, listed=True), table, by_row)
+    return (longest_of_all if by_row else longest_of_a_head)(rows_of(kernel, case))
+
+
+def divided(x: Rows, table: RowParts, by_row: bool) -> float:
+    """The programs of a table of one slice, in its order, and the launch that combines them."""
+    row, place, begin, end = table.programs[0].T
+    of_row = np.zeros(len(x.cycles))
+    np.add.at(of_row, row, end - begin)
+    pieces = x.fixed + (x.cycles[row] - x.fixed) * (end - begin) / np.maximum(of_row, 1)[row]
+    time, _ = makespan(np.repeat(pieces, x.groups) if by_row else np.tile(pieces, x.groups), x.places)
+    sums = float((place >= 0).sum()) * x.groups * x.sums / x.gpu.hbm
+    return time + (sums + SECONDS_A_LAUNCH) * x.gpu.clock
+
+
+@dataclass(frozen=True)
+class OneSlice:
+    """A SpanSource whose heads see alike."""
+
+    case: Case
+
+    def rows(self, block: tuple[int, int]) -> Spans:
+        return self._shared(full.layout(self.case.mask, self.case.length, block).spans)
+
+    def columns(self, block: tuple[int, int]) -> Spans:
+        return self._shared(full.layout(self.case.mask, self.case.length, block).transposed.spans)
+
+    def _shared(self, found: Spans) -> Spans:
+        return replace(found, slice_of=np.zeros((1, self.case.heads), np.int32))
+
+
+def parts_of(kernel: str, case: Case) -> RowParts | None:
+    """The table that a launch makes of the case."""
+    one = ours_of(kernel, case)
+    plan, target = our_kernels.planned(one)
+    mine = of_kernel(f"attention_{kernel}", target)
+    shape = (1, case.heads, case.heads // case.group, case.length, case.length, case.dim, case.dim, 1.0)
+    return of_call(plan, OneSlice(case), Geometry(*shape), mine, GPUS[case.arch].processors, walked=kernel == "dkv")
 
 
 def packed(kernel: str, case: Case) -> float:

@@ -5,16 +5,21 @@ import pytest
 from gpu_sim.full import Case
 from gpu_sim.machine import H100
 from gpu_sim.ours import Tile
+from gpu_sim.report import GLOBAL
 from gpu_sim.schedule import (
     SCHEDULES,
     Rows,
     counted,
+    divided,
     in_order,
     longest_of_a_head,
     longest_of_all,
+    parts_of,
     persistent,
     split,
 )
+
+from frisket.runtime.backends.triton.rows import RowParts
 
 FIXED = 1000.0
 
@@ -45,6 +50,21 @@ def test_a_long_row_is_split_into_parts_of_the_mean():
     x = rows(12, 1, 1, 1, 1, groups=1, places=4)  # 16 tiles: 4 a place
     assert round(longest_of_all(x) / 1e6) == 12
     assert split(x) == pytest.approx(4e6 + 4 * FIXED + 3e-6 * H100.clock)  # and a launch that combines them
+
+
+def test_a_launch_of_parts_takes_what_its_table_says():
+    x = rows(12, 1, 1, 1, 1, groups=1, places=4)
+    programs = np.array([[0, 0, 0, 4], [0, 1, 4, 8], [0, 2, 8, 12], *[[n, -1, 0, 1] for n in range(1, 5)]])[None]
+    table = RowParts(programs, np.array([[[0, 0, 3]]]), np.zeros((1, 1)), 3)
+    for by_row in (True, False):
+        assert divided(x, table, by_row) == pytest.approx(4e6 + 4 * FIXED + 3e-6 * H100.clock)
+
+
+def test_long_rows_are_divided_as_launches_divide_them():
+    case = Case(GLOBAL, length=8192)
+    table = parts_of("forward", case)
+    assert table.rows[0].tolist() == [[0, 0, 2]]
+    assert parts_of("forward", Case("window 128", length=8192)) is None
 
 
 def test_no_schedule_beats_the_mean():

@@ -12,14 +12,15 @@ from typing import Any
 
 from frisket.dsl.ir import Expr, build, transform, var
 from frisket.lowering.kernels.expr import LEVELS, ROW
-from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
+from .combine import combine
 from .forward import ForwardKernel
 from .parameters import padded
-from .writer import Dims, TritonKernel, check_tile, masked, module, wrapped
+from .writer import Dims, TritonKernel, check_tile, module
 
-DECODE, COMBINE = skeleton(__package__, "decode"), skeleton(__package__, "combine")
+DECODE = skeleton(__package__, "decode")
 
 H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
@@ -94,15 +95,9 @@ class DecodeKernel(ForwardKernel):
 
     def holes(self) -> dict[str, Any]:
         found = super().holes()
-        border, full = found["tiles"]
-        first = "lo" if self.plan.mask is not None else "full_hi"
-        if self.parted:
-            border["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
-            full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
         first_head = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
         return found | {
-            "parted": self.parted,
             "balanced": self.balanced,
             "tiles_seen": [
                 "of_sequences = tiles_seen(",
@@ -120,8 +115,6 @@ class DecodeKernel(ForwardKernel):
             "own_head": "head" if not self.packs else "kv_head" if whole else "first_head",
             "first_head": first_head,
             "by_group": FIRST.name in self.used,
-            "survived": f" * (1.0 / {self.survival})" if self.survival else "",
-            "v_dim": self.v,
         }
 
     def rewritten(self, e: Expr) -> Expr:
@@ -132,28 +125,3 @@ class DecodeKernel(ForwardKernel):
     def _of_group(self, e: Expr) -> Expr:
         shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0
         return build("floordiv", FIRST, e.args[1]) if shared and e.args[1].name % self.group == 0 else e
-
-
-def combine(
-    plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False, balanced: bool = False
-) -> TritonKernel:  # fmt: skip
-    """The kernel that combines the parts of each row. Of the plan it reads `guard`: whether a row may be empty."""
-    e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
-    ragged = padded(dims.v_dim) != dims.v_dim
-    text = filled(
-        COMBINE,
-        wrapped,
-        d=e,
-        dim=dim,
-        v_dim=length,
-        load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
-        store=masked(f"{e} < {length}" if ragged else "", other=""),
-        sinks=sinks,
-        largest=top,
-        low=low,
-        guard=plan.guard,
-        rescale="rescale" if sinks else "1.0",
-        balanced=balanced,
-        part_at="first_at" if balanced else "row_at",
-    )
-    return TritonKernel("attention_combine", text, "attention_combine: grid (q_len, heads, batch).")

@@ -24,6 +24,7 @@ from frisket.lowering.kernels.expr import COLUMN, LEVELS, Text
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
+from .combine import combine
 from .parameters import parts
 from .rows import RowKernel
 from .units import machine
@@ -34,16 +35,23 @@ PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and the
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
-) -> str:
+    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False,
+    listed: bool = False,
+) -> str:  # fmt: skip
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
     the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
     for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for what
-    rounding takes from its lse, which a backward wants.
+    rounding takes from its lse, which a backward wants. With `listed` a table lists the programs, and several share a
+    long row of tiles: `attention_combine` combines what they write.
     """
-    return module("Attention forward", plan, dims, [kernel(plan, target, dims, sinks=sinks, top=top, low=low)])
+    given = {"sinks": sinks, "top": top, "low": low}
+    if not listed:
+        return module("Attention forward", plan, dims, [kernel(plan, target, dims, **given)])
+    first = ForwardKernel(plan, target, dims, **given, listed=True).kernel()
+    second = combine(plan, dims, **given, listed=True)
+    return module("Attention forward, long rows in parts", plan, dims, [first, second])
 
 
 def kernel(
@@ -51,7 +59,6 @@ def kernel(
 ) -> TritonKernel:
     """The forward kernel. Of `target` the text depends on the order of rows and the precision alone, and where keys are
     in pages on the number of pages of a tile."""
-    check_tile(target)
     return ForwardKernel(plan, target, dims, sinks, top, low).kernel()
 
 
@@ -100,8 +107,11 @@ class ForwardKernel(RowKernel):
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool,
-        levels: Mapping[str, int] = LEVELS,
+        levels: Mapping[str, int] = LEVELS, listed: bool = False,
     ) -> None:  # fmt: skip
+        check_tile(target)
+        if listed:
+            self.listed = self.parted = True
         self.plan, self.target, self.sinks, self.top, self.low = plan, target, sinks, top, low
         self.paged = plan.pages is not None
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
@@ -193,6 +203,8 @@ class ForwardKernel(RowKernel):
             "tiles": self.tiles(),
             "rescale": "rescale" if self.sinks else "1.0",
             "whole": f"(total * {self.survival})" if self.survival else "total",
+            "survived": f" * (1.0 / {self.survival})" if self.survival else "",
+            "v_dim": self.v,
         }  # fmt: skip
 
     def _first(self, step: str, axes: str) -> str:

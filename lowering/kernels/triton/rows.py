@@ -38,6 +38,8 @@ class RowKernel(TritonWriter):
 
     shown = "inside[None, :]"  # the positions of a border tile that exist
     gathers = True  # tables by distance are loaded as one vector a tile, out of which positions take their entries
+    parted = False  # a program may have a part of the tiles of its row alone
+    listed = False  # a table lists the programs: their rows, and their parts of them
     bounded = True  # the ends of what a row sees are computed once, before its tiles
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
@@ -67,7 +69,7 @@ class RowKernel(TritonWriter):
         super().__init__(
             plan, dims, roots, inner, precision=target.precision, tanh=target.tanh, swapped=swapped, when=when
         )  # fmt: skip
-        ordered = target.order != "forward" and not shrinking(self.bounds)
+        ordered = target.order != "forward" and not shrinking(self.bounds) and not self.listed
         origins = {"q" if swapped else "k"} if self.rows else set()
         self.parameters = Parameters(plan, self.used | origins, self.tabled, bool(self.bounds), ordered)
 
@@ -105,6 +107,9 @@ class RowKernel(TritonWriter):
             "grouped": self.dims.group > 1,
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
             "masked": self.plan.mask is not None,
+            "parted": self.parted,
+            "listed": self.listed,
+            "place": "place",
             "precision": self.precision,
             **self.units(),
             "wide": self.wide,
@@ -139,6 +144,10 @@ class RowKernel(TritonWriter):
             which = "Border tiles, before and behind the full ones: the mask is a predicate."
             edge = {"which": which, "tile": "j", "range": "lo, hi - full_hi + full_lo"}
         full = {"which": "Full tiles: every position is visible.", "tile": "tile", "range": "full_lo, full_hi"}
+        if self.parted:
+            first = "lo" if self.plan.mask is not None else "full_hi"
+            edge["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
+            full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         return [
             {**edge, "border": True, **self.tile("inside")},
             {**full, "border": False, **self.tile("")},

@@ -14,8 +14,9 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
+from . import rows as triton_rows
 from .arguments import Access, Bound, Launch, Made, blocks, bound, far, loaded_kernels, near
-from .grids import forward_plan, of_forward
+from .grids import forward_plan, grid_of, of_forward
 
 Tensor = Any
 
@@ -60,24 +61,29 @@ def forward(
 
 def _launch(
     own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool, described: bool
-) -> Launch | triton_decode.Parts:
+) -> Launch | triton_decode.Parts | triton_rows.RowLaunches:
     g = own.geometry
     plan = forward_plan(own.plan, g)
     dims = own.dims(live)
     described = described and triton_forward.describable(plan, dims)
     target = replace(own.target, descriptors=described)
     check_keys(dims, own.device)
-    chosen = triton_decode.shares(plan, spans, g, target, dims, triton_decode.processors(own.device))
+    processors = triton_decode.processors(own.device)
+    chosen = triton_decode.shares(plan, spans, g, target, dims, processors)
     if chosen is not None:
         return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top, low)
-    tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
+    given: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
     if described:
-        tensors |= {n: block for n, block in blocks(g, target).items() if n in tensors}
-    tensors |= {"Top": ""} if top else {}
-    tensors |= {"Low": ""} if low else {}
-    tensors |= {"Sinks": ""} if sinks else {}
+        given |= {n: block for n, block in blocks(g, target).items() if n in given}
+    results: dict[str, Access] = {"Out": "o", "Lse": ""}
+    results |= dict.fromkeys([n for n, asked in (("Top", top), ("Low", low), ("Sinks", sinks)) if asked], "")
+    parts = triton_rows.of_call(plan, spans, g, target, processors)
+    kernels = _made(plan, target, dims, sinks, top, low, parts is not None)
+    if spans is not None and parts is not None:
+        grid = grid_of(parts.programs.shape[1], g.heads, g.batch, target)
+        return triton_rows.RowLaunches(own, spans, kernels, grid, target, parts, given, results, live)
     return own.launch(
-        _made(plan, target, dims, sinks, top, low), "attention_forward", of_forward(g, target), target, tensors,
+        kernels, "attention_forward", of_forward(g, target), target, given | results,
         records=None if spans is None else spans.rows, live=live,
     )  # fmt: skip
 
@@ -96,5 +102,5 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 
 @memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
-    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)
+def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool, listed: bool) -> Made:
+    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed), plan)

@@ -35,10 +35,10 @@ def backward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
 
 
 def of_forward(g: Geometry, target: Target) -> Grid:
-    return _grid(-(-g.q_len // target.block_q), g.heads, g.batch, target)
+    return grid_of(-(-g.q_len // target.block_q), g.heads, g.batch, target)
 
 
-def _grid(rows: int, heads: int, batch: int, target: Target) -> Grid:
+def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
     """The grid of a kernel whose programs have a row of tiles each."""
     return (heads, rows, batch) if axes_of(target)[0] else (rows, heads, batch)
 
@@ -59,7 +59,7 @@ def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[L
     steps = (
         LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
         LaunchStep("attention_dq", dq, of_forward(g, dq), "rows"),
-        LaunchStep("attention_dkv", dkv, _grid(-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch, dkv), "columns"),
+        LaunchStep("attention_dkv", dkv, grid_of(-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch, dkv), "columns"),
     )
     return [s for s in steps if s.name in kernels]
 

@@ -30,7 +30,7 @@ ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
             "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
 # int32; what else begins with a capital and is no array is float32
-INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts")
+INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
 
 

@@ -1,7 +1,12 @@
-@triton.jit(do_not_specialize=["heads", "q_len", "splits"])  $if not balanced
+@triton.jit(do_not_specialize=["heads", "q_len", "splits"])  $if not balanced and not listed
 @triton.jit(do_not_specialize=["heads", "q_len", "queries", "pack"])  $if balanced
+@triton.jit(do_not_specialize=["heads", "q_len", "queries"])  $if listed
 def attention_combine(
-    Acc, Tops, Totals,  # the parts, of attention_decode
+    Acc, Tops, Totals,  # the parts, of attention_decode  $if not listed
+    Acc, Tops, Totals,  # the parts, of attention_forward  $if listed
+    $if listed:
+        Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
+        SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
     Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has  $if balanced
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
@@ -9,13 +14,23 @@ def attention_combine(
     Low,  # what rounding took from Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_ob, stride_oh, stride_os, stride_od,
-    heads, q_len, splits,  $if not balanced
+    heads, q_len, splits,  $if not balanced and not listed
     heads, q_len,  $if balanced
+    heads, q_len, queries,  $if listed
     queries, pack,  # of a tile, and the heads in it  $if balanced
 ):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    $if listed:
+        place = batch * heads + head
+        listed = Rows + (tl.load(SliceOf + place) * (tl.num_programs(0) // queries) + row // queries) * 3
+        within, splits = row % queries, tl.load(listed + 2)
+        row = tl.load(listed) * queries + within
+        if (splits == 0) | (row >= q_len):
+            return  # another head has more rows in parts
+        rows = tl.cast(queries, tl.int64)  # of one part
+        first_at = (tl.load(At + place) + tl.load(listed + 1)) * rows + within
     row_at = (batch.to(tl.int64) * heads + head) * q_len + row
-    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if not balanced
+    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if not balanced and not listed
     $if balanced:
         rows_of_tiles = tl.cdiv(q_len, queries)
         at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2

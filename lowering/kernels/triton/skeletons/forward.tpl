@@ -9,6 +9,9 @@ def attention_forward(
     Top,  # the largest scores, as Lse  $if largest
     Low,  # what rounding took from Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
+    $if listed:
+        Acc,  # float32 [places, BLOCK_Q, dim]: of the parts of rows, values by their weights
+        Tops, Totals,  # float32 [places, BLOCK_Q]: largest scores, and sums of weights
     stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
     stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
     stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
@@ -39,11 +42,24 @@ def attention_forward(
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
     for i in range(tl.load(Count + entry)):  $if tabled
         $include record
+        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
         $for tiles:
             # $which
             for $tile in range($range):
                 $include forward_tile
+            begin, end = begin - border, end - border  $if listed and border
+            begin, end = begin - full, end - full  $if listed and not border
 
+    $if listed:
+        if sums >= 0:
+            # The sums of a part: attention_combine combines those of a row, in their order.
+            row_at = (tl.load(At + place) + sums).to(tl.int64) * BLOCK_Q + rows
+            tl.store(Tops + row_at, top, mask=present)
+            tl.store(Totals + row_at, total, mask=present)
+            $for values:
+                out_at = row_at[:, None] * $v_dim + $d[None, :]
+                tl.store(Acc + out_at, acc$mark$survived$present)
+            return
     $include lse
     weight = $rescale / $whole
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os

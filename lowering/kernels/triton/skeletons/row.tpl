@@ -2,8 +2,11 @@ $# The program's tile, among those of all heads and batches: the grid is (rows, 
 $# where the longest rows of all heads come before the shorter ones of any.
 head, batch = tl.program_id($of_head), tl.program_id(2)
 place = batch * heads + head
-distinct = tl.load(SliceOf + place) * tl.num_programs($of_row)  $if tabled
+$if listed:
+    $include part
+    distinct = of_slice * tl.cdiv(q_len, BLOCK_Q)
+distinct = tl.load(SliceOf + place) * tl.num_programs($of_row)  $if tabled and not listed
 row = tl.load(Order + distinct + tl.program_id($of_row))  # longest first  $if tabled and ordered
 row = tl.num_programs($of_row) - 1 - tl.program_id($of_row)  # longest first  $if ordered and not tabled
-row = tl.program_id($of_row)  $if not ordered
+row = tl.program_id($of_row)  $if not ordered and not listed
 entry = distinct + row  $if tabled

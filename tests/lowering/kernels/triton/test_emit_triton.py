@@ -83,6 +83,15 @@ def test_tensor_descriptors_are_for_what_they_can_read():
     assert few == triton_decode.emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16"))
 
 
+GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None, "abs(q - k) <= 256 | k < 64 | q < 64")
+
+
+def test_golden_text_of_long_rows_in_parts(golden):
+    golden(
+        "triton/long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True)
+    )
+
+
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
 WITH = {"sinks": True, "top": True, "low": True}
 

@@ -1,0 +1,122 @@
+"""Long rows of tiles: a row that sees many more tiles than the others is divided among several programs.
+
+Some masks have a few long rows beside many short ones: global tokens beside a window, say. One program would walk a
+long row while the rest of the GPU idles. The exact counts of a layout say which rows are long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.lowering.kernels.triton.rows import axes_of
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.plans.device import FlatPlan
+
+from .arguments import GRID, Access, Bound, Launch, Made, Values, span_tables
+from .decode import BLOCKS, NO_VALUES, NOTHING
+
+Tensor = Any
+# A row is divided where it has LONG times the tiles of a share, and its parts have LEAST tiles or more. A share is what
+# each program of those that run at a time has in the mean; the first and the last instructions of a program take as
+# long as FIXED tiles. Where long rows of some heads start behind the rows of others, shares are LATER times smaller.
+LONG, LEAST, FIXED, LATER = 1.25, 16, 2, 4
+
+
+@dataclass(frozen=True, eq=False)
+class RowParts:
+    """The programs of a launch, by the names of the kernels' parameters, and the number of places for their sums."""
+
+    # [slices, programs, 4]: row (-1: none), the place of a part's sums (-1: a whole row), first tile, end of tiles
+    programs: NDArray[np.int32]
+    rows: NDArray[np.int32]  # [slices, rows in parts, 3]: row, the first place of its sums, parts
+    at: NDArray[np.int32]  # [batch, heads]: the first place of a head
+    places: int
+
+
+def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> RowParts | None:
+    """The programs of every slice, those with the most tiles first, where `slots` programs run at a time; None where no
+    row is long. A program walks its row for `group` heads, which see alike; `later` says that long rows of some heads
+    start behind short ones of others."""
+    tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1, dtype=np.int64)
+    slice_of = spans.slice_of[:, ::group]
+    used = np.bincount(slice_of.ravel(), minlength=len(tiles))
+    share = int(used @ (group * tiles + FIXED).sum(1)) // (slots * (LATER if later else 1))
+    share = -(-max(share, LEAST) // group)
+    parts = np.where(tiles > LONG * share, -(-tiles // share), 1)
+    if not (parts[used > 0] > 1).any() or (spans.slice_of != np.repeat(slice_of, group, 1)).any():
+        return None
+    found = [_of_slice(*x) for x in zip(tiles, parts)]
+    programs = np.full((len(tiles), max(len(x) for x, _ in found), 4), -1, np.int32)
+    rows = np.zeros((len(tiles), max(len(x) for _, x in found), 3), np.int32)
+    for one, (listed, divided) in enumerate(found):
+        programs[one, : len(listed)], rows[one, : len(divided)] = listed, divided
+    places = rows[..., 2].sum(1)[slice_of].astype(np.int32)
+    ends = places.cumsum(dtype=np.int32).reshape(places.shape)
+    return RowParts(programs, rows, ends - places, int(ends[-1, -1]))
+
+
+def _of_slice(tiles: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(programs, rows in parts) of one slice."""
+    row = np.repeat(np.arange(len(tiles)), parts)
+    part = np.arange(len(row)) - np.repeat(parts.cumsum() - parts, parts)
+    divided = np.flatnonzero(parts > 1)
+    first = np.zeros_like(parts)
+    first[divided] = parts[divided].cumsum() - parts[divided]
+    begin, end = (x * tiles[row] // parts[row] for x in (part, part + 1))
+    programs = np.stack([row, np.where(parts[row] > 1, first[row] + part, -1), begin, end], 1)
+    return programs[np.argsort(begin - end, kind="stable")], np.stack([divided, first[divided], parts[divided]], 1)
+
+
+def of_call(
+    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int, *, walked: bool = False
+) -> RowParts | None:
+    """The programs of a launch that walks rows of tiles, or `walked` columns, where some are long and the host knows
+    their lengths; None where there is a program for each row."""
+    if target.splits == 1 or target.order == "forward" or spans is None or isinstance(spans, FlatPlan):
+        return None
+    if plan.mask is None or (plan.bounds is not None and not walked):
+        return None
+    found = (spans.columns if walked else spans.rows)((target.block_q, target.block_k))
+    if not isinstance(found, Spans):
+        return None
+    group = g.heads // g.kv_heads if walked else 1
+    later = g.batch > 1 or (g.heads > group and axes_of(target)[0] == 0)
+    made = row_parts(found, processors * (BLOCKS if target.num_warps == 4 else 1), group, later)
+    return made if made is not None and made.programs.shape[1] <= GRID else None
+
+
+class RowLaunches:
+    """The launches of a forward with long rows: that of the programs, and that which combines the parts of rows."""
+
+    def __init__(
+        self, own: Bound, spans: SpanSource, kernels: Made, grid: tuple[int, int, int], target: Target, parts: RowParts,
+        given: dict[str, Access], results: dict[str, Access], live: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        g, device = own.geometry, own.device
+        self.shapes = (parts.places, target.block_q, g.v_dim), *[(parts.places, target.block_q)] * 2
+        sums = dict.fromkeys(("Acc", "Tops", "Totals"), "")
+        at = uploaded(parts.at, device)
+        self.first = own.launch(
+            kernels, "attention_forward", grid, target, given | results | sums, records=spans.rows, live=live,
+            Parts=uploaded(parts.programs, device), At=at,
+        )  # fmt: skip
+        slices = span_tables(spans.rows(self.first.tile), device)["SliceOf"]
+        listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
+        numbers = {"heads": g.heads, "q_len": g.q_len, "queries": target.block_q}
+        grid = parts.rows.shape[1] * target.block_q, g.heads, g.batch
+        self.combine = Launch(
+            kernels.kernels["attention_combine"], {}, NOTHING, grid, replace(target, num_warps=2), device,
+            numbers | listed, sums | results, (),
+        )  # fmt: skip
+
+    def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
+        import torch
+
+        sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self.shapes]
+        self.first(values, q, k, v, *results, *sums)
+        self.combine(NO_VALUES, *sums, *results)
