@@ -9,9 +9,8 @@ const Real BASE = SCORED ? LOG2E : 1;
 const int VECTORS = BLOCK_K / LANES, PANEL = panel(VECTORS);
 const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
-const int ROWS = round_up(BLOCK_Q, PAIR), GROUPS = (ROWS + GROUP - 1) / GROUP;
-const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP;
-const int Q_TAIL = ROWS % GROUP ? ROWS % GROUP : GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
+const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
+const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
 const bool K_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;             // rows of keys and of dK need no copy
 const bool V_AS_IS = HALF == 0 && V_DIM % LANES == 0;                // rows of dV
@@ -178,30 +177,28 @@ static void multiply_outs(Worker &w) {
     }
 }
 
-// C[M, vectors] = A B for GROUP rows, or those at the end of a tile.
-INLINE void multiply_rows(int m, int vectors, const Operand *a, int64_t a_row, const Operand *b, int64_t steps, Real *c) {
-    if (m == GROUP)
-        multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
-    else
-        multiply_some<Q_TAIL, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
+// C[GROUP, vectors] = A B
+INLINE void multiply_rows(int vectors, const Operand *a, int64_t a_row, const Operand *b, int64_t steps, Real *c) {
+    multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
 }
 
-// Weights and slopes of m rows of a tile of queries beside a tile of keys, packed and, `from`, as they are. PARTIAL: not
+// Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are. PARTIAL: not
 // every position is visible.
 template <bool PARTIAL>
 static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<Entry> &from, int64_t present,
-                  int start, int m, Real unit, Real scale) {
+                  int start, Real unit, Real scale) {
+    const int rows = GROUP < w.present - start ? GROUP : w.present - start;
     int lo = 0, hi = VECTORS;
     if (PARTIAL) {
         Bits some[VECTORS] = {};
-        for (int i = 0; i < m && start + i < w.present; i++)
+        for (int i = 0; i < rows; i++)
             for (int j = 0; j < VECTORS; j++) {
                 w.seen[i * VECTORS + j] = w.columns[j].inside & visible(fixed, w.rows[start + i], w.columns[j]);
                 some[j] |= w.seen[i * VECTORS + j];
             }
         while (lo < hi && !any(some[lo])) lo++;
         while (lo < hi && !any(some[hi - 1])) hi--;
-        for (int i = start / PAIR * BLOCK_K; i < (start + m) / PAIR * BLOCK_K; i += BLOCK_K)
+        for (int i = start / PAIR * BLOCK_K; i < (start + GROUP) / PAIR * BLOCK_K; i += BLOCK_K)
             for (int j = 0; j < VECTORS; j++)
                 if (j < lo || j >= hi) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
     }
@@ -218,13 +215,12 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     for (int j = lo, n; j < hi; j += n) {
         n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
-        if (!w.few) multiply_rows(m, n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
-        if (w.with_slopes) multiply_rows(m, n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
+        if (!w.few) multiply_rows(n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
+        if (w.with_slopes) multiply_rows(n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
     }
-    const int rows = m < w.present - start ? m : w.present - start;
     for (int64_t j = lo * LANES; w.few && j < hi * LANES; j += LANES)
         few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
-    for (int i = 0; i < m; i += PAIR) {
+    for (int i = 0; i < GROUP; i += PAIR) {
         Operand *weights = w.weights + (start + i) / PAIR * BLOCK_K, *slopes = w.slopes + (start + i) / PAIR * BLOCK_K;
 #if PAIRS
         Vec held[2][2] = {};
@@ -281,7 +277,7 @@ INLINE Steps rows_seeing(const Worker &w, int groups, int key) {
     for (int g = 0; g < groups; g++) {
         if (w.from[g] * LANES >= key + GROUP || w.to[g] * LANES <= key) continue;
         if (!to) from = g * GROUP;
-        to = (g + 1) * GROUP < ROWS ? (g + 1) * GROUP : ROWS;
+        to = (g + 1) * GROUP;
     }
     return {from / PAIR, to / PAIR};
 }

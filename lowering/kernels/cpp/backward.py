@@ -40,10 +40,12 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) 
 class BackwardKernel(CppKernel):
     """The parts of the source of a backward kernel."""
 
-    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:
+    def __init__(
+        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, named: bool = True
+    ) -> None:
         if plan.weight is not None or plan.pages is not None:
             raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
-        super().__init__(plan, target, head_dim, v_dim, dtype)
+        super().__init__(plan, target, head_dim, v_dim, dtype, named=named)
 
     def source_roots(self) -> dict[str, Expr | None]:
         derived = backward_of(self.plan)

@@ -39,17 +39,18 @@ static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_hea
 }
 
 static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_t batch, int64_t head, int64_t row) {
-    const int64_t start = row * BLOCK_Q, line = (batch * call->heads + head) * call->q_len + start;
-    const int present = (int)(call->q_len - start < BLOCK_Q ? call->q_len - start : BLOCK_Q);
+    const int64_t start = row * call->block_q, line = (batch * call->heads + head) * call->q_len + start;
+    const int present = (int)(call->q_len - start < call->block_q ? call->q_len - start : call->block_q);
+    const int all = round_up(present, GROUP);  // with zeros behind the queries
     const Entry *q = entries_of<const Entry>(call->q, batch, head) + start * call->q.row;
     const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
     const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
     w.present = present;
-    pack_queries(w.query, q, call->q.row, present, ROWS, unit_of(call));
-    pack_rows<HEAD_DIM>(w.q_lines, Lines<Entry>{q, call->q.row}, present, ROWS);
-    pack_rows<V_DIM>(w.dout_lines, Lines<Entry>{dout, call->dout.row}, present, ROWS);
+    pack_queries(w.query, q, call->q.row, present, all, unit_of(call));
+    pack_rows<HEAD_DIM>(w.q_lines, Lines<Entry>{q, call->q.row}, present, all);
+    pack_rows<V_DIM>(w.dout_lines, Lines<Entry>{dout, call->dout.row}, present, all);
 #if PAIRS
-    pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, ROWS, 1);
+    pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, all, 1);
 #endif
     w.queries_odd = any_odd(q, call->q.row, present, HEAD_DIM) || any_odd(dout, call->dout.row, present, V_DIM);
     w.few = false;
@@ -64,7 +65,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
         if (call->dlse) w.delta[i] -= call->dlse[line + i];
     }
-    for (int i = 0; i < ROWS * Q_WIDE; i++) w.dq[i] = 0;
+    for (int i = 0; i < all * Q_WIDE; i++) w.dq[i] = 0;
 }
 
 // A tile of queries beside one tile of keys.
@@ -74,14 +75,13 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     const Real scale = (Real)call->scale, unit = unit_of(call);
     const int groups = (w.present + GROUP - 1) / GROUP;
     for (int start = 0; start < w.present; start += GROUP)
-        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
+        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, unit, scale);
     if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
     Steps steps[KEY_GROUPS > GROUPS ? KEY_GROUPS : GROUPS];
     const int seen = present < BLOCK_K ? (int)present : BLOCK_K;
     const int all_keys = round_up(seen, GROUP) < BLOCK_K ? round_up(seen, GROUP) : BLOCK_K;
-    const int all_queries = groups * GROUP < ROWS ? groups * GROUP : ROWS;
     for (int i = 0; i * GROUP < seen; i++)
-        steps[i] = PARTIAL ? rows_seeing(w, groups, i * GROUP) : Steps{0, all_queries / PAIR};
+        steps[i] = PARTIAL ? rows_seeing(w, groups, i * GROUP) : Steps{0, groups * GROUP / PAIR};
     if (w.with_dv)
         accumulate<V_WIDE, K_TAIL>(all_keys, steps, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
                                    w.dv.row_of(n, V_WIDE));
@@ -99,7 +99,7 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
 #else
     const Operand *slopes = w.slopes;
 #endif
-    accumulate<Q_WIDE, Q_TAIL>(all_queries, steps, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
+    accumulate<Q_WIDE, GROUP>(groups * GROUP, steps, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
 }
 
 // One tile of queries: everything it sees.
@@ -112,7 +112,7 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
     load_queries(w, call, fixed, batch, head, row);
     for (int n = 0; n < CAPTURED; n++) {
         captured.head[n] = Vec{};
-        for (int i = 0; i < ROWS && OVER[n] == ROWS_OF_QUERIES; i++) captured.row[n][i] = Vec{};
+        for (int i = 0; i < w.present && OVER[n] == ROWS_OF_QUERIES; i++) captured.row[n][i] = Vec{};
     }
     const int64_t spans = call->slice_of[line] * call->rows + row;
     const int32_t *record = call->spans + spans * call->records * 4;
@@ -131,7 +131,7 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             for (int c = 0; c < CAPTURED; c++)
                 if (task.lines[c]) {
                     const int64_t length = length_of(call, c), in_line = OVER[c] == COLUMNS
-                        ? start : row * BLOCK_Q - start + call->kv_len - 1 + BLOCK_K;
+                        ? start : row * call->block_q - start + call->kv_len - 1 + BLOCK_K;
                     captured.place[c] = task.lines[c] + (part * call->batch * call->heads + line) * length + in_line;
                 }
             if (partial)
@@ -143,10 +143,10 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
         if (!captured.buffer[n]) continue;
         if (OVER[n] == HEADS) task.heads[n][line * call->rows + row] = sum(captured.head[n]);
         for (int i = 0; i < w.present && OVER[n] == ROWS_OF_QUERIES; i++)
-            captured.buffer[n][line * call->q_len + row * BLOCK_Q + i] = sum(captured.row[n][i]);
+            captured.buffer[n][line * call->q_len + row * call->block_q + i] = sum(captured.row[n][i]);
     }
     if (!w.with_dq) return;
-    Entry *dq = entries_of<Entry>(call->dq, batch, head) + row * BLOCK_Q * call->dq.row;
+    Entry *dq = entries_of<Entry>(call->dq, batch, head) + row * call->block_q * call->dq.row;
     for (int i = 0; i < w.present; i++, dq += call->dq.row)
         for (int d = 0; d < HEAD_DIM; d++) dq[d] = rounded(w.dq[i * Q_WIDE + d]);
 }

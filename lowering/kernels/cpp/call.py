@@ -5,7 +5,7 @@ field is one word, so that a record is written by one `struct.pack` and by an XL
 the only place that says what there is: the C text and the offsets come from it.
 
 >>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
-(0, 31, 4)
+(0, 32, 4)
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ FIELDS = (
     Field("k_origin", "const int64_t *k_origin;", ""),
     Field("q_origin_step", "int64_t q_origin_step;", "0: the same for all batch entries; 1: one each"),
     Field("k_origin_step", "int64_t k_origin_step;", ""),
-    Field("slots", "const Slot *slots;", "run-time numbers, in the plan's order"),
+    Field("slots", "const Slot *slots;", "run-time numbers: the plan's, then literals"),
     Field("tables", "const int64_t *tables;", "for each table its data, sizes and strides, in the plan's order"),
     Field("spans", "const int32_t *spans;", "[slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles"),
     Field("count", "const int32_t *count;", "[slices, rows]: records in use"),
     Field("slice_of", "const int32_t *slice_of;", "[batch, heads]"),
-    Field("rows", "int64_t rows;", "rows of tiles: ceil(q_len / BLOCK_Q)"),
+    Field("rows", "int64_t rows;", "rows of tiles: ceil(q_len / block_q)"),
     Field("records", "int64_t records;", ""),
+    Field("block_q", "int64_t block_q;", "queries of a tile, at most BLOCK_Q"),
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),

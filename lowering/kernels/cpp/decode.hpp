@@ -4,6 +4,8 @@
 // split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
 // order by whoever ends last: the result repeats bit for bit.
 
+const int64_t LEAST = BLOCK_K < 256 ? 256 / BLOCK_K : 1, MOST_TILES = BLOCK_K < 4096 ? 4096 / BLOCK_K : 1;  // of a part
+
 struct Parts {
     const Call *call;
     int64_t heads, bundles;  // query heads of an item; items a key head needs
@@ -98,7 +100,7 @@ static int64_t decode(const Call *call, int64_t slices, bool alike) {
     for (int64_t s = 0; s < slices; s++) most = visited(call, s) > most ? visited(call, s) : most;
     const int64_t items = call->batch * call->kv_heads * parts.bundles;
     parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
-    parts.tiles = parts.tiles < 4 ? 4 : parts.tiles > 64 ? 64 : parts.tiles;
+    parts.tiles = parts.tiles < LEAST ? LEAST : parts.tiles > MOST_TILES ? MOST_TILES : parts.tiles;
     parts.count = (most + parts.tiles - 1) / parts.tiles;
     const int64_t sums = parts.count > 1 ? items * parts.count * parts.heads * call->q_len * (V_WIDE + 2) : 0;
     parts.done = (int64_t *)malloc(8 * items + sums * sizeof(Real));

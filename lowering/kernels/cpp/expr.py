@@ -84,6 +84,15 @@ def _joined(e: Expr) -> Expr:
     return quotients[0] - quotients[1] - build("int", below)
 
 
+def liftable(e: Expr) -> bool:
+    """Whether a literal of a prepared Expr is a number of the call, so that `softcap(30)` and `softcap(50)` are one
+    kernel: Floats but those that decide signs and powers of two, and those that no float32 is near."""
+    if e.op != "lit" or e.type is not FLOAT:
+        return False
+    size = abs(e.name)
+    return 1e-30 < size < 1e30 and math.frexp(size)[0] != 0.5
+
+
 def _product(e: Expr) -> Expr:
     if e.op != "div" or e.args[1].op != "lit" or not 1e-30 < abs(e.args[1].name) < 1e30:
         return e
@@ -146,10 +155,13 @@ def _step(e: Expr) -> int:
 
 
 class Forms:
-    """The text of each node of these roots. `table` and `slot` are the C++ names of the plan's tables and slots."""
+    """The text of each node of these roots. `names` are the C++ names of the plan's tables and slots, `lifted` those of
+    literals that come with the call."""
 
-    def __init__(self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool) -> None:
-        self.names, self.double, self.int64 = names, double, int64
+    def __init__(
+        self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool, lifted: Mapping[Expr, str]
+    ) -> None:
+        self.names, self.double, self.int64, self.lifted = names, double, int64, lifted
         self.level = levels(*roots, when=WHEN)
         self.wide: dict[Expr, bool] = {}
         for node in walk(*roots):
@@ -165,6 +177,8 @@ class Forms:
 
     def leaf(self, node: Expr, args: list[Text]) -> Text:
         """The text of a node, given the texts of its arguments."""
+        if node in self.lifted:
+            return Text(f"fixed.{self.lifted[node]}")
         if node.op == "lit":
             return self._literal(node.name)
         if node.op == "var":

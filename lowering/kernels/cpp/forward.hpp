@@ -1,9 +1,9 @@
 // -- forward ------------------------------------------------------------------------------------------------------
 //
-// One work item is one tile of BLOCK_Q queries of one head. For every tile of keys that it visits, it computes scores
-// and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not modified, the online
-// softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values where they are; for many
-// rows these are packed first.
+// One work item is one tile of queries of one head, at most BLOCK_Q of them. For every tile of keys that it visits, it
+// computes scores and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not
+// modified, the online softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values
+// where they are; for many rows these are packed first.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
 const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5

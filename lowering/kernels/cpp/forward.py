@@ -19,10 +19,11 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.text import Names, Page
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Slot, TableUse, Target
 
 from . import call as cpp_call
 from . import expr as expr_cpp
+from .tiles import tallest
 
 DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}
 EIGHT = {"int8": ("int8_t", 1), "float8_e4m3fn": ("uint8_t", 2), "float8_e5m2": ("uint8_t", 3)}  # of k and v alone
@@ -52,9 +53,16 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, 
 
 
 class CppKernel:
-    """The parts of one C++ source; the backward kernel is written from the same parts."""
+    """The parts of one C++ source; the backward kernel is written from the same parts.
 
-    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> None:
+    Numbers of the mask and score mod that no speed depends on are slots: the plan's, and behind them `literals`.
+    Without `named` the text leaves out the user's names and numbers, so that masks of one shape are one text.
+    """
+
+    def __init__(
+        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "",
+        named: bool = True,
+    ) -> None:  # fmt: skip
         if dtype not in DTYPES:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
         if stored not in ("", dtype, *EIGHT):
@@ -68,7 +76,7 @@ class CppKernel:
                 f"{target.block_k} keys; take 64 by 64"
             )
         self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
-        self.head_dim, self.v_dim = head_dim, v_dim
+        self.head_dim, self.v_dim, self.named = head_dim, v_dim, named
         self.double = dtype == "float64"
         self.roots = self.source_roots()
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
@@ -77,9 +85,13 @@ class CppKernel:
             for n, e in self.roots.items()
             if e is not None
         }
-        self.names = self._named()
-        self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
-        self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values()})
+        names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
+        self.names = self._named(names)
+        lifted = [e for e in walk(*self.ready.values()) if expr_cpp.liftable(e)]
+        self.lifted = {e: names.new(f"c{i}") for i, e in enumerate(lifted)}
+        self.literals = tuple(e.name for e in lifted)
+        self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64, self.lifted)
+        self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
@@ -104,12 +116,14 @@ class CppKernel:
         read = {n.name for e in roots.values() if e is not None for n in walk(e) if n.op == "lookup"}
         return roots if read <= known else {}
 
-    def _named(self) -> dict[str, str]:
+    def _named(self, names: Names) -> dict[str, str]:
         """The C++ names of slots and tables: the user's names where C++ allows them."""
-        names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
-        found = {s.name: names.new(WISHES.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
-        wish = {t.name: WISHES.get(t.source, t.source) + ("_by_index" if t.derived else "") for t in self.plan.tables}
-        return found | {t.name: names.new(wish[t.name]) for t in self.plan.tables}
+
+        def wish(use: Slot | TableUse) -> str:
+            return WISHES.get(use.source or "", (self.named and use.source) or use.name)
+
+        found = {s.name: names.new(wish(s)) for s in self.plan.slots}
+        return found | {t.name: names.new(wish(t) + ("_by_index" if t.derived else "")) for t in self.plan.tables}
 
     def _name(self, node: Expr, level: int) -> str:
         if level == POSITION:
@@ -146,7 +160,9 @@ class CppKernel:
         page.line("// Attention in C++, written by frisket for", "//")
         page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
         kept = "" if self.stored == self.dtype else f" beside keys and values of {self.stored}"
-        page.line(f"// Head size {size}, {self.dtype}{kept}; tiles of {t.block_q} queries by {t.block_k} keys.")
+        page.line(
+            f"// Head size {size}, {self.dtype}{kept}; tiles of {t.block_k} keys by as many queries as the call says."
+        )
         page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
         page.line(f"#define REAL_BYTES {8 if self.double else 4}")
         page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
@@ -168,8 +184,8 @@ class CppKernel:
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:
-        t = self.target
-        sizes = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
+        most = max(self.target.block_q, tallest(self.head_dim, self.v_dim))  # one text for every length
+        sizes = {"BLOCK_Q": most, "BLOCK_K": self.target.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
         return sizes | {"PAGE": self.plan.page}
 
     def entries(self) -> str:
@@ -178,14 +194,19 @@ class CppKernel:
         return "}  // namespace\n\n" + kernel + cpp_call.bridged("frisket_forward")
 
     def _shown(self) -> str:
+        if not self.named:
+            return "masks and score mods of this shape, whatever their names and numbers"
         lines = [self.plan.text or "every key visible, plain scores"]
         for s in self.plan.slots:
             if s.source != self.names[s.name]:
                 lines.append(f"{self.names[s.name]} = {s.source if s.value is None else s.value}")
+        lines += [f"{name} = {e.name}" for e, name in self.lifted.items()]
         return "\n".join(lines).replace("\\\n", "\\ \n")  # a backslash at the end would join two lines
 
     def quoted(self, root: Expr) -> list[str]:
         """The expression in the language, with the kernel's names of slots and tables."""
+        if not self.named:
+            return []
         shown = show(renamed(root, self.names), known=set(self.names.values()))
         return [f"// {line}" for line in textwrap.wrap(shown, 110, break_long_words=False)]
 
@@ -273,6 +294,8 @@ class CppKernel:
                 line(f"Int {n};")
             for s in plan.slots:
                 line(f"{SINGLE[s.type]} {names[s.name]};")
+            for name in self.lifted.values():
+                line(f"Real {name};")
             for t in plan.tables:
                 line(f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};")
             for one in lines:
@@ -284,6 +307,8 @@ class CppKernel:
                 line(f"fixed.{n} = (Int)({SOURCES[n]});")
             for i, s in enumerate(plan.slots):
                 line(f"fixed.{names[s.name]} = {VALUES[s.type].format(f'call->slots[{i}]')};")
+            for i, name in enumerate(self.lifted.values(), len(plan.slots)):
+                line(f"fixed.{name} = (Real)call->slots[{i}].f;")
             if plan.tables:
                 line("const int64_t *words = call->tables;")
             for t in plan.tables:

@@ -147,7 +147,7 @@ static void attend(Worker &w, const Item &item) {
     const Call *call = item.call;
     begin(w, item);
     const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
-    const int64_t line = slice * call->rows + item.start / BLOCK_Q;
+    const int64_t line = slice * call->rows + item.start / call->block_q;
     const int32_t *record = call->spans + line * call->records * 4;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4)
         for (int32_t tile = record[0]; tile < record[3]; tile++)
@@ -172,8 +172,8 @@ static void work(void *pointer, int64_t number) {
             if (item >= call->rows * group) break;
             const int64_t head = at % call->kv_heads * group + item % group;
             const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
-            const int64_t start = (int64_t)order[item / group] * BLOCK_Q, left = call->q_len - start;
-            attend(*w, {call, batch, head, 1, start, left < BLOCK_Q ? left : BLOCK_Q});
+            const int64_t start = (int64_t)order[item / group] * call->block_q, left = call->q_len - start;
+            attend(*w, {call, batch, head, 1, start, left < call->block_q ? left : call->block_q});
         }
     }
     give(w);

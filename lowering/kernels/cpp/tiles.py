@@ -24,15 +24,20 @@ FEW = 16  # queries of a call that decodes: read once, in small steps
 
 def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
     """The queries and keys of a tile, say (96, 128): `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few
-    keys, or several runs of them."""
+    keys, or several runs of them. The queries are a number of the call: kernels of one head size share a text."""
     entry = 8 if dtype == "float64" else 4
-    keys = 64 if narrow or g.q_len <= FEW else 128
+    keys = 128
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
-    queries = 192 if not narrow and max(g.head_dim, g.v_dim) > 128 else 96
+    queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
     while queries > 24 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS and g.q_len > FEW:
         queries //= 2
     return queries, keys
+
+
+def tallest(head_dim: int, v_dim: int) -> int:
+    """The most queries of a tile."""
+    return 192 if max(head_dim, v_dim) > 128 else 96
 
 
 @memo(group="once")

@@ -125,6 +125,7 @@ struct Form {
     int64_t q_origins, k_origins;  // one, or one for each batch entry
     int64_t slots, tables;
     int64_t page, paged;  // tokens of a page, 0: k and v are not in pages; the number of the table that says in which
+    int64_t block_q;
 };
 
 struct Frame {
@@ -245,6 +246,7 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
 
     const XLA_FFI_Buffer *spans = take();
     call.rows = spans->dims[f.mapped + 1], call.records = spans->dims[f.mapped + 2];
+    call.block_q = f.form.block_q;
     call.spans = (const int32_t *)part(f, spans, n);
     call.count = (const int32_t *)part(f, take(), n);
     call.slice_of = (const int32_t *)part(f, take(), n);

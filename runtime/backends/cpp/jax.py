@@ -26,9 +26,9 @@ from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import call as cpp_call
-from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.kernels.cpp.backward import BackwardKernel
+from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.fold import folded
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 INT32 = np.iinfo(np.int32)
 LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 more, and the rest
-EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
+KERNELS = {"forward": CppKernel, "backward": BackwardKernel}
 
 
 def forward(
@@ -54,10 +54,10 @@ def forward(
     Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
-    name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
-    static = CppStatic(name, _form(plan, geometry, sinks), geometry.scale)
+    name, literals = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
+    static = CppStatic(name, _form(plan, geometry, target, literals, sinks), geometry.scale)
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
-        (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
+        (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q))
     )
     return result
 
@@ -72,13 +72,13 @@ def backward(
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
-    name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
+    name, literals = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
-    static = CppStatic(name, _form(plan, geometry, sinks, dlse, norm, given), geometry.scale, asked)
+    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, dlse, norm, given), geometry.scale, asked)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
     arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
-    values = _values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
+    values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q))
     results = list(_compiled(static)(arrays, *values))
     found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
     if results:
@@ -155,15 +155,32 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 
 
 def _form(
-    plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = ()
+    plan: LoopPlan,
+    geometry: Geometry,
+    target: Target,
+    literals: Sequence[float],
+    sinks: Any,
+    dlse: Any = None,
+    norm: Any = None,
+    wanted: Sequence[bool] = (),
 ) -> tuple[int, ...]:
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
-    floating = (int(s.type is FLOAT) for s in plan.slots)
+    floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
     flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
-    return (*flags, *origins, len(plan.slots), len(plan.tables), *pages, *floating, *ranks, *map(int, wanted))
+    return (
+        *flags,
+        *origins,
+        len(floating),
+        len(plan.tables),
+        *pages,
+        target.block_q,
+        *floating,
+        *ranks,
+        *map(int, wanted),
+    )
 
 
 def _count(x: Any) -> int:
@@ -172,12 +189,12 @@ def _count(x: Any) -> int:
 
 def _values(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
+    literals: Sequence[float], tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(words, floats, (bounds, count, slice_of), sinks or None, tables). What is the host's goes into a trace as
     constants; otherwise JAX keeps a copy of it for the next call."""
-    whole = [0 if s.type is FLOAT else slots[s.name] for s in plan.slots]
-    floats = [slots[s.name] if s.type is FLOAT else 0.0 for s in plan.slots] or [0.0]
+    whole = [*(0 if s.type is FLOAT else slots[s.name] for s in plan.slots), *(0 for _ in literals)]
+    floats = [*(slots[s.name] if s.type is FLOAT else 0.0 for s in plan.slots), *literals] or [0.0]
     words = _joined([*geometry.full, *geometry.origin, *whole], np.dtype(np.int64))
     numbers = words, _joined(floats, real)
 
@@ -326,13 +343,16 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 
 
 @memo(1024)
-def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str) -> str:
+def target_name(
+    kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str
+) -> tuple[str, tuple[float, ...]]:
     """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype and, where they have their own, that of
-    k and v; built and registered at first sight."""
+    k and v, and the literals behind the plan's slots; built and registered at first sight."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    source = EMIT[kind](plan, target, head_dim, v_dim, *dtypes)
+    made = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False)
+    source = made.source()
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:
@@ -343,7 +363,7 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
             handler = capsule(getattr(library, f"frisket_{kind}_xla"))
             jax.ffi.register_ffi_target(f"frisket_{kind}_{key}", handler, platform="cpu")
             _registered[key] = library
-    return f"frisket_{kind}_{key}"
+    return f"frisket_{kind}_{key}", made.literals
 
 
 @memo(group="once")

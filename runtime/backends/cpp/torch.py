@@ -16,9 +16,9 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.kernels.cpp import backward as cpp_backward
-from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.kernels.cpp.backward import BackwardKernel
 from frisket.lowering.kernels.cpp.call import FIELDS, OFFSET, WORDS
+from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.machine.cpp_build import library
 from frisket.runtime.machine.cpp_threads import of_torch
@@ -26,7 +26,7 @@ from frisket.runtime.machine.cpp_threads import of_torch
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
 KEPT = 64  # records of calls, with the spans they point to
-EMIT = {"frisket_forward": cpp.emit, "frisket_backward": cpp_backward.emit}
+KERNELS = {"frisket_forward": CppKernel, "frisket_backward": BackwardKernel}
 
 
 def forward(
@@ -173,19 +173,22 @@ class _LoadedKernel:
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in (dtype, stored)]
         self.text = plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]
-        self.functions: dict[str, Any] = {}
+        self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
-        self.slot_record = struct.Struct("".join("d" if f else "q" for f in floats))
+        self.slot_form = "".join("d" if f else "q" for f in floats)
         self.slot_words, self.table_words = _Buffer(), _Buffer()
         self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
-    def function(self, name: str) -> Any:
+    def function(self, name: str) -> tuple[Any, struct.Struct, tuple[float, ...]]:
+        """The kernel, the record of its slots, and the literals that end it."""
         found = self.functions.get(name)
         if found is None:
-            found = self.functions[name] = getattr(library(_text(name, *self.text)), name)
-            found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
+            text, literals = _text(name, *self.text)
+            run = getattr(library(text), name)
+            run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
+            found = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return found
 
     def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
@@ -214,7 +217,7 @@ class _Prepared:
             g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
             *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
         )  # fmt: skip
-        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3])
+        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
@@ -225,12 +228,11 @@ class _Prepared:
     def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
         own = self.kernel
-        values = own.slot_words.put(own.slot_record.pack(*[kind(slots[n]) for n, kind in own.slots]))
+        run, record, literals = own.function(name)
+        values = own.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in own.slots], *literals))
         arrays = [(own.table(use, tables[use.name], dtype), pack) for use, dtype, pack in own.tables]
         words = own.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
-        failed = own.function(name)(
-            RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest)
-        )  # fmt: skip
+        failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
         if failed:
             raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
 
@@ -240,8 +242,9 @@ class _Prepared:
 
 
 @memo(group="sources")
-def _text(name: str, *kernel: Any) -> str:
-    return EMIT[name](*kernel)
+def _text(name: str, *kernel: Any) -> tuple[str, tuple[float, ...]]:
+    made = KERNELS[name](*kernel, named=False)
+    return made.source(), made.literals
 
 
 def _gone() -> None:

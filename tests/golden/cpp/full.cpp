@@ -2,7 +2,7 @@
 //
 //     every key visible, plain scores
 //
-// Head size 64, float64; tiles of 96 queries by 64 keys.
+// Head size 64, float64; tiles of 64 keys by as many queries as the call says.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,13 +51,14 @@ struct Call {
     const int64_t *k_origin;
     int64_t q_origin_step;   // 0: the same for all batch entries; 1: one each
     int64_t k_origin_step;
-    const Slot *slots;       // run-time numbers, in the plan's order
+    const Slot *slots;       // run-time numbers: the plan's, then literals
     const int64_t *tables;   // for each table its data, sizes and strides, in the plan's order
     const int32_t *spans;    // [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
     const int32_t *count;    // [slices, rows]: records in use
     const int32_t *slice_of; // [batch, heads]
-    int64_t rows;            // rows of tiles: ceil(q_len / BLOCK_Q)
+    int64_t rows;            // rows of tiles: ceil(q_len / block_q)
     int64_t records;
+    int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null

@@ -4,8 +4,10 @@
 //     softcap(50) + slope[h] * (k - q)
 //     seed = seed of dropout
 //     rate = rate of dropout
+//     c0 = 50.0
+//     c1 = 0.02
 //
-// Head size 128, float32; tiles of 96 queries by 64 keys.
+// Head size 128, float32; tiles of 64 keys by as many queries as the call says.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -54,13 +56,14 @@ struct Call {
     const int64_t *k_origin;
     int64_t q_origin_step;   // 0: the same for all batch entries; 1: one each
     int64_t k_origin_step;
-    const Slot *slots;       // run-time numbers, in the plan's order
+    const Slot *slots;       // run-time numbers: the plan's, then literals
     const int64_t *tables;   // for each table its data, sizes and strides, in the plan's order
     const int32_t *spans;    // [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
     const int32_t *count;    // [slices, rows]: records in use
     const int32_t *slice_of; // [batch, heads]
-    int64_t rows;            // rows of tiles: ceil(q_len / BLOCK_Q)
+    int64_t rows;            // rows of tiles: ceil(q_len / block_q)
     int64_t records;
+    int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
@@ -86,6 +89,8 @@ struct Fixed {  // known once: sizes, parameters, tables, batch entry and head
     Int h;
     Int seed;
     Real rate;
+    Real c0;
+    Real c1;
     Table<Real, 1> slope;
     Real slope_h;
     Word x0;
@@ -97,6 +102,8 @@ INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {
     fixed.h = (Int)(call->h_origin + head);
     fixed.seed = (Int)call->slots[0].i;
     fixed.rate = (Real)call->slots[1].f;
+    fixed.c0 = (Real)call->slots[2].f;
+    fixed.c1 = (Real)call->slots[3].f;
     const int64_t *words = call->tables;
     words = read(fixed.slope, words);
     fixed.slope_h = at(fixed.slope, fixed.h);
@@ -137,7 +144,7 @@ INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
 
 // 50.0 * tanh(score / 50.0) + slope[h] * (k - q)
 INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
-    return 50.0f * tanh(score * 0.02f) + fixed.slope_h * to_real(column.k - row.q);
+    return fixed.c0 * tanh(score * fixed.c1) + fixed.slope_h * to_real(column.k - row.q);
 }
 
 // random(seed, b, h, q, k) >= rate

@@ -2,7 +2,7 @@
 //
 //     causal & window(w)
 //
-// Head size 64, float32; tiles of 96 queries by 64 keys.
+// Head size 64, float32; tiles of 64 keys by as many queries as the call says.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,13 +51,14 @@ struct Call {
     const int64_t *k_origin;
     int64_t q_origin_step;   // 0: the same for all batch entries; 1: one each
     int64_t k_origin_step;
-    const Slot *slots;       // run-time numbers, in the plan's order
+    const Slot *slots;       // run-time numbers: the plan's, then literals
     const int64_t *tables;   // for each table its data, sizes and strides, in the plan's order
     const int32_t *spans;    // [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
     const int32_t *count;    // [slices, rows]: records in use
     const int32_t *slice_of; // [batch, heads]
-    int64_t rows;            // rows of tiles: ceil(q_len / BLOCK_Q)
+    int64_t rows;            // rows of tiles: ceil(q_len / block_q)
     int64_t records;
+    int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
@@ -1092,10 +1093,10 @@ static void few_products(const Operand *query, int rows, const Stored *keys, con
 
 // -- forward ------------------------------------------------------------------------------------------------------
 //
-// One work item is one tile of BLOCK_Q queries of one head. For every tile of keys that it visits, it computes scores
-// and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not modified, the online
-// softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values where they are; for many
-// rows these are packed first.
+// One work item is one tile of queries of one head, at most BLOCK_Q of them. For every tile of keys that it visits, it
+// computes scores and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not
+// modified, the online softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values
+// where they are; for many rows these are packed first.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
 const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5
@@ -1553,7 +1554,7 @@ static void attend(Worker &w, const Item &item) {
     const Call *call = item.call;
     begin(w, item);
     const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
-    const int64_t line = slice * call->rows + item.start / BLOCK_Q;
+    const int64_t line = slice * call->rows + item.start / call->block_q;
     const int32_t *record = call->spans + line * call->records * 4;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4)
         for (int32_t tile = record[0]; tile < record[3]; tile++)
@@ -1578,8 +1579,8 @@ static void work(void *pointer, int64_t number) {
             if (item >= call->rows * group) break;
             const int64_t head = at % call->kv_heads * group + item % group;
             const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
-            const int64_t start = (int64_t)order[item / group] * BLOCK_Q, left = call->q_len - start;
-            attend(*w, {call, batch, head, 1, start, left < BLOCK_Q ? left : BLOCK_Q});
+            const int64_t start = (int64_t)order[item / group] * call->block_q, left = call->q_len - start;
+            attend(*w, {call, batch, head, 1, start, left < call->block_q ? left : call->block_q});
         }
     }
     give(w);
@@ -1627,6 +1628,8 @@ static int64_t all_rows(const Call *call, int64_t slices) {
 // A few queries over many keys: the query heads of one key head are rows of one item, and the tiles they visit are
 // split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
 // order by whoever ends last: the result repeats bit for bit.
+
+const int64_t LEAST = BLOCK_K < 256 ? 256 / BLOCK_K : 1, MOST_TILES = BLOCK_K < 4096 ? 4096 / BLOCK_K : 1;  // of a part
 
 struct Parts {
     const Call *call;
@@ -1722,7 +1725,7 @@ static int64_t decode(const Call *call, int64_t slices, bool alike) {
     for (int64_t s = 0; s < slices; s++) most = visited(call, s) > most ? visited(call, s) : most;
     const int64_t items = call->batch * call->kv_heads * parts.bundles;
     parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
-    parts.tiles = parts.tiles < 4 ? 4 : parts.tiles > 64 ? 64 : parts.tiles;
+    parts.tiles = parts.tiles < LEAST ? LEAST : parts.tiles > MOST_TILES ? MOST_TILES : parts.tiles;
     parts.count = (most + parts.tiles - 1) / parts.tiles;
     const int64_t sums = parts.count > 1 ? items * parts.count * parts.heads * call->q_len * (V_WIDE + 2) : 0;
     parts.done = (int64_t *)malloc(8 * items + sums * sizeof(Real));

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build
 def _readable(monkeypatch):
     """The hand-written kernel in place of emitted ones."""
     native_jax.target_name.memo.clear()
-    monkeypatch.setattr(native_jax, "EMIT", {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward})
+    monkeypatch.setattr(native_jax, "KERNELS", {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward})
     yield
     native_jax.target_name.memo.clear()
 
@@ -389,7 +389,7 @@ def child(code, timeout=120, **environment):
 def exported(given):
     arrays = [given.pop(n) for n in "qkv"]
     call = jax.jit(lambda q, k, v: forward(**given, q=q, k=k, v=v))
-    name = native_jax.target_name("forward", PLAN, given["target"], CASE.dim, CASE.v_dim, "float32")
+    name, _ = native_jax.target_name("forward", PLAN, given["target"], CASE.dim, CASE.v_dim, "float32")
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name)]
     return name, jax.export.export(call, disabled_checks=allowed)(*arrays).serialize(), arrays
 
@@ -429,7 +429,7 @@ def test_devices_of_a_mesh():
         from frisket.lowering.plan import Spans
         from frisket.lowering.planner.planner import DeviceSpans
 
-        native_jax.EMIT = {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward}
+        native_jax.KERNELS = {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward}
         mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
         case = t.CASE.but(heads=8, kv_heads=4, tables=t.CASE.tables | {"bias": np.tile(t.CASE.tables["bias"], (2, 1))})
         made = cases.plan(case)

@@ -222,3 +222,20 @@ def test_a_call_runs_on_them(nothing_set):
     assert torch.allclose(att(run.q, run.k, run.v), want, atol=1e-5)
     assert att.stages(run.q, run.k, run.v).target.backend == "cpp"
     assert "frisket_forward" in att.source("cpp", run.q, run.k, run.v)
+
+
+def test_a_shape_of_text_is_one_kernel(monkeypatch, nothing_set):
+    """Whatever the lengths, names and numbers: right with each, forward and backward."""
+    texts = set()
+    monkeypatch.setattr(native_torch, "library", lambda text: texts.add(text) or native_build.library(text))
+    native_torch._kernel.memo.clear()
+    for cap, window, name in ((50, 200, "doc"), (30, 64, "ids")):
+        att = fk.compile(f"causal & window({window}) & same({name})", f"softcap({cap})", engines=False)
+        for length in (5, 40, 130, 600, 2000):
+            q, k, v = (torch.randn(1, 2, length, 16, requires_grad=length < 1000) for _ in range(3))
+            given = {name: torch.arange(length) // 90}
+            out = att(q, k, v, **given)
+            if q.requires_grad:
+                out.sum().backward()
+                att.check(q, k, v, **given)
+    assert len(texts) == 2

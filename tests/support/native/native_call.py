@@ -43,14 +43,17 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides,
     of rows' entries 1. `stored` is the dtype of k and v where it is not that of q, `norm` an array to be filled."""
     g = geometry
-    library = native_build.library(source or cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, stored), variant)
+    made = cpp.CppKernel(plan, target, g.head_dim, g.v_dim, dtype, stored)
+    library = native_build.library(source or made.source(), variant)
     real = np.float64 if dtype == "float64" else np.float32
     out = np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype)
     lse = np.full((g.batch, g.heads, g.q_len), 7, real)
     top = np.full_like(lse, 7)
     arrays = {"q": q, "k": k, "v": v, "out": out}
     rows = {"lse": lse, "top": top if want_top else None, "norm": norm}
-    call, _keep = record(plan, spans, g, slots, tables, real, arrays, rows, sinks, threads)
+    call, _keep = record(
+        plan, spans, g, slots, tables, real, arrays, rows, sinks, threads, target.block_q, made.literals
+    )
     kernel = library.frisket_forward
     kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     assert kernel(call.ctypes.data) == 0
@@ -62,8 +65,8 @@ def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables
     """dq, dk, dv by "q", "k", "v", and a buffer for each captured gradient by its number; `wanted`: of which, None
     for all. bfloat16 arrays are their bits, lse and dlse are Real."""
     g = geometry
-    source = source or cpp_backward.emit(plan, target, g.head_dim, g.v_dim, dtype)
-    kernel = native_build.library(source, variant).frisket_backward
+    made = cpp_backward.BackwardKernel(plan, target, g.head_dim, g.v_dim, dtype)
+    kernel = native_build.library(source or made.source(), variant).frisket_backward
     real = np.float64 if dtype == "float64" else np.float32
     captured = derive.backward_of(plan).gradients
     wanted = {"q", "k", "v", *range(len(captured))} if wanted is None else wanted
@@ -83,14 +86,14 @@ def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables
     call, _keep = record(
         plan, spans, g, slots, tables, real, arrays,
         {"lse": np.ascontiguousarray(lse, real), "dlse": None if dlse is None else np.ascontiguousarray(dlse, real),
-         "gradients": pointers, "norm": norm}, sinks, threads,
+         "gradients": pointers, "norm": norm}, sinks, threads, target.block_q, made.literals,
     )  # fmt: skip
     kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     assert kernel(call.ctypes.data) == 0
     return found | buffers
 
 
-def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threads):
+def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threads, block_q, literals):
     """The words of a `Call`, and what has to stay alive until it is over. `arrays` have strides in the call,
     `contiguous` have none; None is a null pointer."""
     keep = []  # alive until the call is over
@@ -118,6 +121,7 @@ def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threa
         put(name, address(vector))
         put(f"{name}_step", int(len(vector) > 1))
     packed = [struct.pack("<d" if s.type.name == "FLOAT" else "<q", slots[s.name]) for s in plan.slots]
+    packed += [struct.pack("<d", x) for x in literals]
     put("slots", address(np.frombuffer(b"".join(packed) or b"\0" * 8, np.int64)))
     put("tables", address(np.array(_tables(plan, tables, real, address) or [0], np.int64)))
     put("spans", address(np.ascontiguousarray(spans.bounds, np.int32)))
@@ -125,6 +129,7 @@ def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threa
     put("slice_of", address(np.ascontiguousarray(spans.slice_of, np.int32)))
     put("rows", spans.bounds.shape[1])
     put("records", spans.bounds.shape[2])
+    put("block_q", block_q)
     put("sinks", 0 if sinks is None else address(np.ascontiguousarray(sinks, real)))
     put("pages", len(arrays["k"]) if plan.pages is not None else 0)
     for name, x in contiguous.items():

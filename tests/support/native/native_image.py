@@ -73,10 +73,13 @@ class Problem:
         self.params = {**case.slots, **({SEED: 11, RATE: self.dropout} if dropout else {})}
         self.spans = spans(case)
 
-    def source(self, kind: str) -> str:
+    def kernel(self, kind: str) -> cpp.CppKernel:
         target = Target("cpp", *self.case.block)
-        emit = cpp.emit if kind == "forward" else cpp_backward.emit
-        return emit(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
+        made = cpp.CppKernel if kind == "forward" else cpp_backward.BackwardKernel
+        return made(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
+
+    def source(self, kind: str) -> str:
+        return self.kernel(kind).source()
 
     def oracle(self) -> dict[str, np.ndarray]:
         """Everything in float64: out, lse, top, dq, dk, dv."""
@@ -118,7 +121,7 @@ class Problem:
         for name in results if kind == "forward" else extra:
             if not name.startswith("gradient"):
                 places[name] = next(t for a, w, t in image.links if a == 0 and w == cpp_call.OFFSET[name])
-        self._link(image, "slots", np.frombuffer(self._slots() or bytes(8), np.int64))
+        self._link(image, "slots", np.frombuffer(self._slots(kind) or bytes(8), np.int64))
         tables = image.words(self._tables() or [0])
         image.links.append((0, cpp_call.OFFSET["tables"], tables))
         if sums := [x for n, x in extra.items() if n.startswith("gradient")]:
@@ -142,12 +145,14 @@ class Problem:
             "q_origin_step": [int(len(origins[0]) > 1)], "k_origin_step": [int(len(origins[1]) > 1)],
             "spans": [s.bounds.astype(np.int32)], "count": [s.count.astype(np.int32)],
             "slice_of": [s.slice_of.astype(np.int32)], "rows": [s.bounds.shape[1]], "records": [s.bounds.shape[2]],
+            "block_q": [self.case.block[0]],
             "sinks": [0 if self.sinks is None else self.sinks],
         }  # fmt: skip
 
-    def _slots(self) -> bytes:
+    def _slots(self, kind: str) -> bytes:
         values = self.plan.slot_values(self.params)
-        return b"".join(struct.pack("<d" if s.type.name == "FLOAT" else "<q", values[s.name]) for s in self.plan.slots)
+        packed = [struct.pack("<d" if s.type.name == "FLOAT" else "<q", values[s.name]) for s in self.plan.slots]
+        return b"".join(packed + [struct.pack("<d", x) for x in self.kernel(kind).literals])
 
     def _tables(self) -> list:
         words: list = []

@@ -7,6 +7,8 @@ Pair by pair in double, over the tiles of the spans, so that wrong spans show. A
 forward a row of it.
 """
 
+from types import SimpleNamespace
+
 from frisket.lowering.kernels.cpp import call as cpp_call
 
 KERNEL = """
@@ -123,14 +125,18 @@ extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0,
 """
 
 
-def forward(plan, target, head_dim, v_dim, dtype):
-    """As `emit` of `lowering/kernels/cpp/forward.py`; for float32 and float64."""
-    return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_forward")
+def forward(*kernel, named=True):
+    """As `CppKernel`; for float32 and float64."""
+    return _kernel(source(*kernel) + cpp_call.bridged("frisket_forward"))
 
 
-def backward(plan, target, head_dim, v_dim, dtype):
-    """As `emit` of `lowering/kernels/cpp/backward.py`."""
-    return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_backward")
+def backward(*kernel, named=True):
+    """As `BackwardKernel`."""
+    return _kernel(source(*kernel) + cpp_call.bridged("frisket_backward"))
+
+
+def _kernel(text):
+    return SimpleNamespace(source=lambda: text, literals=())
 
 
 def source(plan, target, head_dim, v_dim, dtype):

@@ -102,7 +102,7 @@ def call(tables, real, wide):
     plan = LoopPlan(None, None, "general", (), uses, None, False, False, False, wide, "")
     spans = Spans(np.zeros((1, 1, 1, 4), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
     g = Geometry(1, 1, 1, 1, 1, 16, 16, 1.0)
-    return plan, native_call.record(plan, spans, g, {}, tables, real, {}, {}, None, 1)
+    return plan, native_call.record(plan, spans, g, {}, tables, real, {}, {}, None, 1, 24, ())
 
 
 SETTINGS = [("float32", False, "native"), ("float64", True, "native")]

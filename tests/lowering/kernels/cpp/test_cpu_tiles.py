@@ -14,14 +14,14 @@ def geometry(q_len, dim=64, batch=1, heads=8):
     ("g", "dtype", "narrow", "want"),
     [
         (geometry(4096), "float32", False, (96, 128)),
-        (geometry(4096), "float32", True, (96, 64)),
+        (geometry(4096), "float32", True, (96, 128)),
         (geometry(4096, dim=256), "float32", False, (192, 128)),
         (geometry(4096, dim=256), "float64", False, (192, 128)),
         (geometry(4096, dim=512), "float64", False, (192, 64)),
-        (geometry(4096, dim=256), "float32", True, (96, 64)),
+        (geometry(4096, dim=256), "float32", True, (96, 128)),
         (geometry(256), "float32", False, (24, 128)),
         (geometry(256, batch=32), "float32", False, (96, 128)),
-        (geometry(1), "float32", False, (96, 64)),
+        (geometry(1), "float32", False, (96, 128)),
     ],
 )
 def test_tiles(g, dtype, narrow, want, monkeypatch):

@@ -64,6 +64,29 @@ def test_the_source_is_its_parts():
     assert max(map(len, source.split("\n"))) <= 120
 
 
+def plain(mask, mod, tile=(96, 64), kernel=cpp.CppKernel, **limits):
+    made = kernel(make_plan(mask, mod, str(mod), limits=limits), Target("cpp", *tile), 64, 64, "float32", named=False)
+    return made.source(), made.literals
+
+
+@pytest.mark.parametrize("kernel", [cpp.CppKernel, cpp_backward.BackwardKernel])
+def test_what_a_call_says_is_not_in_the_text(kernel):
+    """Lengths, names and numbers; what is computed otherwise for another number stays."""
+    mask, capped = causal & (q - k < 300), capped_by(50.0)
+    text, numbers = plain(mask, capped, kernel=kernel)
+    assert plain(causal & (q - k < 70), capped, (24, 64), kernel)[0] == text
+    other, theirs = plain(mask, capped_by(30.0), kernel=kernel)
+    assert other == text
+    assert (numbers[0], theirs[0], len(numbers)) == (50, 30, len(theirs))
+    assert plain(mask & (k < param("a")), capped)[0] == plain(mask & (k < param("b")), capped)[0]
+    assert plain(mask & eq(k % 3, 0), None)[0] != plain(mask & eq(k % 5, 0), None)[0]
+    assert plain(mask, capped_by(64.0))[0] != text  # a power of two is a sum less to compilers
+
+
+def capped_by(n):
+    return n * function("tanh", score / n)
+
+
 def test_the_table_has_every_operator():
     assert set(OPERATORS) <= set(expr_cpp.CPP)
 
