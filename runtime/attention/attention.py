@@ -277,7 +277,9 @@ class Attention:
         program = self.program.stored_as(how)
         if given:
             return device_plan(program, host, given, *place, block, Settings.read().check, dropout)
-        return Plan(program.bind(host), *place, dropout)
+        made = Plan(program.bind(host), *place, dropout)
+        made.options = self.options
+        return made
 
     @counting
     @usual_promotion()

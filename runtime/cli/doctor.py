@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 import frisket
-from frisket.runtime.backends.base import LIBRARY, RECORDS
+from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
+from frisket.runtime.backends.engines.costs import CHECKED
 from frisket.runtime.backends.registry import backends, choose, here
 from frisket.runtime.bench.machine import cpu_name
 from frisket.runtime.bench.packed import installed
@@ -57,8 +58,8 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, kept, calls = native(), caches(), usual()
     data = {
-        **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "calls": calls,
-        "caches": kept, "settings": given,
+        **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready,
+        "engines": engines(), "calls": calls, "caches": kept, "settings": given,
     }  # fmt: skip
     files = {folder: f"{found['files']:,} files, {size(found['bytes'])}" for folder, found in kept.items()}
     text: list[Piece] = [
@@ -66,6 +67,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
         marks("packages", ((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
         marks("backends", ((n, why or f"{ready[n]}: {RECORDS[n].kernels}", not why) for n, why in missing.items())),
+        row("engines", "\n".join(f"{name:{NAMES}} {x}" for name, x in engines().items()), NAMES + 1),
         row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
         row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),
         row("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
@@ -90,6 +92,15 @@ def package(name: str, found: str | None) -> str:
     if found:
         return found
     return f"not installed; for {what}: {pip_install(extra) if extra else f'pip install {name}'}"
+
+
+def engines() -> dict[str, str]:
+    """Whether each kernel of a vendor takes calls by itself, where it provably computes them and is faster."""
+    where = {b.name: CHECKED.get(b.name, ()) for b in RECORDS.values() if b.is_engine}
+    others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in where}
+    return {
+        n: " ".join(["by itself on the", ", ".join(x).upper(), "and"] * bool(x) + [others[n]]) for n, x in where.items()
+    }
 
 
 def usual() -> dict[str, str]:

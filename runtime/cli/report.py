@@ -46,10 +46,13 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
             for one in reports(s.source, s.plan, s.target, dims, arch):
                 found.append(one)
                 step("compiling")
-    data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found]}
-    return CommandResult(
-        data, table([HEAD, *map(line, found)], right=(3, 4, 5, 6, 7, 8)), 0 if all(r.fits for r in found) else 1
-    )
+    lengths = (sizes[n] for n in ("q_len", "kv_len", "batch", "heads"))
+    said = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
+    data = {
+        "head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found], "engines": said,
+    }  # fmt: skip
+    text = [*table([HEAD, *map(line, found)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, said.splitlines())]
+    return CommandResult(data, text, 0 if all(r.fits for r in found) else 1)
 
 
 def line(r: Any) -> tuple[str | Text, ...]:

@@ -7,7 +7,10 @@ from typing import Any
 
 from frisket.dsl.ir import Expr
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import Origin, Sizes, Spans, Target
+from frisket.lowering.plan import Geometry, Origin, Sizes, Spans, Target
+from frisket.runtime.backends.engines.proof import engines_for
+from frisket.runtime.backends.registry import automatic
+from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import Stored
 
@@ -24,6 +27,7 @@ class Plan:
 
     on_device = by_table = False
     common, planner = None, ""  # of plans on a device
+    options = Options()  # of the attention that made it
 
     def __init__(
         self, program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
@@ -88,6 +92,24 @@ class Plan:
     def scalars(self) -> Mapping[str, Any]:
         """Values of their scalars."""
         return self.program.scalars
+
+    def engines(
+        self,
+        head_dim: int = 64,
+        kv_heads: int | None = None,
+        dtype: str = "float32",
+        framework: str = "torch",
+        device: str = "cpu",
+    ) -> str:
+        """The engine that runs calls with this plan on such arrays, and why each other does not, a line each:
+        `sdpa: causal, window 255 to the left: SDPA has no window`."""
+        g = Geometry(
+            self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len, head_dim, head_dim,
+            head_dim**-0.5, self.origin, self.sizes,
+        )  # fmt: skip
+        generated = automatic(framework, device)
+        found = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
+        return "generated kernels are asked for" if found is None else str(found)
 
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""

@@ -45,13 +45,12 @@ class EngineCall:
 
     @cached_property
     def capability(self) -> tuple[int, int]:
-        """The compute capability of the GPU at hand; (0, 0) on other platforms."""
+        """The compute capability of the GPU at hand; (0, 0) without one."""
         if self.platform != "cuda":
             return 0, 0
         import torch
 
-        found: tuple[int, int] = torch.cuda.get_device_capability()
-        return found
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 @dataclass(frozen=True, eq=False)

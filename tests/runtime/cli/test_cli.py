@@ -300,7 +300,8 @@ def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
     assert amd != nvidia
 
 
-def test_emit_reports_what_kernels_take(run):
+def test_emit_reports_what_kernels_take(run, monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     argv = "emit causal --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
     status, out, err = run(*argv, "--json")
     assert (status, err) == (0, "")
@@ -310,8 +311,10 @@ def test_emit_reports_what_kernels_take(run):
     assert decode["spills"] == 0
     assert decode["mma"] > 0
     assert decode["fits"] is True
+    assert "cudnn: no GPU of NVIDIA is visible to torch" in json.loads(out)["engines"].splitlines()
     status, out, err = run(*argv)
-    head, line, _ = out.splitlines()
+    head, line, _, _, *engines = out.splitlines()
+    assert "cudnn: no GPU of NVIDIA is visible to torch" in engines
     assert head.split()[:2] == ["kernel", "GPU"]
     assert line.split()[:6] == ["decode", "sm_90", str(decode["block_q"]), "x", str(decode["block_k"]), "4"]
     assert f" {decode['registers']} " in line
@@ -355,6 +358,8 @@ def test_doctor(run):
     assert status == 0
     assert "backends  ✓ aten               runs here: library calls of torch\n" in out
     assert "FRISKET_BACKEND" in out
+    assert "engines   cudnn                where it is named: engines='cudnn'\n" in out
+    assert "sdpa                 by itself on the CPU and where it is named: engines='sdpa'\n" in out
 
 
 def test_doctor_on_caches(run):

@@ -33,6 +33,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(tiles, "architecture", lambda device=None: f"sm_{major}0")
 
     of(9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     undo, was = stand_in.install(monkeypatch), RECORDS["cudnn"]
     register(replace(was, reason=lambda framework=None: ""))
     yield of
@@ -90,6 +91,27 @@ def test_no_engine_has_run_on_a_gpu_whose_results_are_not_there():
             assert platform == "cpu" or (
                 mine and not any(r["rows"]["count"]["figures"]["cases"]["failed"] for r in mine)
             )
+
+
+def test_plans_say_which_engine_runs(gpu, monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    plan = fk.compile("causal & window(257)", engines="flash, cudnn").plan(4096, 4096, 1, 2)
+    assert plan.engines(128, dtype="bfloat16", device="cuda").splitlines() == [
+        "flash: causal, window 256 to the left; proved",
+        "cudnn: causal, window 256 to the left: cuDNN has no window",
+    ]
+    assert plan.engines() == "sdpa: causal, window 256 to the left: SDPA has no window"
+    assert fk.compile("causal", engines=False).plan(64, 64).engines() == "generated kernels are asked for"
+
+
+def test_without_a_gpu_reasons_are_said_all_the_same(monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    said = fk.compile("causal").plan(64, 64).engines(dtype="bfloat16", device="cuda").splitlines()
+    assert said == [
+        "flash: no GPU of NVIDIA is visible to torch; the mask's code can be printed all the same",
+        "cudnn: no GPU of NVIDIA is visible to torch",
+        "sdpa: SDPA's flash kernel takes compute capability 8.0 and later; here is (0, 0)",
+    ]
 
 
 def test_engines_by_name(monkeypatch):

@@ -236,6 +236,7 @@ def test_where_cudnn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table: long sequences on Hopper."""
     was = RECORDS["cudnn"]
     register(replace(was, reason=lambda framework: ""))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     try:
         for capability, length, taken in (((9, 0), 4096, "cudnn"), ((9, 0), 512, None), ((8, 0), 4096, None)):
             monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
