@@ -15,6 +15,7 @@ from pathlib import Path
 
 from frisket.runtime.cli.check import Case
 from frisket.runtime.cli.main import COMMANDS, main, parser
+from frisket.runtime.machine.settings import VARIABLES
 
 PAGE = Path(__file__).resolve().parent / "command-line.md"
 INTRO = """\
@@ -65,6 +66,11 @@ completes commands, options, files and the names of the library.
 it can run again by name, `--case {case}`. Kernels of accelerators that are not there run in interpreters, which
 take minutes: `--backend` names these.
 """
+SETTINGS = """\
+## Environment variables
+
+They hold for every call of a process, in Python and on the command line. A keyword of a call beats its variable.
+"""
 
 
 def page() -> str:
@@ -77,6 +83,8 @@ def page() -> str:
     for group, commands in groupby(COMMANDS.values(), key=lambda c: c.group):
         parts.append(f"## {group}\n")
         parts += [described(c.name) for c in commands]
+    rows = [f"| `{v.name}` | {v.meaning} |" for v in VARIABLES]
+    parts.append("\n".join([SETTINGS, "| variable | meaning |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import readme
-from support.pages import blocks
 from support.scripts import script
 
-import frisket as fk
 from frisket.dsl.functions import BUILT_IN
 from frisket.dsl.program import read
 from frisket.runtime.machine.settings import VARIABLES
@@ -33,26 +31,36 @@ def test_the_quick_start_is_two_complete_commands():
     assert first.endswith("frisket run examples/packed.frisket --tokens README.md docs/*.md CHANGELOG.md")
     assert "[torch,jax,triton]" in first
     assert tests.endswith(" && pytest")
+    assert readme.fenced()[0][1].strip() == first
+    assert readme.fenced()[-1][1].strip() == tests
 
 
-def test_the_readme_session_prints_what_it_shows():
-    sessions = [b for b in blocks("README.md", readme.README.read_text(encoding="utf-8")) if b.language == "python"]
-    assert len(sessions) >= 3
-    names: dict = {}
-    for session in sessions:
-        session.run(names)
+def test_the_readme_blocks_run_in_order():
+    ran: list[str] = []
+    readme.run(shell=ran.append)
+    assert ran == ["pip install -e '.[transformers]' -c constraints.txt\n"]
+    assert len(readme.blocks("python")) == 3
 
 
-def test_the_readme_kernel_is_the_kernel():
-    att = fk.compile(fk.mask("causal & window(w)", w=256), "softcap(50)")
-    source = att.source("triton", q_len=4096, kv_len=4096, heads=8, head_dim=64, dtype="bfloat16")
-    (excerpt,) = readme.blocks("triton")
-    assert excerpt in source
+@pytest.mark.parametrize("block", ["python\n>>> 1 + 1\n3\n", "python\nx = 1\n", "text\nx\n"])
+def test_a_readme_block_that_is_not_so_is_found(tmp_path, block):
+    page = tmp_path / "README.md"
+    page.write_text(f"```bash\nfirst\n```\n\n```{block}```\n\n```bash\ntests\n```\n")
+    with pytest.raises(AssertionError):
+        readme.run(page)
 
 
-def test_the_readme_lists_the_settings():
-    listed = re.findall(r"^\| `(FRISKET_\w+)` \| (.*) \|$", readme.README.read_text(encoding="utf-8"), re.M)
+def test_settings_are_listed():
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(FRISKET_\w+)` \| (.*) \|$", page, re.M)
     assert listed == [(v.name, v.meaning) for v in VARIABLES]
+
+
+def test_the_chart_is_what_the_script_writes():
+    pictures = script("pictures")
+    assert pictures.chart() == (ROOT / "docs" / "assets" / "chart.svg").read_text(encoding="utf-8")
+    ms = pictures.json.loads(pictures.RESULTS.read_text())["parts"]["forward"]["rows"]["causal"]["figures"]["ms"]
+    assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart()
 
 
 def test_the_tour_names_every_file_once():
