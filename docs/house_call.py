@@ -70,7 +70,10 @@ class Calls:
 
 def hops(calls: list[Call], loads: list[int]) -> list[str]:
     """Functions that runtime enters from another file, until the kernel is loaded; none that begins with `_`."""
-    written = min(i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name == "emit")
+    writers = "emit", "source"
+    written = min(
+        i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name.rpartition(".")[2] in writers
+    )
     loaded = min(n for n in loads if n > written)
     found: dict[str, None] = {}
     for file, name, above in calls[:loaded]:

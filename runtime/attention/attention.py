@@ -72,6 +72,7 @@ class Attention:
         self.program, self.options = program, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
+        self.repeats: dict[Any, Any] = {}  # what calls of q, k and v alone need, by their kind
         self.shards: dict[Any, Any] = {}  # what calls over several ranks have agreed on and need
         self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`
         learned = {n: x for n, x in program.captured.items() if learns(x)}
@@ -145,8 +146,14 @@ class Attention:
             params |= live_of(k_scale, v_scale, pages)
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
+        watched = in_graph(q)
+        plain = plan is seed is sinks is origin is sizes is layout is None and not (params or return_lse or return_max)
+        if plain and self.repeats and not watched:
+            out = _operators("torch").repeated(self, q, k, v)
+            if out is not None:
+                return out
         request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if in_graph(q):
+        if watched:
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend

@@ -74,6 +74,8 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        if environment is None and (held := getattr(os.environ, "_data", None)) is not None:
+            return _encoded(tuple([held.get(n) for n in _KEYS]))  # a tenth of the time of os.environ.get
         env = os.environ if environment is None else environment
         return _settings(tuple([env.get(n) for n in _NAMES]))
 
@@ -97,6 +99,12 @@ def cache_folder() -> Path:
 
 
 _NAMES = tuple(v.name for v in VARIABLES)
+_KEYS = tuple(map(getattr(os.environ, "encodekey", str), _NAMES))  # as os.environ holds them
+
+
+@memo(64)
+def _encoded(texts: tuple[Any, ...]) -> Settings:
+    return _settings(tuple([None if x is None else os.environ.decodevalue(x) for x in texts]))
 
 
 @memo(64)  # every call asks

@@ -15,7 +15,11 @@ FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
 IN_TORCH = "autograd dtensor engine func fx graph op operators ready running values".split()
-OF_TORCH = {"runtime.backends.cpp.decode", *(f"runtime.torch.{name}" for name in IN_TORCH)}
+OF_TORCH = {
+    "runtime.backends.cpp.decode",
+    "runtime.backends.cpp.repeat",
+    *(f"runtime.torch.{name}" for name in IN_TORCH),
+}
 IN_JAX = "op primitives reverse sharding symbolic take task vmap".split()
 OF_JAX = {f"runtime.jax.{name}" for name in IN_JAX}
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework

@@ -56,7 +56,7 @@ FIELDS = (
     Field("records", "int64_t records;", ""),
     Field("block_q", "int64_t block_q;", "queries of a tile, at most BLOCK_Q"),
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
-    Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, read backward"),
+    Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, where not null, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
     Field("norm", "Real *norm;", "[batch, heads, q_len, 2], what a backward takes off scores and its factor; or null"),
     Field("pages", "int64_t pages;", "of the pool that keys and values are in, where they are in one"),

@@ -131,7 +131,7 @@ static void finish(Worker &w, const Item &item) {
                 if (above > 0) peak = sink;
             }
         }
-        call->lse[line] = total == 0 ? -INF : peak + log(total);
+        if (call->lse) call->lse[line] = total == 0 ? -INF : peak + log(total);
         const Real share = total == 0 ? 0 : shrink / total;
         if (call->norm) {  // below 0: of few rows
             call->norm[2 * line] = top;

@@ -240,12 +240,13 @@ template <class T> struct Lines {
 };
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
-// Rows from `present` on are 0. `From` has the address of each row, as `Lines` has.
+// Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
+// row, as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
-        for (int64_t block = 0; block < N; block++)
+        for (int64_t block = 0; block < N && start + block * LANES < present; block++)
             for (int step = 0; step < STEPS; step += LANES) {
                 Vec square[LANES];
                 for (int i = 0; i < LANES; i++) {

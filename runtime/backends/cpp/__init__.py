@@ -14,7 +14,10 @@ register(Backend(
     tiles=Lazy("frisket.lowering.kernels.cpp.tiles:tiles"),
     text=Lazy("frisket.runtime.backends.cpp.text:text"),
     executors={
-        "torch": Executors(Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build")),
+        "torch": Executors(
+            Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build"),
+            repeat=Lazy("frisket.runtime.backends.cpp.repeat:repeat"),
+        ),
         "jax": Executors(Lazy(f"{JAX}:forward"), Lazy(f"{JAX}:backward"), maps=True),
     },
     order=30,

@@ -41,7 +41,7 @@ def forward(
     import torch
 
     g = geometry
-    made = _prepared(plan, spans, g, target, q.dtype, k.dtype)
+    made = prepared(plan, spans, g, target, q.dtype, k.dtype)
     copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
@@ -76,7 +76,7 @@ def backward(
         lse = lse.masked_fill(norm[..., 1] == 0, -torch.inf)
 
     g = geometry
-    made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
+    made = prepared(plan, spans, g, target, q.dtype, q.dtype)
     arrays = (q, k, v, out, dout.to(q.dtype))
     copies: list[Tensor] = []
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
@@ -143,6 +143,10 @@ def _shape(gradient: Gradient, g: Geometry, tables: Mapping[str, Tensor]) -> Seq
         return tuple(tables[gradient.source].shape)
     ends = {"head": (), "row": (g.q_len,), "column": (g.kv_len,), "diagonal": (g.q_len + g.kv_len - 1,)}
     return (g.batch, g.heads, *ends[gradient.over])
+
+
+def out_of_memory(name: str) -> BackendError:
+    return BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
 
 
 # -- records ----------------------------------------------------------------------------------------
@@ -234,7 +238,16 @@ class _Prepared:
         words = own.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
         failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
         if failed:
-            raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
+            raise out_of_memory(name)
+
+    def frozen(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, bytes, Any]:
+        """A kernel without tables; the words of its record between `pool` and `sinks`; and what they point to."""
+        own = self.kernel
+        run, slot_record, literals = own.function(name)
+        values = own.slot_words.put(slot_record.pack(*[kind(slots[n]) for n, kind in own.slots], *literals))
+        words = own.table_words.put(b"")
+        record = RECORD.pack(0, 0, 0, *self.before, values[2], words[2], *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
+        return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words)
 
     def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tables as the kernel read them."""
@@ -260,7 +273,7 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 
 _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
-_prepared = memo(KEPT, by="identity")(_Prepared)
+prepared = memo(KEPT, by="identity")(_Prepared)
 
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "out_of_memory", "prepared"]

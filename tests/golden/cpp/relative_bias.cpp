@@ -63,7 +63,7 @@ struct Call {
     int64_t records;
     int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
-    Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
+    Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
     Real *norm;              // [batch, heads, q_len, 2], what a backward takes off scores and its factor; or null
     int64_t pages;           // of the pool that keys and values are in, where they are in one

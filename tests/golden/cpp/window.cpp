@@ -60,7 +60,7 @@ struct Call {
     int64_t records;
     int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
-    Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
+    Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
     Real *norm;              // [batch, heads, q_len, 2], what a backward takes off scores and its factor; or null
     int64_t pages;           // of the pool that keys and values are in, where they are in one
@@ -843,12 +843,13 @@ template <class T> struct Lines {
 };
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
-// Rows from `present` on are 0. `From` has the address of each row, as `Lines` has.
+// Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
+// row, as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
-        for (int64_t block = 0; block < N; block++)
+        for (int64_t block = 0; block < N && start + block * LANES < present; block++)
             for (int step = 0; step < STEPS; step += LANES) {
                 Vec square[LANES];
                 for (int i = 0; i < LANES; i++) {
@@ -1538,7 +1539,7 @@ static void finish(Worker &w, const Item &item) {
                 if (above > 0) peak = sink;
             }
         }
-        call->lse[line] = total == 0 ? -INF : peak + log(total);
+        if (call->lse) call->lse[line] = total == 0 ? -INF : peak + log(total);
         const Real share = total == 0 ? 0 : shrink / total;
         if (call->norm) {  // below 0: of few rows
             call->norm[2 * line] = top;
