@@ -65,6 +65,7 @@ class Printed:
 
     lines: list[Line] = field(default_factory=list)
     values: dict[Expr, str] = field(default_factory=dict)
+    texts: dict[Expr, str] = field(default_factory=dict)  # of every node
 
     def needed(self, roots: Iterable[Expr], level: int) -> list[Line]:
         """The lines of one level that these roots use, directly or through others."""
@@ -115,7 +116,8 @@ def printed(
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
             text = Text(page.lines[-1].name)
         texts[node] = text
-    page.values = {r: texts[r].text for r in roots}
+    page.texts = {node: text.text for node, text in texts.items()}
+    page.values = {r: page.texts[r] for r in roots}
     return page
 
 

@@ -28,7 +28,8 @@ BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of
 CPU = (64, 32), 10.0  # of a CPU
 PARTIAL = 1.25  # the time of a border tile, in full ones
 WORTH = 1.1  # gains below are left alone
-STRIPS, STRIP = 4, 2048  # candidates are compared on these many rows of this many queries
+# Candidates are compared on strips of queries: how many strips, their queries, and how many candidates are left then.
+ROUNDS = ((2, 64, 6), (3, 256, 3), (4, 2048, 1))
 BUDGET = 1 << 26  # steps of the analysis for a strip
 
 
@@ -183,7 +184,12 @@ def reorder(
         return Order(what, q_len, kv_len, None, None, block, none, none, 1.0)
     ways = list(_ways(what, q_len, kv_len))
     moved = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
-    best = min(ways, key=lambda way: _sampled(what, way, q_len, kv_len, block) + moved[way])
+    left = ways
+    for strips, strip, most in ROUNDS:
+        if len(left) > most:
+            cost = {way: _sampled(what, way, q_len, kv_len, block, strips, strip) + moved[way] for way in left}
+            left = sorted(left, key=cost.__getitem__)[:most]
+    best = left[0]
     before, after = (_counts(what, way, q_len, kv_len, block) for way in (ways[0], best))
     gain = _cost(before, block) / max(_cost(after, block) + moved[best], 1.0)
     if gain < WORTH:
@@ -245,13 +251,17 @@ def _counts(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int
     return _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
 
 
-def _sampled(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int]) -> float:
-    """The cost of the tiles of an order, by some rows of them."""
+def _sampled(
+    what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int], strips: int, strip: int
+) -> float:  # fmt: skip
+    """The cost of the tiles of an order, by some strips of queries, at the middles of as many equal parts."""
     moved = _moved(what, *way, q_len, kv_len)
-    strip = -(-STRIP // block[0]) * block[0]
-    starts = range(0, q_len, strip) if q_len <= STRIPS * strip else np.linspace(0, q_len - strip, STRIPS).astype(int)
+    strip = -(-strip // block[0]) * block[0]
+    starts = range(0, q_len, strip)
+    if q_len > strips * strip:
+        starts = [int((i + 0.5) * q_len / strips - strip / 2) // block[0] * block[0] for i in range(strips)]
     total, rows = 0.0, 0
-    for start in map(int, starts):
+    for start in starts:
         length, whole = min(strip, q_len - start), (1, 1, q_len, kv_len)
         found = moved.layout(
             length, kv_len, block=block, origin=(0, 0, start, 0), sizes=whole, exact=False, budget=BUDGET

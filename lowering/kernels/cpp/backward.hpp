@@ -6,7 +6,6 @@
 // alone: in the result's own memory, or in memory of the item which is added up in the order of the items.
 
 const Real BASE = SCORED ? LOG2E : 1;
-const int VECTORS = BLOCK_K / LANES, PANEL = panel(VECTORS);
 const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
@@ -117,7 +116,11 @@ struct Worker {
     Bits seen[GROUP * VECTORS];
     Real scores[GROUP * BLOCK_K], products[GROUP * BLOCK_K];
     Operand weights[ROWS / PAIR * BLOCK_K], slopes[ROWS / PAIR * BLOCK_K];
-    int from[GROUPS], to[GROUPS];  // vectors of keys that a group of rows sees
+    Steps by_query[GROUPS], by_key[KEY_GROUPS];  // keys that a group of rows sees, and queries that see a group of keys
+    int32_t keys[GROUPS * (BLOCK_K / PAIR)], queries[KEY_GROUPS][ROWS / PAIR];
+    int count[KEY_GROUPS];         // of `queries`
+    bool open[VECTORS];            // whether the group of rows at hand sees a vector of keys
+    bool repeated[ROWS];           // whether a row sees what the row before it sees
     Real edge_dk[BLOCK_K * Q_WIDE], edge_dv[BLOCK_K * V_WIDE];
 };
 
@@ -182,28 +185,50 @@ INLINE void multiply_rows(int vectors, const Operand *a, int64_t a_row, const Op
     multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
 }
 
-// Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are. PARTIAL: not
-// every position is visible.
+// Evaluates the mask for `rows` rows from `start` on, and writes down which keys they see and which keys see them.
+static void look(Worker &w, const Fixed &fixed, int start, int rows) {
+    int32_t *keys = w.keys + start / GROUP * (BLOCK_K / PAIR);
+    uint32_t some[VECTORS], truth[GROUP][VECTORS];
+    int count = 0;
+    for (int j = 0; j < VECTORS; j++) {
+        Bits seen = {};
+        some[j] = 0;
+        for (int i = 0; i < rows; i++) {
+            if (!REPEATED || i == 0 || !w.repeated[start + i])
+                seen = w.columns[j].inside & visible(fixed, w.rows[start + i], w.columns[j]);
+            w.seen[i * VECTORS + j] = seen;
+            some[j] |= truth[i][j] = truths(seen);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < VECTORS; j++)
+            for (uint32_t left = truth[i][j]; left;) {
+                const int group = (j * LANES + __builtin_ctz(left)) / GROUP, past = (group + 1) * GROUP - j * LANES;
+                int32_t *queries = w.queries[group], query = (start + i) / PAIR;
+                int &n = w.count[group];
+                if (!n || queries[n - 1] != query) queries[n++] = query;
+                left = past < LANES ? left >> past << past : 0;
+            }
+    for (int j = 0; j < VECTORS; j++) {
+        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        count = listed(keys, count, j, some[j]);
+    }
+    w.by_query[start / GROUP] = steps_of(keys, count);
+}
+
+// Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are.
+// PARTIAL: not every position is visible.
 template <bool PARTIAL>
 static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<Entry> &from, int64_t present,
                   int start, Real unit, Real scale) {
     const int rows = GROUP < w.present - start ? GROUP : w.present - start;
-    int lo = 0, hi = VECTORS;
     if (PARTIAL) {
-        Bits some[VECTORS] = {};
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < VECTORS; j++) {
-                w.seen[i * VECTORS + j] = w.columns[j].inside & visible(fixed, w.rows[start + i], w.columns[j]);
-                some[j] |= w.seen[i * VECTORS + j];
-            }
-        while (lo < hi && !any(some[lo])) lo++;
-        while (lo < hi && !any(some[hi - 1])) hi--;
+        look(w, fixed, start, rows);
         for (int i = start / PAIR * BLOCK_K; i < (start + GROUP) / PAIR * BLOCK_K; i += BLOCK_K)
             for (int j = 0; j < VECTORS; j++)
-                if (j < lo || j >= hi) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
+                if (!w.open[j]) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
+        if (!w.by_query[start / GROUP].count) return;
     }
-    w.from[start / GROUP] = lo, w.to[start / GROUP] = hi;
-    if (lo == hi) return;
     const Operand *q = w.query + start * QUERY;
 #if PAIRS
     const Operand *dout = w.dout_left + start * V_STEPS;
@@ -212,31 +237,35 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     const Operand *dout = w.dout_lines + start * V_WIDE;
     const int dout_row = V_WIDE;
 #endif
-    for (int j = lo, n; j < hi; j += n) {
-        n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+    for (int j = 0, n; j < VECTORS; j += n ? n : 1) {
+        n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
+        if (!n) continue;
         const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
         if (!w.few) multiply_rows(n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
         if (w.with_slopes) multiply_rows(n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
     }
-    for (int64_t j = lo * LANES; w.few && j < hi * LANES; j += LANES)
-        few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
+    for (int64_t j = 0; w.few && j < BLOCK_K; j += LANES)
+        if (!PARTIAL || w.open[j / LANES])
+            few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
     for (int i = 0; i < GROUP; i += PAIR) {
         Operand *weights = w.weights + (start + i) / PAIR * BLOCK_K, *slopes = w.slopes + (start + i) / PAIR * BLOCK_K;
 #if PAIRS
         Vec held[2][2] = {};
-        for (int j = lo; j < hi; j++) {
+        for (int j = 0; j < VECTORS; j++) {
+            if (PARTIAL && !w.open[j]) continue;
             Vec p[2], ds[2];
             for (int r = 0; r < 2; r++) {
                 position<PARTIAL>(w, fixed, start, i + r, j, unit, scale, p[r], ds[r]);
                 held[r][j & 1] = ds[r];
-                if (!(j & 1) && j < hi - 1) continue;
+                if (!(j & 1) && j < VECTORS - 1) continue;
                 store_operands(w.slopes_left + (start + i + r) * LEFT + j / 2 * LANES, held[r][0], j & 1 ? ds[r] : Vec{});
             }
             store(weights + j * LANES, joined(p[0], p[1]));
             store(slopes + j * LANES, joined(ds[0], ds[1]));
         }
 #else
-        for (int j = lo; j < hi; j++) {
+        for (int j = 0; j < VECTORS; j++) {
+            if (PARTIAL && !w.open[j]) continue;
             Vec p, ds;
             position<PARTIAL>(w, fixed, start, i, j, unit, scale, p, ds);
             store(weights + j * LANES, p);
@@ -246,11 +275,6 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     }
 }
 
-// The steps of a product that GROUP rows of its result need, in Operands: from, before to.
-struct Steps {
-    int from, to;
-};
-
 // C[rows, WIDE] += A[rows, steps] B[steps, WIDE]. Columns are the outer loop: those that GROUP rows read of B stay in the
 // first level of the cache for the next rows. TAIL: the rows at the end.
 template <int WIDE, int TAIL>
@@ -259,27 +283,15 @@ static void accumulate(int rows, const Steps *steps, const Operand *a, int64_t a
     by_panels<WIDE>([&](auto vectors, int column) {
         const int N = decltype(vectors)::N;
         for (int row = 0; row < rows; row += GROUP, steps++) {
-            if (steps->from >= steps->to) continue;
-            const Operand *left = a + row * a_row + steps->from * a_step, *right = b + steps->from * b_step + column;
+            const Operand *left = a + row * a_row;
             Real *to = c + row * c_row + column;
             if (row + GROUP <= rows)
-                multiply<GROUP, N, ADD>(left, a_row, a_step, right, b_step, steps->to - steps->from, to, c_row);
+                multiply_steps<GROUP, N, ADD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row);
             else
-                multiply<TAIL, N, ADD>(left, a_row, a_step, right, b_step, steps->to - steps->from, to, c_row);
+                multiply_steps<TAIL, N, ADD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row);
         }
         steps -= (rows + GROUP - 1) / GROUP;
     });
-}
-
-// The queries that see some of GROUP keys from `key` on.
-INLINE Steps rows_seeing(const Worker &w, int groups, int key) {
-    int from = 0, to = 0;
-    for (int g = 0; g < groups; g++) {
-        if (w.from[g] * LANES >= key + GROUP || w.to[g] * LANES <= key) continue;
-        if (!to) from = g * GROUP;
-        to = (g + 1) * GROUP;
-    }
-    return {from / PAIR, to / PAIR};
 }
 
 // The same three products position by position, without the masked ones: where an operand holds NaN or infinity.

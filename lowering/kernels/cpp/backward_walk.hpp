@@ -60,6 +60,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     for (int i = 0; i < present; i++) {
         const Real lse = call->lse[line + i];
         w.rows[i] = row_of(fixed, q_first + i);
+        w.repeated[i] = i && alike(w.rows[i - 1], w.rows[i]);
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
         const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;  // 0: nothing is known but lse
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
@@ -74,32 +75,28 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
                   int64_t stride, int64_t n, int64_t present, bool exactly) {
     const Real scale = (Real)call->scale, unit = unit_of(call);
     const int groups = (w.present + GROUP - 1) / GROUP;
+    for (int i = 0; i < KEY_GROUPS; i++) w.count[i] = 0;
     for (int start = 0; start < w.present; start += GROUP)
         strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, unit, scale);
     if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
-    Steps steps[KEY_GROUPS > GROUPS ? KEY_GROUPS : GROUPS];
     const int seen = present < BLOCK_K ? (int)present : BLOCK_K;
     const int all_keys = round_up(seen, GROUP) < BLOCK_K ? round_up(seen, GROUP) : BLOCK_K;
     for (int i = 0; i * GROUP < seen; i++)
-        steps[i] = PARTIAL ? rows_seeing(w, groups, i * GROUP) : Steps{0, groups * GROUP / PAIR};
+        w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PAIR, nullptr};
     if (w.with_dv)
-        accumulate<V_WIDE, K_TAIL>(all_keys, steps, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
+        accumulate<V_WIDE, K_TAIL>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
                                    w.dv.row_of(n, V_WIDE));
     if (w.with_dk)
-        accumulate<Q_WIDE, K_TAIL>(all_keys, steps, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
+        accumulate<Q_WIDE, K_TAIL>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
                                    w.dk.row_of(n, Q_WIDE));
     if (!w.with_dq) return;
-    const int end = (seen + PAIR - 1) / PAIR;
-    for (int g = 0; g < groups; g++) {
-        const int from = w.from[g] * LANES / PAIR, to = w.to[g] * LANES / PAIR;
-        steps[g] = {from, to < end ? to : end};
-    }
+    for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PAIR - 1) / PAIR, nullptr};
 #if PAIRS
     const Operand *slopes = w.slopes_left;
 #else
     const Operand *slopes = w.slopes;
 #endif
-    accumulate<Q_WIDE, GROUP>(groups * GROUP, steps, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
+    accumulate<Q_WIDE, GROUP>(groups * GROUP, w.by_query, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
 }
 
 // One tile of queries: everything it sees.

@@ -7,8 +7,6 @@
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
 const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5
-const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
@@ -24,10 +22,17 @@ static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
 
+// What is known of a packed tile: its number, and whether its values are finite.
+enum Finite { UNKNOWN, FINITE, ODD };
+struct Slot {
+    int64_t tile;
+    Finite values;
+};
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots;
-    int64_t *tag;     // [slots] the number of the tile in a slot
+    Slot *slot;       // [slots]
     Operand *tiles;   // [slots, TILE]
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
@@ -41,7 +46,11 @@ struct Worker {
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
+    bool open[VECTORS];        // whether the group at hand sees a vector
+    Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
+    int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
     Row rows[ROWS];
+    bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
     int places;                // entries of `fixed`: heads of the item, 1 where heads do not differ
     Fixed fixed[HEADS];
@@ -54,7 +63,7 @@ const int PLACES = 16;  // workers kept, some 70 MB at most; more threads than t
 static void *places[PLACES];
 
 static Worker *take(int64_t slots) {
-    const int64_t bytes = sizeof(Worker) + slots * (8 + TILE * (int64_t)sizeof(Operand)) + 256;
+    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + TILE * (int64_t)sizeof(Operand)) + 256;
     void *found = nullptr;
     for (int i = 0; i < PLACES && !found; i++)
         if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
@@ -69,8 +78,8 @@ static Worker *take(int64_t slots) {
     ((void **)worker)[-1] = found;
     worker->slots = slots;
     worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
-    worker->tag = (int64_t *)(worker->tiles + slots * TILE);
-    for (int64_t i = 0; i < slots; i++) worker->tag[i] = -1;
+    worker->slot = (Slot *)(worker->tiles + slots * TILE);
+    for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
     return worker;
 }
 
@@ -95,6 +104,7 @@ struct Tile {
     int64_t present;                // keys before the end
     const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
     int64_t v_stride;               // of `values`
+    Slot *slot;
 };
 
 // -- few rows -----------------------------------------------------------------------------------------------------
@@ -143,21 +153,29 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
 INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
     const int here = rows - g < M ? rows - g : M;
-    Bits some[VECTORS];
+    uint32_t some[VECTORS];
     for (int j = 0; j < VECTORS; j++) {  // the outer loop, so that the values of a column stay in registers
-        some[j] = Bits{};
+        Bits all = {}, seen = {};
         for (int i = 0; i < here; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
             const Column &column = w.columns[place * VECTORS + j];
-            const Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
+            if (!REPEATED || i == 0 || !w.repeated[g + i])
+                all |= seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
             w.seen[i * VECTORS + j] = seen;
-            some[j] |= seen;
         }
-        store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | some[j]);
+        store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | all);
+        some[j] = truths(all);
     }
     for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
-    while (lo < hi && !any(some[lo])) lo++;
-    while (lo < hi && !any(some[hi - 1])) hi--;
+    int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
+    int steps = 0;
+    for (int j = 0; j < VECTORS; j++) {
+        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        steps = listed(list, steps, j, some[j]);
+    }
+    while (lo < hi && !w.open[lo]) lo++;
+    while (lo < hi && !w.open[hi - 1]) hi--;
+    w.steps[g / GROUP] = steps_of(list, steps);
 }
 
 // Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the
@@ -176,24 +194,29 @@ INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi)
     }
     lo = (int)(first / LANES), hi = (int)((last + LANES - 1) / LANES);
     if (lo > hi) lo = hi = 0;
+    w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
 }
 
 // Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few, which
 // SMALL says. PARTIAL: not every position is visible.
 template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
     const int M = SMALL ? rows : GROUP;
-    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL;
+    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
+    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (CLIPPED) clip(w, tile, g, rows, lo, hi);
         else if (PARTIAL) look(w, g, M, rows, lo, hi);
+        else w.steps[g / GROUP] = {0, present, nullptr};
         if (PAIR == 2 && !SMALL) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
         const Operand *query = w.query + g * QUERY;
-        for (int j = lo, n; j < hi; j += n) {
-            n = SMALL ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+        for (int j = lo, n; j < hi; j += n ? n : 1) {
+            n = LOOKED ? opened(w.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (!n) continue;
             if (SMALL) {
+                n = 1;
                 score_few(w, tile, rows, j);
                 continue;
             }
@@ -207,11 +230,12 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             const Bits begin = Bits{} + w.begin[CLIPPED ? i : 0], end = Bits{} + w.end[CLIPPED ? i : 0];
             Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
             for (int j = lo; j < hi; j++) {
+                if (LOOKED && !w.open[j]) continue;
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
                 Vec score = scaled(load<Vec>(at), unit);
                 score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
                 if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
-                else if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
+                else if (LOOKED) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);
             }
@@ -227,6 +251,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             }
             Vec total = w.total[row], weights[2];
             for (int j = lo; j < hi; j++) {
+                if (LOOKED && !w.open[j]) continue;
                 const Column &column = w.columns[place * VECTORS + j];
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
@@ -264,19 +289,19 @@ static void hide(Worker &w, Tile &tile, int rows) {
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
-    Bits odd = {};
-    for (int64_t i = lo * LANES; i < end; i++) {
-        if (i % LANES == 0 && !any(~load<Bits>(w.some + i))) {  // all keys of this vector are visible
-            i += LANES - 1;
-            continue;
-        }
-        for (int d = 0; d < V_DIM && !w.some[i]; d += LANES) {
-            const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
-            odd |= x - x != 0;
-        }
+    while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
+    if (lo >= hi) return;  // every key is visible
+    if (tile.slot->values == UNKNOWN) {
+        Bits odd = {};
+        for (int64_t i = 0; i < BLOCK_K && i < tile.present; i++)
+            for (int d = 0; d < V_DIM; d += LANES) {
+                const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
+                odd |= x - x != 0;
+            }
+        tile.slot->values = any(odd) ? ODD : FINITE;
     }
-    if (!any(odd)) return;
-    for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
+    if (tile.slot->values == FINITE) return;
+    for (int64_t i = 0; i * PAIR < end; i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
 #if PAIRS
         mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
@@ -289,17 +314,11 @@ static void hide(Worker &w, Tile &tile, int rows) {
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
-    const int64_t present = (tile.present + PAIR - 1) / PAIR;
     by_panels<V_WIDE>([&](auto vectors, int column) {
-        const int N = decltype(vectors)::N;
-        for (int g = 0; g < rows; g += GROUP) {
-            int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
-            if (end > present) end = present;
-            if (start >= end) continue;
-            multiply<GROUP, N, RESCALE>(w.weights + g * WEIGHTS + start, WEIGHTS, 1,
-                                        tile.values + start * tile.v_stride + column, tile.v_stride, end - start,
-                                        w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
-        }
+        for (int g = 0; g < rows; g += GROUP)
+            multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
+                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + column, tile.v_stride,
+                w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
 }
 

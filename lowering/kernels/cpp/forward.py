@@ -17,7 +17,7 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Slot, TableUse, Target
 
@@ -218,6 +218,7 @@ class CppKernel:
         line("// -- the mask and the score mod, over a vector of keys " + "-" * 59, "")
         self._fixed()
         self._row()
+        self._repeated()
         self._column()
         arguments = "const Fixed &fixed, const Row &row, const Column &column"
         self._function("visible", f"Bits visible({arguments})", "bits(true)")
@@ -333,6 +334,18 @@ class CppKernel:
             line("return row;")
         line("")
 
+    def _repeated(self) -> None:
+        """Write whether two rows see the same keys, where neighbours may: what the mask knows of a query is read by
+        blocks or from a table."""
+        line, root = self.page.line, self.ready.get("visible")
+        known = levels(root, when=expr_cpp.WHEN) if root is not None else {}
+        above = {a for node in known if known[node] == POSITION for a in node.args}
+        read = [node for node in known if known[node] == ROW and (node in above or node is root)]
+        apart = root is None or any(_tells_apart(node) for node in read)
+        same = " & ".join(f"(a.{x} == b.{x})" for x in (self.printed.texts[n].removeprefix("row.") for n in read))
+        line(f"const bool REPEATED = {'false' if apart else 'true'};  // rows that see the same keys are neighbours")
+        line(f"INLINE bool alike(const Row &a, const Row &b) {{ return {'false' if apart else same or 'true'}; }}", "")
+
     def _column(self) -> None:
         line = self.page.line
         lines = self.printed.needed(self.ready.values(), COLUMN)
@@ -363,6 +376,13 @@ SOURCES = {
 def spread(node: Expr, text: str) -> str:
     """A single number copied to every lane."""
     return expr_cpp.SPREAD[node.type].format(text)
+
+
+def _tells_apart(e: Expr) -> bool:
+    """Whether neighbouring queries have values of their own: no quotient and no entry of a table hides which it is."""
+    if e.op == "lookup" or (e.op in ("floordiv", "shr") and not uses(e.args[1])):
+        return False
+    return e is var("q") or any(map(_tells_apart, e.args))
 
 
 ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before the mask and the score mod

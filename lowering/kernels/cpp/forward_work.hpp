@@ -46,6 +46,7 @@ static void begin(Worker &w, const Item &item) {
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
+            w.repeated[i] = i > row && alike(w.rows[i - 1], w.rows[i]);
         }
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
@@ -55,7 +56,7 @@ static void begin(Worker &w, const Item &item) {
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
-    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE};
+    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE, nullptr};
     for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
         int64_t batch = item.batch, row = start + i * CHUNK;
         if (PAGE) {
@@ -76,8 +77,9 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
     Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
     const bool here = in_place(call);
-    if (w.tag[slot] != name) {
-        w.tag[slot] = name;
+    tile.slot = w.slot + slot;
+    if (tile.slot->tile != name) {
+        *tile.slot = {name, UNKNOWN};
         pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
         if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
     }

@@ -42,18 +42,21 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
 
-// C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step.
-template <int M, int N, Start START>
+// C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step. LISTED: of
+// the steps, those in `list` alone.
+template <int M, int N, Start START, bool LISTED = false>
 static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
-                     Real *c, int64_t c_row, const Real *factor = nullptr) {
+                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr) {
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
-    for (; steps > 0; steps--, a += a_step, b += b_step) {
+    for (; steps > 0; steps--) {
+        const Operand *left = LISTED ? a + *list * a_step : a, *row = LISTED ? b + *list++ * b_step : b;
         Operands right[N];
-        for (int j = 0; j < N; j++) right[j] = load<Operands>(b + j * LANES);
+        for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], a[i * a_row], right[j]);
+            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
+        if (!LISTED) a += a_step, b += b_step;
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
@@ -61,6 +64,30 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
             if (START == RESCALE) sum[i][j] += load<Vec>(c + i * c_row + j * LANES) * factor[i];
             store(c + i * c_row + j * LANES, sum[i][j]);
         }
+}
+
+// The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
+struct Steps {
+    int first, count;
+    const int32_t *list;  // null: neighbours
+};
+// Writes down the Operands of vector j of which some lane is wanted, behind `count` others; how many there are then.
+INLINE int listed(int32_t *list, int count, int j, uint32_t lanes) {
+    uint32_t left = PAIR == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
+    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PAIR;
+    return count;
+}
+INLINE Steps steps_of(const int32_t *list, int count) {
+    if (count == 0 || list[count - 1] - list[0] + 1 == count) return {count ? list[0] : 0, count, nullptr};
+    return {0, count, list};
+}
+template <int M, int N, Start START>
+INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr) {
+    if (steps.list)
+        return multiply<M, N, START, true>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor, steps.list);
+    a += steps.first * a_step, b += steps.first * b_step;
+    if (steps.count) multiply<M, N, START>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor);
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so

@@ -118,7 +118,12 @@ template <class T, int RANK, class... I> INLINE auto at(const Table<T, RANK> &ta
 // The same at a vector of indices along each axis.
 template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> &table, I... index) {
     typename Wide<decltype(entry(T()))>::Type found;
-    for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
+    if ((any(flags(index != index[0])) || ...)) {
+        for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
+    } else {  // one entry, as where keys are read by blocks
+        const auto one = at(table, (Int)index[0]...);
+        for (int i = 0; i < LANES; i++) put(found, i, one);
+    }
     return found;
 }
 

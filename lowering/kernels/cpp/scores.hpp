@@ -6,6 +6,8 @@
 
 const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
+const int VECTORS = BLOCK_K / LANES;
+const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
@@ -18,6 +20,13 @@ static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
 INLINE Vec score_of(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     return SCORED ? settled(modified(fixed, row, column, score)) : score;
+}
+
+// How many vectors of a panel are open from vector j on.
+INLINE int opened(const bool *open, int j) {
+    int n = 0;
+    while (n < PANEL - j % PANEL && open[j + n]) n++;
+    return n;
 }
 
 // Rows of an item by twos, threes and fours, as even as can be.

@@ -158,6 +158,17 @@ INLINE bool any(Bits x) {
 #endif
 }
 
+// A bit for each lane that is true.
+INLINE uint32_t truths(Bits x) {
+#if REGISTER_BYTES == 64 && REAL_BYTES == 4 && !defined(__clang__)
+    return __builtin_ia32_ptestmd512(x, x, -1);
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= (uint32_t)(x[i] & 1) << i;
+    return found;
+#endif
+}
+
 // A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
 #if LANES > 1
 template <int STEP> INLINE void turn(Vec *x) {

@@ -238,6 +238,17 @@ INLINE bool any(Bits x) {
 #endif
 }
 
+// A bit for each lane that is true.
+INLINE uint32_t truths(Bits x) {
+#if REGISTER_BYTES == 64 && REAL_BYTES == 4 && !defined(__clang__)
+    return __builtin_ia32_ptestmd512(x, x, -1);
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= (uint32_t)(x[i] & 1) << i;
+    return found;
+#endif
+}
+
 // A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
 #if LANES > 1
 template <int STEP> INLINE void turn(Vec *x) {
@@ -560,7 +571,12 @@ template <class T, int RANK, class... I> INLINE auto at(const Table<T, RANK> &ta
 // The same at a vector of indices along each axis.
 template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> &table, I... index) {
     typename Wide<decltype(entry(T()))>::Type found;
-    for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
+    if ((any(flags(index != index[0])) || ...)) {
+        for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
+    } else {  // one entry, as where keys are read by blocks
+        const auto one = at(table, (Int)index[0]...);
+        for (int i = 0; i < LANES; i++) put(found, i, one);
+    }
     return found;
 }
 
@@ -645,18 +661,21 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
 
-// C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step.
-template <int M, int N, Start START>
+// C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step. LISTED: of
+// the steps, those in `list` alone.
+template <int M, int N, Start START, bool LISTED = false>
 static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
-                     Real *c, int64_t c_row, const Real *factor = nullptr) {
+                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr) {
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
-    for (; steps > 0; steps--, a += a_step, b += b_step) {
+    for (; steps > 0; steps--) {
+        const Operand *left = LISTED ? a + *list * a_step : a, *row = LISTED ? b + *list++ * b_step : b;
         Operands right[N];
-        for (int j = 0; j < N; j++) right[j] = load<Operands>(b + j * LANES);
+        for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], a[i * a_row], right[j]);
+            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
+        if (!LISTED) a += a_step, b += b_step;
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
@@ -664,6 +683,30 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
             if (START == RESCALE) sum[i][j] += load<Vec>(c + i * c_row + j * LANES) * factor[i];
             store(c + i * c_row + j * LANES, sum[i][j]);
         }
+}
+
+// The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
+struct Steps {
+    int first, count;
+    const int32_t *list;  // null: neighbours
+};
+// Writes down the Operands of vector j of which some lane is wanted, behind `count` others; how many there are then.
+INLINE int listed(int32_t *list, int count, int j, uint32_t lanes) {
+    uint32_t left = PAIR == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
+    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PAIR;
+    return count;
+}
+INLINE Steps steps_of(const int32_t *list, int count) {
+    if (count == 0 || list[count - 1] - list[0] + 1 == count) return {count ? list[0] : 0, count, nullptr};
+    return {0, count, list};
+}
+template <int M, int N, Start START>
+INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr) {
+    if (steps.list)
+        return multiply<M, N, START, true>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor, steps.list);
+    a += steps.first * a_step, b += steps.first * b_step;
+    if (steps.count) multiply<M, N, START>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor);
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
@@ -999,6 +1042,9 @@ INLINE Row row_of(const Fixed &fixed, Int q) {
     return row;
 }
 
+const bool REPEATED = false;  // rows that see the same keys are neighbours
+INLINE bool alike(const Row &a, const Row &b) { return false; }
+
 struct Column {  // known once per vector of keys
     Int first;
     Ints k;
@@ -1055,6 +1101,8 @@ INLINE void interval(const Fixed &fixed, const Row &row, int64_t tile, int64_t k
 
 const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
+const int VECTORS = BLOCK_K / LANES;
+const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
@@ -1067,6 +1115,13 @@ static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
 INLINE Vec score_of(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     return SCORED ? settled(modified(fixed, row, column, score)) : score;
+}
+
+// How many vectors of a panel are open from vector j on.
+INLINE int opened(const bool *open, int j) {
+    int n = 0;
+    while (n < PANEL - j % PANEL && open[j + n]) n++;
+    return n;
 }
 
 // Rows of an item by twos, threes and fours, as even as can be.
@@ -1101,8 +1156,6 @@ static void few_products(const Operand *query, int rows, const Stored *keys, con
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
 const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5
-const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
@@ -1118,10 +1171,17 @@ static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
 
+// What is known of a packed tile: its number, and whether its values are finite.
+enum Finite { UNKNOWN, FINITE, ODD };
+struct Slot {
+    int64_t tile;
+    Finite values;
+};
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots;
-    int64_t *tag;     // [slots] the number of the tile in a slot
+    Slot *slot;       // [slots]
     Operand *tiles;   // [slots, TILE]
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
@@ -1135,7 +1195,11 @@ struct Worker {
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
+    bool open[VECTORS];        // whether the group at hand sees a vector
+    Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
+    int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
     Row rows[ROWS];
+    bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
     int places;                // entries of `fixed`: heads of the item, 1 where heads do not differ
     Fixed fixed[HEADS];
@@ -1148,7 +1212,7 @@ const int PLACES = 16;  // workers kept, some 70 MB at most; more threads than t
 static void *places[PLACES];
 
 static Worker *take(int64_t slots) {
-    const int64_t bytes = sizeof(Worker) + slots * (8 + TILE * (int64_t)sizeof(Operand)) + 256;
+    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + TILE * (int64_t)sizeof(Operand)) + 256;
     void *found = nullptr;
     for (int i = 0; i < PLACES && !found; i++)
         if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
@@ -1163,8 +1227,8 @@ static Worker *take(int64_t slots) {
     ((void **)worker)[-1] = found;
     worker->slots = slots;
     worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
-    worker->tag = (int64_t *)(worker->tiles + slots * TILE);
-    for (int64_t i = 0; i < slots; i++) worker->tag[i] = -1;
+    worker->slot = (Slot *)(worker->tiles + slots * TILE);
+    for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
     return worker;
 }
 
@@ -1189,6 +1253,7 @@ struct Tile {
     int64_t present;                // keys before the end
     const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
     int64_t v_stride;               // of `values`
+    Slot *slot;
 };
 
 // -- few rows -----------------------------------------------------------------------------------------------------
@@ -1237,21 +1302,29 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
 INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
     const int here = rows - g < M ? rows - g : M;
-    Bits some[VECTORS];
+    uint32_t some[VECTORS];
     for (int j = 0; j < VECTORS; j++) {  // the outer loop, so that the values of a column stay in registers
-        some[j] = Bits{};
+        Bits all = {}, seen = {};
         for (int i = 0; i < here; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
             const Column &column = w.columns[place * VECTORS + j];
-            const Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
+            if (!REPEATED || i == 0 || !w.repeated[g + i])
+                all |= seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
             w.seen[i * VECTORS + j] = seen;
-            some[j] |= seen;
         }
-        store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | some[j]);
+        store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | all);
+        some[j] = truths(all);
     }
     for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
-    while (lo < hi && !any(some[lo])) lo++;
-    while (lo < hi && !any(some[hi - 1])) hi--;
+    int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
+    int steps = 0;
+    for (int j = 0; j < VECTORS; j++) {
+        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        steps = listed(list, steps, j, some[j]);
+    }
+    while (lo < hi && !w.open[lo]) lo++;
+    while (lo < hi && !w.open[hi - 1]) hi--;
+    w.steps[g / GROUP] = steps_of(list, steps);
 }
 
 // Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the
@@ -1270,24 +1343,29 @@ INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi)
     }
     lo = (int)(first / LANES), hi = (int)((last + LANES - 1) / LANES);
     if (lo > hi) lo = hi = 0;
+    w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
 }
 
 // Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few, which
 // SMALL says. PARTIAL: not every position is visible.
 template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
     const int M = SMALL ? rows : GROUP;
-    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL;
+    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
+    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (CLIPPED) clip(w, tile, g, rows, lo, hi);
         else if (PARTIAL) look(w, g, M, rows, lo, hi);
+        else w.steps[g / GROUP] = {0, present, nullptr};
         if (PAIR == 2 && !SMALL) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
         const Operand *query = w.query + g * QUERY;
-        for (int j = lo, n; j < hi; j += n) {
-            n = SMALL ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+        for (int j = lo, n; j < hi; j += n ? n : 1) {
+            n = LOOKED ? opened(w.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (!n) continue;
             if (SMALL) {
+                n = 1;
                 score_few(w, tile, rows, j);
                 continue;
             }
@@ -1301,11 +1379,12 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             const Bits begin = Bits{} + w.begin[CLIPPED ? i : 0], end = Bits{} + w.end[CLIPPED ? i : 0];
             Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
             for (int j = lo; j < hi; j++) {
+                if (LOOKED && !w.open[j]) continue;
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
                 Vec score = scaled(load<Vec>(at), unit);
                 score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
                 if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
-                else if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
+                else if (LOOKED) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);
             }
@@ -1321,6 +1400,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             }
             Vec total = w.total[row], weights[2];
             for (int j = lo; j < hi; j++) {
+                if (LOOKED && !w.open[j]) continue;
                 const Column &column = w.columns[place * VECTORS + j];
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
@@ -1358,19 +1438,19 @@ static void hide(Worker &w, Tile &tile, int rows) {
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
-    Bits odd = {};
-    for (int64_t i = lo * LANES; i < end; i++) {
-        if (i % LANES == 0 && !any(~load<Bits>(w.some + i))) {  // all keys of this vector are visible
-            i += LANES - 1;
-            continue;
-        }
-        for (int d = 0; d < V_DIM && !w.some[i]; d += LANES) {
-            const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
-            odd |= x - x != 0;
-        }
+    while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
+    if (lo >= hi) return;  // every key is visible
+    if (tile.slot->values == UNKNOWN) {
+        Bits odd = {};
+        for (int64_t i = 0; i < BLOCK_K && i < tile.present; i++)
+            for (int d = 0; d < V_DIM; d += LANES) {
+                const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
+                odd |= x - x != 0;
+            }
+        tile.slot->values = any(odd) ? ODD : FINITE;
     }
-    if (!any(odd)) return;
-    for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
+    if (tile.slot->values == FINITE) return;
+    for (int64_t i = 0; i * PAIR < end; i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
 #if PAIRS
         mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
@@ -1383,17 +1463,11 @@ static void hide(Worker &w, Tile &tile, int rows) {
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
-    const int64_t present = (tile.present + PAIR - 1) / PAIR;
     by_panels<V_WIDE>([&](auto vectors, int column) {
-        const int N = decltype(vectors)::N;
-        for (int g = 0; g < rows; g += GROUP) {
-            int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
-            if (end > present) end = present;
-            if (start >= end) continue;
-            multiply<GROUP, N, RESCALE>(w.weights + g * WEIGHTS + start, WEIGHTS, 1,
-                                        tile.values + start * tile.v_stride + column, tile.v_stride, end - start,
-                                        w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
-        }
+        for (int g = 0; g < rows; g += GROUP)
+            multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
+                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + column, tile.v_stride,
+                w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
 }
 
@@ -1454,6 +1528,7 @@ static void begin(Worker &w, const Item &item) {
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
+            w.repeated[i] = i > row && alike(w.rows[i - 1], w.rows[i]);
         }
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
@@ -1463,7 +1538,7 @@ static void begin(Worker &w, const Item &item) {
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
-    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE};
+    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE, nullptr};
     for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
         int64_t batch = item.batch, row = start + i * CHUNK;
         if (PAGE) {
@@ -1484,8 +1559,9 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
     Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
     const bool here = in_place(call);
-    if (w.tag[slot] != name) {
-        w.tag[slot] = name;
+    tile.slot = w.slot + slot;
+    if (tile.slot->tile != name) {
+        *tile.slot = {name, UNKNOWN};
         pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
         if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
     }

@@ -12,11 +12,15 @@ import pytest
 from support.attention_cases import CASES, Case, causal
 from support.native.native_image import Problem, flags_of, here, program
 
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, k, q
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
+IDS = np.random.default_rng(3).permutation(16) % 4
+BLOCKED = eq(lookup("ids", (q // 16,)), lookup("ids", (k // 16,)))
 MORE = {
     "plain": (Case(causal, heads=4, kv_heads=2), {"sinks": True, "dropout": 0.25}),
     "bfloat16": (Case(causal, dtype="bfloat16", dim=64, v_dim=64), {}),
@@ -24,6 +28,7 @@ MORE = {
     "float64": (CASES["softcap"].but(dtype="float64"), {"sinks": True, "dropout": 0.5}),
     "odd sizes": (Case(causal, dim=72, v_dim=24, q_len=77, kv_len=91), {}),
     "wide": (Case(causal, dim=256, v_dim=256, q_len=70, kv_len=130), {}),
+    "blocks": (Case(BLOCKED, tables={"ids": IDS}, q_len=250, kv_len=230), {}),
     "many threads": (Case(causal, heads=8, kv_heads=1, q_len=260, kv_len=260), {"sinks": True}),
 }
 MATRIX = {name: (case, {}) for name, case in CASES.items()} | MORE
