@@ -31,6 +31,11 @@ def on_startup(command: str, dirty: bool) -> None:
     link()  # the package as griffe finds it; mkdocstrings looks which folders there are when it is configured
 
 
+def on_config(config: Any) -> None:
+    if not config["repo_url"]:  # links to edit a page lead nowhere without a repository
+        config["edit_uri"] = None
+
+
 def on_files(files: Files, config: Any) -> None:
     written = files.documentation_pages()
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")

@@ -63,6 +63,16 @@ def test_the_chart_is_what_the_script_writes():
     assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart()
 
 
+def test_pictures_of_block_sparsity_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    script("pictures").draw(tmp_path)
+    drawn = {p.name for p in tmp_path.rglob("*.*")}
+    page = (ROOT / "docs" / "block-sparsity.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\(assets/(.*?)\)", page)
+    assert {*shown, "plot.png", "chart.svg"} == drawn
+    assert len(shown) == 5
+
+
 def test_the_tour_names_every_file_once():
     named = re.findall(r"^- `([^`]+)`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"), re.M)
     files = [f for room in ("grammar", "dsl", "lowering", "runtime") for f in (ROOT / room).rglob("*")]

@@ -7,10 +7,11 @@ import pytest
 from support.pages import DOCS, blocks
 
 MIGRATING = "migrating.md"
-ELSEWHERE = {MIGRATING}  # below
+ELSEWHERE = {MIGRATING, "recipes.md"}  # below, and test_recipes.py
 PAGES = [str(p.relative_to(DOCS)) for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "gallery"]  # test_gallery.py
 LONG = {"caches.md", "flax.md", "guide.md", "operations.md"}  # seconds; for CI
 NOT_RUN = {
+    ("index.md", "installs"),
     ("quickstart.md", "installs"),
     ("device.md", "tables on a GPU"),
     ("device.md", "a GPU"),

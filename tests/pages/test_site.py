@@ -62,6 +62,14 @@ def test_what_comes_from_elsewhere_is_found(tmp_path):
         assert len(list(hooks.fetched(tmp_path))) == 1, bad
 
 
+@needs_mkdocs
+@pytest.mark.parametrize(("address", "left"), [(None, None), ("https://a.b/c/d", "edit/main/docs/")])
+def test_edit_links_are_for_a_known_repository(address, left):
+    config = {"repo_url": address, "edit_uri": "edit/main/docs/"}
+    script("site_hooks").on_config(config)
+    assert config["edit_uri"] == left
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the site, built by its one command, where nothing of a network answers."""
@@ -79,6 +87,7 @@ def test_the_site_is_built_without_a_network(site):
     assert "frisket.compile" in (site / "api" / "attention" / "index.html").read_text(encoding="utf-8")
     code = (site / "index.html").read_text(encoding="utf-8")
     assert '<span class="gp">&gt;&gt;&gt; </span>' in code  # a session, not a text
+    assert "edit/main" not in code
     assert not [p for p in site.rglob("*.py") if p.is_file()]
 
 
