@@ -127,7 +127,7 @@ def attention(
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
         from frisket.runtime.torch.graph import written_call
 
-        said = scale, enable_gqa, backend, None, rate, None, deterministic
+        said = scale, enable_gqa, backend, None, rate, None, deterministic, True
         params |= live_of(k_scale, v_scale, pages)
         request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
         found = written_call(mask, score, said, request)

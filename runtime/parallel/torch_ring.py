@@ -132,7 +132,8 @@ class RingJob:
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
         sizes = (*self.sizes, self.deal.length, self.deal.length)
         params = {**self.params, **values}
-        return kept_ready(kept[where], Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params=params))
+        request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params=params)
+        return kept_ready(kept[where], request).generated  # engines tell less of parts of the keys
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
         """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""

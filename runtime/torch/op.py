@@ -64,9 +64,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _found(att, key, plan, params, kept)
     if ready is not None:
-        if saving:
-            ready = ready.generated
-        elif "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
+        if not saving and "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
             ready.__dict__["asked_again"] = True
             _repeat(att, ready, request._replace(q=q, k=k, v=v), settings)
         values = att.learned if plan is None else plan.given
@@ -85,7 +83,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
     ready = _remembered(call, att, plan, key, kept)
-    return run(call, ready.generated if saving else ready, saving)
+    return run(call, ready, saving)
 
 
 def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -115,12 +113,10 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings) -> Non
 
 
 def kept_ready(att: Any, request: Request) -> Ready:
-    """The prepared call that `att(q, k, v, ...)` runs, of generated kernels: its results are of parts of the keys, or
-    of a graph that has a forward of theirs."""
+    """The prepared call that `att(q, k, v, ...)` runs."""
     key = key_of(att, request[:3], request, Settings.read())
-    if (ready := _found(att, key, request.plan, request.params, att.ready)) is not None:
-        return ready.generated
-    return _remembered(att.call(request), att, request.plan, key, att.ready).generated
+    found = _found(att, key, request.plan, request.params, att.ready)
+    return _remembered(att.call(request), att, request.plan, key, att.ready) if found is None else found
 
 
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:

@@ -92,6 +92,8 @@ def attend_backward(
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
         ready = kept_ready(att, request)
+        if sinks is not None or request.top:
+            ready = ready.generated  # as in the forward
         live = [request.params[n] for _, n in ready.live]
         saved = (q, k, v, sinks, out, lse, norm, *live)
         learned = {n for _, n in ready.live}

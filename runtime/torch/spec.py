@@ -33,7 +33,7 @@ from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Program, program
 
-WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "unwritten", "score", "at")
+WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "engines", "unwritten", "score", "at")
 HEAD = "{{'scale': '{!r}', " + ", ".join(f"'{word}': {{!r}}" for word in WORDS[1:]) + "}}\n"  # infinity is no literal
 
 
@@ -41,7 +41,17 @@ def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
     tile = None if o.tile is None else tuple(map(int, o.tile))
     scale = float(o.scale) if isinstance(o.scale, np.generic) else o.scale
-    options = scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.given, o.deterministic, program.unwritten
+    options = (
+        scale,
+        o.enable_gqa,
+        o.backend,
+        tile,
+        o.dropout,
+        o.tuning.given,
+        o.deterministic,
+        o.engines,
+        program.unwritten,
+    )
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
     return HEAD.format(*options, -1, tuple(map(len, places))) + text_of(program, learned) + "".join(places)
@@ -97,7 +107,7 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     scale = None if said["scale"] == "None" else float(said["scale"])
     options = Options(
         scale, said["gqa"], said["backend"], said["tile"], said["dropout"], tuning=Tuning.of(said["tuning"]),
-        deterministic=said["deterministic"],
+        deterministic=said["deterministic"], engines=said["engines"],
     )  # fmt: skip
     at = said["score"]
     if at < 0:

@@ -142,7 +142,7 @@ def _unlike(call: EngineCall) -> str:
 
 def asked_for(options: Options) -> bool:
     """Whether generated kernels are asked for: by name, by their tiles, or by `engines=False`."""
-    by_name = options.backend or Settings.read().backend or options.tile or options.tuning is not AS_CHOSEN
+    by_name = options.backend or Settings.read().backend or options.tile or options.tuning != AS_CHOSEN
     return bool(by_name) or not allowed(options)
 
 

@@ -1,0 +1,126 @@
+"""Engines in graphs of torch: one operator, its fake, and the engine's backward or that of generated kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.flash import engine as stand_in
+
+import frisket as fk
+from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.engines import costs
+from frisket.runtime.backends.engines.square import square
+from frisket.runtime.backends.flash import tiles
+from frisket.runtime.backends.sdpa import torch as sdpa
+from frisket.runtime.torch.engine import EngineReady
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No backend is named, and every engine that is proved wins on the CPU."""
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    kinds = ("float16", "bfloat16", "float32", "float64")
+    rows = [costs.CostRow(name, "cpu", kinds, lambda call: True, "", "") for name in ("flash", "cudnn", "sdpa")]
+    monkeypatch.setattr(costs, "COSTS", tuple(rows))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """FlashAttention 4 and cuDNN on the CPU: the stand-in of the one, torch's kernel for CPUs for the other."""
+    undo, records = stand_in.install(monkeypatch), {n: RECORDS[n] for n in ("flash", "cudnn")}
+    monkeypatch.setattr(tiles, "architecture", lambda device=None: "sm_90")
+    register(replace(RECORDS["flash"], platforms=("cpu",)))
+    cudnn = replace(
+        records["cudnn"], reason=lambda framework=None: "", platforms=("cpu",), executors=RECORDS["sdpa"].executors,
+        engine=_on_the_cpu,
+    )  # fmt: skip
+    register(cudnn)
+    yield
+    for was in records.values():
+        register(was)
+    undo()
+
+
+def _on_the_cpu(flags, call):
+    """The call of cuDNN, for torch's kernel on the CPU: gradients are its own where they need no order."""
+    mask = square(flags, call.geometry, "cuDNN", rectangles=False)
+    if isinstance(mask, str):
+        return mask
+    return sdpa.SdpaArguments("cpu", mask, call.geometry.scale * flags.factor, not call.deterministic)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The engines whose forwards have run, in their order."""
+    found, was = [], EngineReady.saving
+
+    def saving(self, *given):
+        found.append(self.proof.backend)
+        return was(self, *given)
+
+    monkeypatch.setattr(EngineReady, "saving", saving)
+    return found
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sdpa_in_a_graph(lse, dynamic, called):
+    """No graph break; results and gradients are those of library calls; the engine runs once."""
+    att, other = fk.compile("causal"), fk.compile("causal", backend="aten")
+    arrays = [torch.randn(1, h, 40, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+
+    def loss(att):
+        out, rows = att(*arrays, return_lse=True)
+        return (out**2).sum() + (rows.sum() if lse else 0)
+
+    graph = torch.compile(lambda: loss(att), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    found = graph()
+    grads = torch.autograd.grad(found, arrays)
+    assert called == ["sdpa"]
+    want = loss(other)
+    torch.testing.assert_close(found, want)
+    for got, wanted in zip(grads, torch.autograd.grad(want, arrays), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    ("engine", "mask"), [("cudnn", "causal"), ("flash", "causal & window(9)"), ("flash", "causal | k < 7")]
+)
+def test_engines_of_gpus_in_a_graph(engine, mask, deterministic, called):
+    """By stand-ins; where an engine's gradients have no order, generated kernels make them of its out and lse."""
+    att = fk.compile(mask, engines=engine, deterministic=deterministic)
+    arrays = [torch.randn(1, h, 40, 16).half().requires_grad_() for h in (4, 2, 2)]
+    graph = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, backend="aot_eager")
+    out = graph(*arrays)
+    grads = torch.autograd.grad(out, arrays, torch.ones_like(out))
+    assert called == [engine]
+    own = [x.detach().double().requires_grad_() for x in arrays]
+    want = fk.compile(mask, backend="aten")(*own)
+    torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=2e-3)
+    for got, wanted in zip(grads, torch.autograd.grad(want, own, torch.ones_like(want)), strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", [{"engines": False}, {"backend": "aten"}])
+def test_generated_kernels_in_a_graph(how, called):
+    """What is asked for of an attention holds in a graph of it."""
+    att = fk.compile("causal", **how)
+    q, k, v = torch.randn(3, 1, 2, 30, 16)
+    graph = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, backend="aot_eager")
+    out = graph(q, k, v)
+    assert called == []
+    torch.testing.assert_close(out, fk.compile("causal", backend="aten")(q, k, v))
+
+
+def test_sinks_in_a_graph_are_generated_kernels(called):
+    att = fk.compile("causal")
+    arrays = [torch.randn(1, 2, 30, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    graph = torch.compile(lambda: att(*arrays, sinks=0.5).sum(), fullgraph=True, backend="aot_eager")
+    grads = torch.autograd.grad(graph(), arrays)
+    assert called == []
+    other = fk.compile("causal", backend="aten")
+    for got, wanted in zip(grads, torch.autograd.grad(other(*arrays, sinks=0.5).sum(), arrays), strict=True):
+        torch.testing.assert_close(got, wanted)
