@@ -4,9 +4,10 @@
     right    every mask and score mod of the library with the tiles that users get, bfloat16 and float16, forward and
              backward, beside float64
     tune     other tiles than those of runtime/backends/triton/tiles.py, best first; causal masks first
-    speed    TFLOP/s of visible work, forward and backward, beside compiled flex_attention, SDPA (cuDNN, flash),
-             FlashAttention and Triton's tutorial where they are, and a dense formula; steps of decoding as a share of
-             the bandwidth at which the device copies memory
+    speed    TFLOP/s of visible work, forward and backward, beside frisket's engines (flash, cudnn, sdpa; why one does
+             not run is a note), compiled flex_attention, SDPA (cuDNN, flash), FlashAttention and Triton's tutorial
+             where they are, and a dense formula; steps of decoding as a share of the bandwidth at which the device
+             copies memory
     profile  counters of two kernels, by Nsight Compute where it is installed
 
     cases    every case of the interpreter's tests, compiled and run on the device

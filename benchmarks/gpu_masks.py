@@ -89,8 +89,11 @@ def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
     }  # fmt: skip
 
 
-def ours(case: Contest) -> fk.Attention:
-    return fk.compile(case.mask, case.score, backend="triton", **case.params)
+ENGINES = ("flash", "cudnn", "sdpa")  # backends that are kernels of vendors, for GPUs of NVIDIA
+
+
+def ours(case: Contest, backend: str = "triton", deterministic: bool = True) -> fk.Attention:
+    return fk.compile(case.mask, case.score, backend=backend, deterministic=deterministic, **case.params)
 
 
 def visible_pairs(case: Contest, length: int) -> int:
@@ -161,6 +164,9 @@ def dense(case: Contest, arrays: Any) -> Call:
 def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Callable[[], Call]]:
     """All that can be asked; each is built when it is first called, and may fail then."""
     found: dict[str, Callable[[], Call]] = {"flex": lambda: flex(case, arrays, not dry)}
+    # an engine's own gradients are asked for: those of most have no order
+    for name in ENGINES:
+        found[f"frisket, {name}"] = lambda name=name: partial(ours(case, name, deterministic=False), *arrays)
     if case.is_causal is not None and not dry:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
     if case.flash is not None and not dry:

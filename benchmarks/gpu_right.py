@@ -15,7 +15,16 @@ TOKENS = 1000  # no multiple of any tile
 DTYPES = ("bfloat16", "float16")
 BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of errors, as parts of the largest number
 DRY = ("causal", "causal_document(off)", "softcap(c)")
-ENGINES_KNOW = ("full", "causal", "prefix(p)")  # masks of engines without windows and documents
+KNOWN = ("full", "causal", "prefix(p)")  # masks of engines without windows and documents
+ENGINES = {  # of each engine and dtype the entries that are asked, "": all
+    "sdpa": {"bfloat16": KNOWN, "float16": KNOWN}, "cudnn": {"bfloat16": KNOWN, "float16": KNOWN},
+    "flash": {"bfloat16": "", "float16": (*KNOWN, "window(w)", "same(t)", "softcap(c)", "alibi")},
+}  # fmt: skip
+DRY_ENGINES = {
+    "sdpa": {"float32": KNOWN},
+    "cudnn": {"float16": KNOWN},
+    "flash": {"float16": ""},
+}  # those that are there
 
 
 def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
@@ -29,15 +38,17 @@ def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
 
 
 def rows(scale: Scale) -> list[str]:
-    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's, then engines, of masks they know."""
+    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's, then engines, of masks they know.
+    JAX's splash attention is for TPUs alone."""
     backends = {"triton": ("float32",)} if scale.dry else {"triton": DTYPES, "gluon": DTYPES}
-    engines = {"sdpa": ("float32",)} if scale.dry else {"sdpa": DTYPES, "cudnn": DTYPES}
+    there = fk.backends()
+    engines = {n: x for n, x in DRY_ENGINES.items() if not there[n]} if scale.dry else ENGINES
     return [
         f"{backend}, {name}, {dtype}" for backend, dtypes in backends.items() for dtype in dtypes
         for name in entries(scale)
     ] + [
-        f"{engine}, {name}, {dtype}" for engine, dtypes in engines.items() for dtype in dtypes
-        for name in ENGINES_KNOW if name in entries(scale)
+        f"{engine}, {name}, {dtype}" for engine, dtypes in engines.items() for dtype, known in dtypes.items()
+        for name in entries(scale) if not known or name in known
     ]  # fmt: skip
 
 
@@ -81,7 +92,8 @@ def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scal
 
 
 def attention(kind: str, case: cases.Case, backend: str) -> fk.Attention:
-    return fk.compile(**{kind: case.text}, backend=backend, **case.params)
+    """An engine's own gradients are asked for: those of most have no order."""
+    return fk.compile(**{kind: case.text}, backend=backend, deterministic=backend not in ENGINES, **case.params)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -51,6 +51,7 @@ class Executors:
     refuses: Lazy | None = None
     refuses_gradients: Lazy | None = None
     repeat: Lazy | None = None  # the output of calls that differ from one in their arrays alone
+    checks_gradients: Lazy | None = None  # raises before a forward whose gradients the backward would refuse
     build: Lazy | None = None  # compiles the forward before the first call; library calls run where it cannot
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap

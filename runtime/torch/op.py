@@ -265,6 +265,7 @@ def _prepared(call: Call, options: Options) -> Ready:
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
         given.layout != NATURAL["torch"], real, *_executor(backend, options.deterministic), backend.rows,
+        _checking(backend, options.deterministic),
     )  # fmt: skip
 
 
@@ -277,6 +278,12 @@ def _executor(backend: Backend, deterministic: bool) -> tuple[Callable[..., Any]
     if run.nondeterministic and not deterministic:
         backward = partial(backward, deterministic=False)
     return run.forward.function, backward
+
+
+def _checking(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
+    """The function that raises before a forward whose gradients the backward would refuse; most refuse none."""
+    found = backend.executors["torch"].checks_gradients
+    return None if found is None else partial(found.function, deterministic=deterministic)
 
 
 def _refused(name: str, *given: Any, **more: Any) -> Any:

@@ -39,6 +39,7 @@ class Ready:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     rows: str  # what the backward knows of each row beside lse: see `Backend.rows`
+    check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
 
     @property
@@ -93,6 +94,10 @@ class Ready:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             if self.stored:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
+            if self.check is not None:
+                wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
+                slots, tables = self.values(q.device, seed, values)
+                self.check(self.plan, self.spans, self.geometry, q.device, slots, tables, self.target, wanted=wanted)
             out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
         else:
             out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)

@@ -33,8 +33,25 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
-def measured(*rows: tuple[str, str]) -> list[dict]:
-    return [json.loads(line) for line in python("-c", ROWS, json.dumps(rows)).splitlines()]
+STAND_INS = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, "../tests")
+import pytest
+import checkout
+from frisket.runtime.backends.base import RECORDS, register
+from support.flash import engine
+engine.install(pytest.MonkeyPatch())
+register(replace(
+    RECORDS["cudnn"], reason=lambda framework=None: "", platforms=("cuda", "cpu"), refuses={},
+    engine=RECORDS["sdpa"].engine, executors=RECORDS["sdpa"].executors,
+))
+"""
+
+
+def measured(*rows: tuple[str, str], stand_ins: bool = False) -> list[dict]:
+    script = (STAND_INS if stand_ins else "") + ROWS
+    return [json.loads(line) for line in python("-c", script, json.dumps(rows)).splitlines()]
 
 
 @pytest.mark.matrix
@@ -45,10 +62,9 @@ def test_every_part_that_runs_in_its_own_process():
         ("tune", "dkv, causal, D 16, 2 stages"), ("right", "triton, softcap(c), float32"),
         ("profile", "backward: causal, D 16"),
     )  # fmt: skip
-    (engine,) = measured(("right", "sdpa, causal, float32"))
-    assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
     found = forward["rows"]["48"]["figures"]
     assert set(found["tflops"]) == {"frisket", "flex", "dense"}
+    assert "sinks are the generated kernels'" in forward["rows"]["48"]["notes"]["frisket, sdpa"]
     pairs, took = 48 * 49 / 2, found["ms"]["frisket"] / 1e3
     assert found["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
     assert set(backward["rows"]["48"]["ratios"]) == {"dense / frisket"}
@@ -59,6 +75,20 @@ def test_every_part_that_runs_in_its_own_process():
     assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "dq", "dk", "dv"}
     assert right["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
+
+
+def test_rows_of_engines():
+    """Right rows of each engine, its own gradients too, and its speed beside ours, by stand-ins on the CPU."""
+    *right, forward, backward = measured(
+        ("right", "sdpa, causal, float32"), ("right", "cudnn, causal, float16"), ("right", "flash, causal, float16"),
+        ("right", "flash, causal_document(off), float16"), ("right", "flash, softcap(c), float16"),
+        ("speed", "forward: causal, D 16"), ("speed", "backward: causal, D 16"), stand_ins=True,
+    )  # fmt: skip
+    for engine in right:
+        assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
+    for row in (forward, backward):
+        assert {"frisket", "frisket, cudnn", "frisket, sdpa"} <= set(row["rows"]["48"]["figures"]["tflops"])
+        assert "takes float16 and bfloat16" in row["rows"]["48"]["notes"]["frisket, flash"]
 
 
 @pytest.mark.matrix
@@ -86,6 +116,8 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
     wanted = {f"{backend}, {name}, {dtype}" for backend in ("triton", "gluon") for name in entries for dtype in dtypes}
     known = ("full", "causal", "prefix(p)")
     wanted |= {f"{engine}, {name}, {dtype}" for engine in ("sdpa", "cudnn") for name in known for dtype in dtypes}
+    more = (*known, "window(w)", "same(t)", "softcap(c)", "alibi")
+    wanted |= {f"flash, {name}, bfloat16" for name in entries} | {f"flash, {name}, float16" for name in more}
     assert {*PARTS["right"].rows(FULL)} == wanted
 
 

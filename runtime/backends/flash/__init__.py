@@ -44,6 +44,7 @@ register(Backend(
         "torch": Executors(
             Lazy(f"{HERE}.executors:forward"), Lazy(f"{HERE}.executors:backward"),
             refuses_gradients=Lazy(f"{HERE}.executors:refuses_gradients"), nondeterministic=True,
+            checks_gradients=Lazy(f"{HERE}.executors:backward_call"),
         )
     },
     order=55,

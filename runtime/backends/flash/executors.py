@@ -46,15 +46,24 @@ def backward(
     wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
-    if why := refuses_gradients(plan, geometry, "", (), wanted):
-        raise BackwardError(f"{why}\n  {INSTEAD}")
     g = geometry
+    call = backward_call(plan, spans, g, q.device, slots, tables, target, wanted=wanted, deterministic=deterministic)
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
-    call = prepared(plan, spans, g, target, slots, tables, q.device, True, deterministic)
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
     found = engine.gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
     return {n: x for n, x in zip("qkv", found, strict=True) if n in wanted}
+
+
+def backward_call(
+    plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    target: Target, *, wanted: Collection[str], deterministic: bool = True,
+) -> FlashCall:  # fmt: skip
+    """The call of the backward. Raises where the engine has not all of the wanted gradients, which is asked before the
+    forward runs, too."""
+    if why := refuses_gradients(plan, geometry, "", (), wanted):
+        raise BackwardError(f"{why}\n  {INSTEAD}")
+    return prepared(plan, spans, geometry, target, slots, tables, device, True, deterministic)
 
 
 def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, wanted: Collection[str]) -> str:

@@ -11,7 +11,7 @@ from support.matrix import some
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.flash import tiles
+from frisket.runtime.backends.flash import engine, tiles
 from frisket.runtime.backends.flash.blocks import tensors_of, write_order
 from frisket.runtime.backends.flash.call import call_of, flags_for
 
@@ -202,16 +202,33 @@ def test_what_is_refused(arch):
         fk.compile("causal", backend="flash")(*wide)
     with pytest.raises(BackendError, match="one origin for all batch entries"):
         fk.compile(odd, backend="flash")(q, k, v, origin=(0, 0, np.array([3]), 0), sizes=(1, 4, 80, 80))
-    learned = torch.zeros(4, requires_grad=True)
+    paged = {"pages": torch.zeros(1, 4, dtype=torch.int32)}
+    pool = torch.zeros(1, 1, 16, 64).half()
+    with pytest.raises(LoweringError, match="read no pages: an entry of a recycled page may be NaN"):
+        fk.compile("causal", backend="flash")(q, pool, pool, **paged)
+
+
+def test_gradients_are_refused_before_the_forward(arch, monkeypatch):
+    """Where one would be asked for; under no_grad the forward runs."""
+    ran = []
+    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    q, k, v = arrays(cases.Case("causal", 64, 64, heads=4))
+    odd, learned = "causal & (q % 7 < 6)", torch.zeros(4, requires_grad=True)
+    att = fk.compile("causal", "alibi(slopes)", slopes=learned, backend="flash", deterministic=False)
     with pytest.raises(BackwardError, match="no gradient of slopes"):
-        fk.compile("causal", "alibi(slopes)", slopes=learned, backend="flash", deterministic=False)(
-            q, k, v
-        ).sum().backward()
+        att(q, k, v)
+    assert not ran
+    with torch.no_grad():
+        att(q, k, v)
+    assert ran.pop()
     q.requires_grad_()
     fk.compile("causal", backend="flash")(q, k, v).sum().backward()  # flags: Hopper's sums have an order
+    assert ran.pop()
     if arch == "sm_90":
-        with pytest.raises(BackendError, match=r"in any order on Hopper.*\n.*deterministic=False"):
-            fk.compile(odd, backend="flash")(q, k, v).sum().backward()
+        for _ in range(2):  # the second call is known
+            with pytest.raises(BackendError, match=r"in any order on Hopper.*\n.*deterministic=False"):
+                fk.compile(odd, backend="flash")(q, k, v)
+        assert not ran
     else:
         fk.compile(odd, backend="flash")(q, k, v).sum().backward()
 
