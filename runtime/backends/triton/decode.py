@@ -116,15 +116,16 @@ def shares(
         if programs >= waves * slots and pack == 1:
             return None
         tiles = most_tiles(spans, g, block)
-        tile, results = _costs(g, dims, rows, own.block_k)
-        splits = parts(programs, slots, tiles, tile, results, waves)
+        read, tile, results = _costs(g, dims, rows, own.block_k)
+        short = tiles * own.block_k <= LEAST * 64
+        splits = 1 if short else parts(programs, slots, tiles, tile, results, waves)
         if (
-            tiles * tile >= RAGGED * results
+            tiles * read >= RAGGED * results
             and g.batch * -(-g.q_len // queries) <= ROWS
             and ragged(plan, spans, g, block)
         ):
             return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block, balanced=True)
-        if splits == 1 and (tiles * max(1, own.block_k // 64) <= LEAST or pack == 1):
+        if splits == 1 and (short or pack == 1):
             return None
     return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block)
 
@@ -148,12 +149,13 @@ def _used(length: int, rows: int) -> float:
     return length / (-(-length // rows) * rows)
 
 
-def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int]:
-    """The costs of a tile of keys and of a part's results, which are written once and read once. A cost is a number of
-    bytes; that of a tile is its bytes, or the bytes that could be read while it is multiplied."""
+def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int, int]:
+    """The costs of reading a tile of keys, of a tile, and of a part's results, which are written once and read once. A
+    cost is a number of bytes; that of a tile is its bytes, or the bytes that could be read while it is multiplied."""
     width = g.head_dim + g.v_dim
     of_key = 1 if dims.kv_dtype else 4 if dims.dtype == "float32" else 2
-    return keys * width * max(of_key, 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
+    read = keys * width * of_key
+    return read, max(read, keys * width * 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
 
 
 def _whole_groups(g: Geometry) -> bool:
@@ -188,10 +190,10 @@ def parts(programs: int, slots: int, tiles: int, tile: int, results: int, waves:
     programs, each with its share of the tiles, and of combining the parts. `tile` and `results` are the costs of a tile
     and of a part's results, in bytes. Where programs fill so many `waves` nothing is split.
 
-    >>> parts(8, 264, 256, 32768, 16640), parts(264, 264, 256, 32768, 16640), parts(8, 264, 3, 32768, 16640)
-    (32, 1, 1)
+    >>> parts(8, 264, 256, 32768, 16640), parts(264, 264, 256, 32768, 16640)
+    (32, 1)
     """
-    if programs >= waves * slots or tiles <= LEAST:
+    if programs >= waves * slots:
         return 1
     cost = {n: -(-programs * n // slots) * (START + -(-tiles // n) * tile + results * (n > 1)) + COMBINE * (n > 1)
             for n in range(1, min(MOST, tiles) + 1)}  # fmt: skip

@@ -202,7 +202,6 @@ def consume(
             tile = gl.where(j < left, lo + j, j - left + full_hi)
             mbarrier.wait(s_full.index(half), n & 1)
             score = scores.index(half).load(SCORES)
-            inside = tile * BLOCK_K + columns < kv_len
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = gl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
             column0 = (k - (q_origin + start)).to(gl.float32)

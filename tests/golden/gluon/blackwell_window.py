@@ -145,7 +145,6 @@ def consume(
         tile = gl.where(j < left, lo + j, j - left + full_hi)
         mbarrier.wait(s_full.index(half), n & 1)
         score = scores.index(half).load(SCORES)
-        inside = tile * BLOCK_K + columns < kv_len
         # q >= k & q - k < s0
         visible = one_of(columns[None, :], least - tile * BLOCK_K, many)
         score = gl.where(visible, score, -INFINITY)

@@ -104,12 +104,26 @@ def test_parts_follow_the_tiles_that_are_visible():
 
 def test_parts_are_few_and_full():
     tile, results = 32768, 16640  # bytes of 64 keys of 128 in bfloat16, and of the results of 16 queries
-    assert parts(8, 264, 4, tile, results) == 1  # too few tiles
     assert parts(212, 264, 1000, tile, results) == 1  # enough programs
     assert parts(1, 264, 1000, tile, results) == 250  # of 264: four tiles each
     assert parts(8, 264, 128, tile, results) == 32  # and not 33, whose longest part is as long
     assert parts(8, 264, 128, tile // 2, 32 * results) < 32  # large results of small tiles
     assert all(parts(p, 264, n, tile, results) <= n for p in (1, 3, 50) for n in range(1, 40))
+
+
+def test_products_of_packed_heads_count_where_keys_have_8_bits():
+    """128 rows take longer to multiply with a key of 8 bits than the key takes to be read."""
+    g = Geometry(6, 64, 8, 12, 6000, 128, 128, 0.1, kv_dtype="int8")
+    found = shares(CAUSAL, None, g, TILE, Dims(128, 128, "bfloat16", 8, "int8"), H200)
+    assert (found.target.block_q, found.target.splits) == (128, 5)
+
+
+@pytest.mark.parametrize(("keys", "tiles", "split"), [(32, 8, False), (32, 9, True), (64, 4, False), (64, 5, True),
+                                                      (128, 2, False), (128, 3, True)])  # fmt: skip
+def test_few_keys_are_not_split_whatever_tiles_they_are_in(keys, tiles, split):
+    g = Geometry(1, 8, 8, 1, keys * tiles, 128, 128, 0.1)
+    found = shares(CAUSAL, None, g, replace(TILE, block_k=keys), Dims(128, 128, "bfloat16"), H200)
+    assert (found is not None) == split
 
 
 class Rows:

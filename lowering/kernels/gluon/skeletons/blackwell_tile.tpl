@@ -1,7 +1,7 @@
 $# One tile of keys: its scores out of tensor memory, their weights by the online softmax into it.
 mbarrier.wait(s_full.index(half), n & 1)
 score = scores.index(half).load(SCORES)
-inside = tile * BLOCK_K + columns < kv_len  $if border
+inside = tile * BLOCK_K + columns < kv_len  $if bounded
 $column
 $visible
 $score_mod

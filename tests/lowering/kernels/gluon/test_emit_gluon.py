@@ -56,6 +56,7 @@ def test_every_case_has_a_text(name, target):
     assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
     assert ("from triton import language as tl" in text) == ("tl.PropagateNan" in text)
     assert not unreserved(text, plan(CASES[name]))
+    assert ("inside = " in text) == ("inside[" in text)  # written where it is read
     assert max(map(len, text.splitlines())) <= 180
 
 
