@@ -24,6 +24,12 @@ SOURCE = re.compile(
     r"""|url\(\s*["']?(https?:)?//|@import\s+["'](https?:)?//""",
     re.I,
 )
+# how much a page counts in a search beside others; 0: it is not searched
+BOOST = {
+    "glossary.md": 2, "recipes.md": 3, "caches.md": 3, "parallel.md": 3, "sharding.md": 2, "block-sparsity.md": 2,
+    "tour.md": 0.2, "design-notes.md": 0.3, "changelog.md": 0.2, "performance.md": 0.3, "compatibility.md": 0.3,
+    "gallery/from-test-suites-masks.md": 0.2, "gallery/from-test-suites-score-mods.md": 0.2,
+}  # fmt: skip
 LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "cpp"}
 
 
@@ -54,6 +60,9 @@ def outside(file: File, target: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    boost = 0 if page.file.src_uri.startswith("source/") else BOOST.get(page.file.src_uri, 1)
+    page.meta["search"] = {"boost": boost} if boost else {"exclude": True}
+
     def moved(found: re.Match[str]) -> str:
         name = outside(page.file, found[1])
         top = "../" * page.file.src_uri.count("/")

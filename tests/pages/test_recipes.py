@@ -58,7 +58,7 @@ def tree():
 
 # heading -> dense masks, one for each block below it; queries are the last ones where a mask has fewer
 DENSE = {
-    "Packed pre-training": [CAUSAL & (DOC[:, None] == DOC)],
+    "Packed pre-training: sequence packing": [CAUSAL & (DOC[:, None] == DOC)],
     "Padding, right and left": [
         rows(CAUSAL, CAUSAL & (K < 180)),
         rows(CAUSAL, CAUSAL & (K >= 76)),

@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
+from urllib.parse import quote
 
 import pytest
 from support import browser
@@ -19,6 +21,18 @@ from support.scripts import script
 ROOT = Path(__file__).resolve().parents[2]
 API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glob("*.md")))
 DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "sharding"]
+# the field's terms -> the page that a search for them shows first
+LEADS = {
+    **dict.fromkeys(["GQA", "grouped-query attention", "padding mask", "sequence packing", "sliding window",
+                     "speculative decoding"], "/recipes/"),
+    **dict.fromkeys(["KV cache", "prefill", "decode", "chunked prefill"], "/caches/"),
+    **dict.fromkeys(["context parallelism", "ring attention", "all-gather"], "/parallel/"),
+    **dict.fromkeys(["sharding", "tensor parallelism"], "/sharding/"),
+    **dict.fromkeys(["document mask", "sink", "soft cap", "full tile", "partial tile", "empty tile", "backward",
+                     "recompile", "launch"], "/glossary/"),
+    "block-sparse": "/block-sparsity/",
+}  # fmt: skip
+COMMON = ["query", "key", "head", "tile"]  # words of most pages: the glossary is among the first three
 needs_mkdocs = pytest.mark.skipif(
     not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))),
     reason="builds the site: pip install 'frisket-attention[docs]'",
@@ -91,10 +105,10 @@ def test_the_site_is_built_without_a_network(site):
     assert not [p for p in site.rglob("*.py") if p.is_file()]
 
 
-@needs_mkdocs
-@pytest.mark.matrix
-@pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
-def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
+@contextmanager
+def served(site):
+    """(origin, browser) of a server of the site."""
+
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_):
             pass
@@ -103,17 +117,46 @@ def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
         Thread(target=server.serve_forever, daemon=True).start()
         origin = f"http://127.0.0.1:{server.server_port}"
         with browser.Page(origin=origin) as page:
-            for path in ("gallery/", "api/attention/", ""):
-                page.ask("Page.navigate", url=f"{origin}/{path}")
-                page.until(f"location.pathname == '/{path}' && document.readyState == 'complete'")
-            page.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
-            page.evaluate("document.execCommand('insertText', false, 'softcap')")
-            page.until("document.querySelectorAll('.md-search-result__item').length > 2")
-            # what the button copies is what one types
-            code = "document.querySelector('.md-content pre code')"
-            page.evaluate(f"{code}.setAttribute('data-md-copying', '')")
-            typed = page.evaluate(f"{code}.innerText")
-            assert typed.startswith("import frisket as fk, torch\nm = fk.mask(")
-            assert "queries" not in typed
-            assert page.complaints == []
+            yield origin, page
         server.shutdown()
+
+
+@needs_mkdocs
+@pytest.mark.matrix
+@pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
+def test_a_search_for_the_terms_of_the_field_leads_where_it_should(site):
+    shown = "[...document.querySelectorAll('.md-search-result__item a')].map(a => a.pathname)"
+    found = {}
+    with served(site) as (origin, page):
+        for word in [*LEADS, *COMMON]:
+            page.ask("Page.navigate", url=f"{origin}/?q={quote(word)}")
+            page.until(f"document.readyState == 'complete' && {shown}.length > 0")
+            found[word] = list(dict.fromkeys(page.evaluate(shown)))[:3]
+    assert {word: pages[0] for word, pages in found.items() if word in LEADS} == LEADS
+    assert [word for word in COMMON if "/glossary/" not in found[word]] == []
+
+
+def test_every_term_has_its_line_in_the_glossary():
+    headings = re.findall(r"^## (.*)$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.M)
+    assert headings == sorted(headings, key=str.lower)
+    assert [word for word in [*LEADS, *COMMON] if not any(word.lower() in h.lower() for h in headings)] == []
+
+
+@needs_mkdocs
+@pytest.mark.matrix
+@pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
+def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
+    with served(site) as (origin, page):
+        for path in ("gallery/", "api/attention/", ""):
+            page.ask("Page.navigate", url=f"{origin}/{path}")
+            page.until(f"location.pathname == '/{path}' && document.readyState == 'complete'")
+        page.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
+        page.evaluate("document.execCommand('insertText', false, 'softcap')")
+        page.until("document.querySelectorAll('.md-search-result__item').length > 2")
+        # what the button copies is what one types
+        code = "document.querySelector('.md-content .language-pycon code')"
+        page.evaluate(f"{code}.setAttribute('data-md-copying', '')")
+        typed = page.evaluate(f"{code}.innerText")
+        assert typed.startswith("import frisket as fk, torch\nm = fk.mask(")
+        assert "queries" not in typed
+        assert page.complaints == []
