@@ -154,7 +154,7 @@ def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
         page.evaluate("document.execCommand('insertText', false, 'softcap')")
         page.until("document.querySelectorAll('.md-search-result__item').length > 2")
         # what the button copies is what one types
-        code = "document.querySelector('.md-content .language-pycon code')"
+        code = "[...document.querySelectorAll('.md-content pre code')][1]"
         page.evaluate(f"{code}.setAttribute('data-md-copying', '')")
         typed = page.evaluate(f"{code}.innerText")
         assert typed.startswith("import frisket as fk, torch\nm = fk.mask(")
