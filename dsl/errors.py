@@ -7,7 +7,19 @@ from typing import Any
 
 
 class FrisketError(Exception):
-    """The base class of all errors. `str(error)` says what is wrong, where, and how to write it right."""
+    """The base class of all errors. `str(error)` says what is wrong, where, and how to write it right.
+
+    >>> import frisket as fk
+    >>> try:
+    ...     fk.mask("causal & windw(4)")
+    ... except fk.FrisketError as error:
+    ...     print(error)
+    there is no function `windw`
+      mask 1:10
+        causal & windw(4)
+                 ^^^^^^^^
+      did you mean `window`?
+    """
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,13 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
 
 @dataclass
 class MaskSyntaxError(FrisketError, SyntaxError):
-    """A text is not in the language, or has the wrong types; lists every problem found."""
+    """A text is not in the language, or has the wrong types; lists every problem found.
+
+    >>> import frisket as fk
+    >>> fk.mask("causal &")
+    Traceback (most recent call last):
+    frisket.dsl.errors.MaskSyntaxError: ...
+    """
 
     source: str
     problems: list[Problem] = field(default_factory=list)
@@ -56,6 +74,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
         self.msg = self.render()
 
     def render(self) -> str:
+        """The text of all problems, each with its place and its remedy."""
         parts = []
         for p in self.problems:
             where, picture = caret(self.source, p.span, self.name)
@@ -73,11 +92,23 @@ class MaskSyntaxError(FrisketError, SyntaxError):
 
 
 class TraceError(FrisketError):
-    """A Python callable did something that the language cannot express."""
+    """A Python callable did something that the language cannot express.
+
+    >>> import frisket as fk
+    >>> fk.mask(lambda b, h, q, k: q >= k and q < 4)
+    Traceback (most recent call last):
+    frisket.dsl.errors.TraceError: ...
+    """
 
 
 class ParameterError(FrisketError, ValueError):
-    """A parameter or table is unbound, unused, reserved, or of the wrong rank, dtype or size."""
+    """A parameter or table is unbound, unused, reserved, or of the wrong rank, dtype or size.
+
+    >>> import frisket as fk
+    >>> fk.mask("window(w)").layout(64, 64)
+    Traceback (most recent call last):
+    frisket.dsl.errors.ParameterError: ...
+    """
 
 
 class UnknownNameError(ParameterError, KeyError):
@@ -87,7 +118,13 @@ class UnknownNameError(ParameterError, KeyError):
 
 
 class ShapeError(FrisketError, ValueError):
-    """Arrays or lengths do not fit together."""
+    """Arrays or lengths do not fit together.
+
+    >>> import frisket as fk
+    >>> fk.mask("causal").layout(-1, 64)
+    Traceback (most recent call last):
+    frisket.dsl.errors.ShapeError: ...
+    """
 
 
 class EvaluationError(FrisketError, ValueError):
@@ -99,7 +136,13 @@ class LoweringError(FrisketError):
 
 
 class BackendError(FrisketError, RuntimeError):
-    """A backend is unknown, or not usable on this machine."""
+    """A backend is unknown, or not usable on this machine.
+
+    >>> import frisket as fk
+    >>> fk.compile("causal", backend="tritn")
+    Traceback (most recent call last):
+    frisket.dsl.errors.BackendError: ...
+    """
 
 
 class MissingPackageError(ModuleNotFoundError, BackendError):
@@ -115,11 +158,23 @@ class MismatchError(FrisketError, AssertionError):
 
 
 class ExportError(FrisketError, ValueError):
-    """A layout does not fit an export format; the text says which part does not, and which format does."""
+    """A layout does not fit an export format; the text says which part does not, and which format does.
+
+    >>> import frisket as fk
+    >>> fk.mask("q % 3 == k % 3").layout(64, 64).to_flashmask()
+    Traceback (most recent call last):
+    frisket.dsl.errors.ExportError: ...
+    """
 
 
 class CapacityError(FrisketError, RuntimeError):
-    """A KV cache has no room for more tokens; the cache has not changed."""
+    """A KV cache has no room for more tokens; the cache has not changed.
+
+    >>> from frisket.caches import PagePool
+    >>> PagePool(pages=1, page=16).allocate("prompt", 40)
+    Traceback (most recent call last):
+    frisket.dsl.errors.CapacityError: ...
+    """
 
 
 class PeerError(FrisketError, RuntimeError):
@@ -131,4 +186,10 @@ class BudgetError(FrisketError):
 
 
 class Undecided(FrisketError):  # noqa: N818 (a public name)
-    """A question about a mask is beyond the budget; the answer is not guessed."""
+    """A question about a mask is beyond the budget; the answer is not guessed.
+
+    >>> import frisket as fk
+    >>> fk.mask("q * q % 7 < k * k % 11").implies("causal", 4096, 4096, budget=1)
+    Traceback (most recent call last):
+    frisket.dsl.errors.Undecided: ...
+    """

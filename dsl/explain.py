@@ -23,7 +23,12 @@ from .show import show
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """The reason for a position: `clauses` are the deciding sub-expressions of the mask as written; `because` says so
-    in words."""
+    in words.
+
+    >>> import frisket as fk
+    >>> fk.mask("causal & window(64)").layout(256, 256).explain(q=200, k=17).because
+    'abs(q - k) < 64 is false: abs(q - k) = 183'
+    """
 
     visible: bool
     because: str

@@ -51,7 +51,12 @@ class Definition:
 class Entry:
     """A definition of the library with its documentation: signature, a sentence, a formula of mathematics, the text of
     the language (`text`), the source, the section of the library, and an example call with numbers that suit some
-    thousand tokens, where numbers are all it takes."""
+    thousand tokens, where numbers are all it takes.
+
+    >>> entry = library()["causal"]
+    >>> entry.text, entry.formula
+    ('def causal = q >= k', 'q >= k')
+    """
 
     name: str
     params: tuple[str, ...]
@@ -102,5 +107,9 @@ def definitions() -> dict[str, dict[int, Definition]]:
 
 @memo(group="once")
 def library() -> Mapping[str, Entry]:
-    """The entries of the library by signature, in order: `library()["causal(offset)"].formula`."""
+    """The entries of the library by signature, in order: `library()["causal(offset)"].formula`.
+
+    >>> list(library())[:3]
+    ['full', 'causal', 'causal(offset)']
+    """
     return MappingProxyType({e.signature: e for e in _read()})

@@ -64,6 +64,17 @@ class Attention:
     >>> att = fk.compile("causal & window(256)")
     >>> att
     Attention(mask = q >= k & abs(q - k) < 256)
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 2, 64, 16)
+    >>> att(q, k, v).shape, att.check(q, k, v).good
+    (torch.Size([1, 2, 64, 16]), True)
+    >>> plan = att.plan(64, 64, batch=1, heads=2)  # once for all layers
+    >>> torch.equal(att(q, k, v, plan=plan), att(q, k, v))
+    True
+    >>> "def attention_forward" in att.source("triton", q_len=64)
+    True
+    >>> print(att.stages(q_len=64).simplified)
+    mask = q >= k & q - k <= 255
 
     Call it on torch tensors `[batch, heads, length, head_dim]` or JAX arrays `[batch, length, heads, head_dim]`.
     """
@@ -90,10 +101,12 @@ class Attention:
 
     @property
     def mask(self) -> Any:
+        """The `frisket.Mask`, or None."""
         return self.program.mask
 
     @property
     def score(self) -> Any:
+        """The `frisket.ScoreMod`, or None."""
         return self.program.score
 
     def __repr__(self) -> str:
@@ -168,6 +181,7 @@ class Attention:
         return results(found, return_lse, return_max) if return_lse or return_max else found[0]
 
     def check_if_asked(self, call: Call, results: tuple[Any, Any, Any]) -> None:
+        """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
         if call.geometry.vacant or not Settings.read().check:
             return
         if traced(results[0]):

@@ -28,6 +28,11 @@ class Report:
     """Largest absolute errors against the float64 interpreter: of the result, and of dense attention done in the
     dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too.
 
+    >>> import torch, frisket as fk
+    >>> report = fk.compile("causal").check(*torch.randn(3, 1, 2, 64, 16))
+    >>> report.good, report.out < 1e-5
+    (True, True)
+
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
     differentiated, where gradients were asked for; they are sums over rows of any number, so their errors are parts
     of the largest entry where that is above 1. Dense attention is taken to be no better at sinks, tables and scalars,
@@ -44,6 +49,7 @@ class Report:
 
     @property
     def good(self) -> bool:
+        """Whether every error is at most twice that of dense attention, plus 1e-6."""
         pairs = [(self.out, self.dense_out), (self.lse, self.dense_lse), *self.gradients.values()]
         return all(ours <= 2 * plain + FLOOR for ours, plain in pairs)
 

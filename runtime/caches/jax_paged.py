@@ -75,8 +75,8 @@ class PagedKVCache(JaxCache):
         return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=none, lengths=none,
                    overflowed=jnp.zeros(batch, bool), rows=jnp.asarray(empty_rows(batch)))  # fmt: skip
 
-    page = property(lambda self: self.k.shape[1])
-    capacity = property(lambda self: self.pages.shape[1] * self.page)
+    page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")
+    capacity = property(lambda self: self.pages.shape[1] * self.page, doc="The most tokens that a sequence may have.")
 
     @usual_promotion()
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:

@@ -55,7 +55,7 @@ class KVCache(JaxCache):
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
         return cls(**arrays, lengths=jnp.zeros(batch, jnp.int32), overflowed=jnp.zeros(batch, bool))
 
-    capacity = property(lambda self: self.k.shape[1])
+    capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:

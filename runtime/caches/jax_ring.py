@@ -49,7 +49,7 @@ class RingKVCache(JaxCache):
         """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
         return cls(**empty((batch, window, kv_heads), head_dim, v_dim, dtype), lengths=jnp.zeros(batch, jnp.int32))
 
-    window = property(lambda self: self.k.shape[1])
+    window = property(lambda self: self.k.shape[1], doc="Tokens that the ring holds of a sequence.")
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:

@@ -92,7 +92,7 @@ class ShardedKVCache(JaxCache):
         found: Self = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
         return found
 
-    capacity = property(lambda self: self.k.shape[1])
+    capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")
 
     @property
     def _specs(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class JaxCache:
     v_scale: jax.Array | None
     lengths: jax.Array
 
-    batch = property(lambda self: self.lengths.shape[0])
+    batch = property(lambda self: self.lengths.shape[0], doc="Sequences.")
 
     @property
     def arrays(self) -> dict[str, Any]:

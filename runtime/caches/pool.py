@@ -68,6 +68,7 @@ class PagePool:
 
     @property
     def sequences(self) -> tuple[Any, ...]:
+        """The names of the sequences that hold pages."""
         return tuple(self._held)
 
     def length(self, sequence: Hashable) -> int:

@@ -304,6 +304,7 @@ class TorchCache(nn.Module):
         return {**self.__dict__, "_steps": {}}
 
     def extra_repr(self) -> str:
+        """Sizes and dtype, as `print(module)` shows them."""
         bits = str(self.dtype).removeprefix("torch.")
         return f"{self.batch} x {self.capacity}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, {bits}"
 

@@ -95,6 +95,7 @@ class RingKVCache(TorchCache):
         return old, placed(att, CHUNK)(q, k, v, **params)
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
+        """Refused with a `ParameterError`: drafts overwrite the oldest tokens of a ring."""
         raise ParameterError("a ring has overwritten its oldest tokens with the drafts; take a KVCache")
 
     def truncate(self, lengths: Any) -> Self:

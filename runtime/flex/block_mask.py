@@ -42,6 +42,12 @@ class BlockMask(theirs.BlockMask):
     (tensor([[[1, 1, 1, 1]]], dtype=torch.int32), tensor([[[0, 1, 2, 3]]], dtype=torch.int32))
     >>> block_mask[:, :, 1:3].mask
     Mask('q + 128 >= k')
+    >>> block_mask.sparsity(), block_mask.to_dense()[0, 0, :2].tolist(), block_mask.to("cpu") == block_mask
+    (37.5, [[1, 0, 0, 0], [1, 1, 0, 0]], True)
+    >>> print(block_mask.to_string().splitlines()[1])
+    ▒▒
+    >>> BlockMask.from_kv_blocks(block_mask.kv_num_blocks, block_mask.kv_indices).shape
+    (1, 1, 512, 512)
 
     A subclass of torch's BlockMask: every attribute, shape and number is the same, but a mask made by
     `create_block_mask` holds an expression in place of lists. The lists are laid out from it when they are first read,
@@ -296,6 +302,7 @@ class BlockMask(theirs.BlockMask):
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
+        """(queries, keys), in tokens."""
         return self._lengths
 
     @seq_lengths.setter
@@ -322,6 +329,7 @@ class BlockMask(theirs.BlockMask):
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:  # type: ignore[override]  # noqa: N802 (torch's name)
+        """(queries, keys) of a tile, in tokens."""
         return self._block
 
     @property

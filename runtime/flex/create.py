@@ -39,6 +39,9 @@ def create_block_mask(
 ) -> BlockMask:  # fmt: skip
     """`create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096)`: a mask, to be laid out in tiles.
 
+    >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu").sparsity()
+    37.5
+
     `mask_mod` is a torch function of (b, h, q_idx, kv_idx), a text, or a `frisket.Mask`. It is read once, as an
     expression; no position is evaluated here, and nothing is copied. B and H are the batch entries and heads that the
     mask is for; None stands for any number, all alike. Lengths and BLOCK_SIZE, one number or (queries, keys), are in
@@ -80,6 +83,10 @@ def create_mask(
 ) -> Tensor:
     """`create_mask("causal", None, None, 4, 4)`: every position, bool [B, H, Q_LEN, KV_LEN] on `device`.
 
+    >>> create_mask("causal", None, None, 2, 2, "cpu")[0, 0]
+    tensor([[ True, False],
+            [ True,  True]])
+
     `mod_fn` is a mask or a score mod, as a function, a text or one of ours; a score mod shows a position where it
     makes anything but -inf of a score of 0. For looking at: memory is the square of the length.
     """
@@ -117,13 +124,20 @@ def _shown(what: Any) -> LiveMask:
 def and_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
     """`and_masks(causal, window)`: a mask_mod that shows what all of them show; of none, everything.
 
+    >>> create_mask(and_masks("causal", "k < 1"), None, None, 2, 2, "cpu")[0, 0].tolist()
+    [[True, False], [True, False]]
+
     Each is a function, a text or a `frisket.Mask`; anything else is a RuntimeError.
     """
     return _joined("and", mask_mods)
 
 
 def or_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
-    """`or_masks(causal, "k < 64")`: a mask_mod that shows what any of them shows; of none, nothing."""
+    """`or_masks(causal, "k < 64")`: a mask_mod that shows what any of them shows; of none, nothing.
+
+    >>> create_mask(or_masks("causal", "k < 2"), None, None, 2, 2, "cpu")[0, 0].tolist()
+    [[True, True], [True, True]]
+    """
     return _joined("or", mask_mods)
 
 
@@ -165,6 +179,10 @@ def create_nested_block_mask(
     BLOCK_SIZE: Block = 128, _compile: bool = False,
 ) -> BlockMask:  # fmt: skip
     """`create_nested_block_mask(causal, 1, 1, query)`: a mask over the packed sequences of a jagged nested tensor.
+
+    >>> q = torch.nested.nested_tensor([torch.ones(n, 2, 16) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    >>> create_nested_block_mask("causal", 1, 1, q).shape
+    (1, 1, 8, 8)
 
     `q_nt` [sequences, heads, j, head_dim], in any order of axes, gives the lengths of the sequences; `kv_nt` those of
     the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them:

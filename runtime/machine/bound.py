@@ -80,14 +80,17 @@ class BoundExpr:
 
     @property
     def sites(self) -> tuple[tuple[Span, Expr], ...]:
+        """Sub-expressions, each with its place in the source text."""
         return self.origin.sites
 
     @property
     def tables(self) -> dict[str, Array]:
+        """The parameters that are arrays."""
         return {n: v for n, v in self.params.items() if isinstance(v, np.ndarray)}
 
     @property
     def scalars(self) -> dict[str, Number]:
+        """The parameters that are numbers."""
         return {n: v for n, v in self.params.items() if not isinstance(v, np.ndarray)}
 
     @cached_property

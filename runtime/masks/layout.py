@@ -57,6 +57,21 @@ class Layout(Tiling):
     >>> layout = fk.mask("causal & window(256)").layout(1024, 1024)
     >>> layout.counts, layout.visible_pairs
     (Counts(empty=43, partial=14, full=7), 229504)
+    >>> layout.density, layout.exact, layout.kinds().shape, layout.rows_nonempty
+    (0.328125, True, (1, 1, 8, 8), True)
+    >>> layout.row_counts[0, 0, [0, 1023]], layout.row_pairs[:2]
+    (array([  1, 256]), array([ 8256, 24640]))
+    >>> layout.runs.row_ptr[..., :3], layout.transposed.spans.count.shape, layout.facts.contiguous
+    (array([0, 1, 3]), (1, 8), True)
+    >>> print(layout.explain(q=300, k=17))
+    hidden: abs(q - k) < 256 is false: abs(q - k) = 283
+    >>> layout.to_varlen().window_size, layout.to_bsr().shape, layout.to_slices().attn_type_map.tolist()
+    ((255, 0), (1024, 1024), [1, 3])
+    >>> layout.to_flashmask().startend_row_indices.shape, layout.to_splash().block
+    ((1, 1, 1024, 1), (128, 128))
+    >>> layout.to_block_mask().kv_num_blocks.shape, layout.to_fa4().forward.mask_block_cnt.shape
+    (torch.Size([1, 1, 8]), torch.Size([1, 1, 8]))
+    >>> figure, page = layout.plot(), layout.to_html()  # with a path, each writes a file
 
     Tiles are `block = (queries, keys)` tokens; the last of a row or column may be cut by the lengths, and what
     lies outside counts as hidden. Positions are global: `origin = (b, h, q, k)` is where the layout begins and

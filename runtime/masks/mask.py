@@ -247,7 +247,12 @@ class ScoreMod(BoundExpr):
 @dataclass(frozen=True)
 class Program:
     """A mask and a score mod that belong together, as a `.frisket` file holds them. `compile` and `attention` take one
-    in place of a mask."""
+    in place of a mask.
+
+    >>> import frisket as fk
+    >>> fk.compile(fk.Program(mask=fk.mask("causal"), score=fk.score("softcap(50)")))
+    Attention(mask = q >= k; score = 50 * tanh(score / 50))
+    """
 
     mask: Mask | None = None
     score: ScoreMod | None = None
@@ -358,6 +363,11 @@ def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -
 
 def load(path: str | Path, **params: Any) -> Program:
     """The program in a `.frisket` file: `load("gemma.frisket", w=4096)` has `.mask` and `.score`.
+
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "local.frisket")
+    >>> file.write_text("param w: int = 64\\nmask = causal & window(w)\\n") and load(file, w=256).mask
+    Mask('q >= k & abs(q - k) < w', w=256)
 
     `params` are values of its parameters, where those have no default or another is wanted. Raises
     `MaskSyntaxError` with every problem of the file, `ParameterError` where it cannot be read.

@@ -34,6 +34,7 @@ class AttentionImpl(BaseOperation, ABC):
         return f"{type(self).__name__}()"
 
     def get_impl_metadata(self) -> AttentionMetadata:
+        """The metadata that the operation was made with."""
         return self.metadata
 
     def get_mode(self, q: Any, BTHD: bool = True) -> str:

@@ -37,6 +37,7 @@ class BaseOperation(ABC):
         return cls.__name__
 
     def get_impl_metadata(self) -> AttentionMetadata | None:
+        """The metadata that the operation was made with."""
         return self.metadata
 
     def current_backend(self) -> str:
@@ -48,24 +49,31 @@ class BaseOperation(ABC):
         """The operation, wherever it runs."""
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on TPUs; `forward_native` unless written."""
         return self.forward_native(*args, **kwargs)
 
     def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on GPUs; `forward_native` unless written."""
         return self.forward_native(*args, **kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on NVIDIA's GPUs; `forward_gpu` unless written."""
         return self.forward_gpu(*args, **kwargs)
 
     def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on AMD's GPUs; `forward_gpu` unless written."""
         return self.forward_gpu(*args, **kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on CPUs; `forward_native` unless written."""
         return self.forward_native(*args, **kwargs)
 
     def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on Tenstorrent's processors; `forward_native` unless written."""
         return self.forward_native(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the `forward_...` of the platform."""
         return getattr(self, f"forward_{self._platform()}")(*args, **kwargs)
 
     def _platform(self) -> str:

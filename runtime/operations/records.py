@@ -65,6 +65,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """The record in a text of `to_json`."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError:

@@ -119,13 +119,13 @@ class FlatPlan:
             self._others[how] = FlatPlan(key, self.given, self._made)
         return self._others[how]
 
-    batch = property(lambda self: self.key.batch)
-    heads = property(lambda self: self.key.heads)
-    q_len = property(lambda self: self.key.q_len)
-    kv_len = property(lambda self: self.key.kv_len)
-    origin = property(lambda self: origin_of(self.key))
-    sizes = property(lambda self: self.key.sizes)
-    dropout = property(lambda self: self.key.dropout)
+    batch = property(lambda self: self.key.batch, doc="Sequences.")
+    heads = property(lambda self: self.key.heads, doc="Heads of queries.")
+    q_len = property(lambda self: self.key.q_len, doc="Queries of a sequence, in tokens.")
+    kv_len = property(lambda self: self.key.kv_len, doc="Keys of a sequence, in tokens.")
+    origin = property(lambda self: origin_of(self.key), doc="The (b, h, q, k) at which the plan begins.")
+    sizes = property(lambda self: self.key.sizes, doc="(B, H, Q_LEN, KV_LEN) of the whole problem.")
+    dropout = property(lambda self: self.key.dropout, doc="The probability with which weights are dropped.")
 
     @cached_property
     def narrow(self) -> bool:
@@ -203,6 +203,7 @@ class FlatPlan:
 
     @property
     def device(self) -> Any:
+        """The device of the tables: torch's, None on JAX."""
         return next((x.device for x in self.given.values()), None) if self.key.framework == "torch" else None
 
     @property
@@ -223,6 +224,7 @@ class FlatPlan:
         return self.laid.plan.slot_values({**self.values, **UNDRAWN})
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
+        """The kernel's inputs in tiles of `block`, (queries, keys)."""
         laid = self.laid
         return DeviceWork(laid.plan, self.spans(block), self.slots(), self.tables(), laid.parts, laid.rules)
 

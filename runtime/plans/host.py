@@ -22,6 +22,12 @@ FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
 class Plan:
     """Tables and layout of a mask for given lengths, built once: `att.plan(4096, 4096, 1, 8, doc=doc)`.
 
+    >>> import torch, frisket as fk
+    >>> att, (q, k, v) = fk.compile("causal"), torch.randn(3, 1, 2, 64, 16)
+    >>> plan = att.plan(64, 64, batch=1, heads=2)
+    >>> att(q, k, v, plan=plan).shape
+    torch.Size([1, 2, 64, 16])
+
     Pass it to every layer: `att(q, k, v, plan=plan)`.
     """
 

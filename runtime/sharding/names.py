@@ -113,6 +113,10 @@ class DynamicShardingAxes(_Said, metaclass=_Forms):
     ('__train__', '__autoregressive__', True)
     """
 
+    def __init_subclass__(cls) -> None:
+        if cls.__doc__ is None and (form := getattr(cls, "form", None)):
+            cls.__doc__ = f"A named form: axes {form[0]}, mode {form[1]!r}."
+
     def __new__(cls, axes: list[Axis] | None = None, mode: str | int | None = None) -> Self:
         form: Any = getattr(cls, "form", (None, None))
         axes, mode = form[0] if axes is None else axes, form[1] if mode is None else mode
