@@ -9,6 +9,7 @@ from frisket.dsl.ir import COORDINATES
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.plan import Geometry, Target
+from frisket.runtime.backends import flash
 from frisket.runtime.backends.engines.proof import EngineCall
 
 from .call import check, flags_for, mods_of, refuse_tiles
@@ -25,7 +26,9 @@ class FlashArguments:
 def offered(call: EngineCall) -> tuple[Flags | str, FlashArguments, tuple[str, ...]] | str:
     """The mask as flags, or in words where it is code and tiles; its clauses; and why the engine has neither. The code
     is printed, as the kernel that is built of it needs it."""
-    g = call.geometry
+    g, have = call.geometry, flash.version()
+    if have != flash.READ:  # its functions are private, and may mean another thing
+        return f"flash-attn-4 {have or 'of no version'} is installed, and calls are held against {flash.READ}"
     try:
         chosen = target(call.plan, g, call.dtype)
         check(g)

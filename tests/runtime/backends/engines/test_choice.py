@@ -12,6 +12,7 @@ from support.flash import engine as stand_in
 import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import Geometry
+from frisket.runtime.backends import flash
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import costs
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
@@ -79,6 +80,14 @@ def test_the_table_of_costs_ranks_them(gpu, mask, length, major, taken):
         assert "integers of 32 bits" in found.why["flash"]
     if length == 1024 and not taken:
         assert "generated kernels are faster here: with fewer than 2,048 queries" in found.why["flash"]
+
+
+def test_another_version_of_flash_is_no_choice(gpu, monkeypatch):
+    """Its functions are private; the extra of pyproject.toml names the version that they were read in."""
+    assert f"flash-attn-4=={flash.READ};" in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(flash, "version", lambda: "4.0.0b99")
+    found = choose_engine(asked("causal & window(9)", engines=("flash",)))
+    assert found.why["flash"] == f"flash-attn-4 4.0.0b99 is installed, and calls are held against {flash.READ}"
 
 
 def test_no_engine_has_run_on_a_gpu_whose_results_are_not_there():

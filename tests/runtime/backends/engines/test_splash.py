@@ -125,3 +125,22 @@ def test_splash_under_jit_and_grad() -> None:
         att = fk.compile("causal", backend=backend)
         grads.append(jax.jit(jax.grad(lambda q, k, v, att=att: (att(q, k, v) ** 2).sum()))(q, k, v))
     np.testing.assert_allclose(*grads, rtol=2e-4, atol=2e-5)
+
+
+def test_cudnn_on_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX rounds cuDNN's lse to the dtype of q: gradients, and results of parts of the keys merged by it, would be wrong.
+    Once JAX does not, cuDNN may become an engine here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    q, k, v = qkv(128, 128, "bfloat16")
+    with pytest.raises(BackendError, match="backend 'cudnn' does not take jax arrays"):
+        fk.compile("causal", backend="cudnn")(q, k, v)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *given: True)
+
+    def attend(q: object, k: object, v: object) -> object:
+        how = {"implementation": "cudnn", "return_residual": True}
+        return jax.nn.dot_product_attention(q, k, v, **how)
+
+    out, lse = jax.eval_shape(attend, q, k, v)
+    assert lse.dtype == out.dtype == jax.numpy.bfloat16
