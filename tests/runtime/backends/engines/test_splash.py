@@ -128,7 +128,7 @@ def test_splash_under_jit_and_grad() -> None:
 
 
 def test_cudnn_on_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX rounds cuDNN's lse to the dtype of q: gradients, and results of parts of the keys merged by it, would be wrong.
+    """JAX rounds cuDNN's lse to the dtype of q: gradients, and results merged by it, would be wrong.
     Once JAX does not, cuDNN may become an engine here."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
