@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
@@ -13,6 +14,23 @@ from frisket.runtime.backends.cpp.torch import lse_of
 
 if TYPE_CHECKING:
     from .ready import Ready
+
+
+def no_forward_mode(*_: Any) -> Any:
+    """Raise: no rule is there for tangents."""
+    raise BackwardError(
+        "forward mode is asked for (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad); attention has first "
+        "derivatives in reverse, by backward(), torch.func.grad, vjp and jacrev\n"
+        "  where none are needed detach its arguments"
+    )
+
+
+def refuse_tangents(*arrays: Any) -> None:
+    """Refuse tensors that have tangents, of a forward that no operator of torch stands for."""
+    if forward_ad._current_level >= 0:
+        for x in arrays:
+            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                no_forward_mode()
 
 
 class Attend(torch.autograd.Function):
@@ -29,6 +47,8 @@ class Attend(torch.autograd.Function):
         if top is not None:
             ctx.mark_non_differentiable(top)
         return out, lse, top
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:

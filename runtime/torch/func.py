@@ -12,7 +12,7 @@ import torch
 
 from frisket.dsl.ir import uses
 
-from .autograd import no_second
+from .autograd import no_forward_mode, no_second
 from .running import call_of, gradient_inputs, refuse_stored
 from .values import names_of
 
@@ -31,6 +31,8 @@ class FuncAttend(torch.autograd.Function):
         out, lse, top, norm = output
         ctx.save_for_backward(*given, out, lse, norm)
         ctx.mark_non_differentiable(top, norm)
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
@@ -36,6 +37,7 @@ from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork
 
+from .autograd import refuse_tangents
 from .engine import EngineReady, engine_call
 from .ready import Ready, readable
 
@@ -58,8 +60,9 @@ KEPT = 64  # kinds of calls
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    q, k, v = cast(request.q, request.k, request.v)
+    q, k, v = (torch.zeros_like(x) if x._is_zerotensor() else x for x in cast(request.q, request.k, request.v))
     settings, plan, params = Settings.read(), request.plan, request.params
+    refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
     key = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _found(att, key, plan, params, kept)
@@ -94,6 +97,8 @@ def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if (settings := Settings.read()) is not found[0] and settings != found[0]:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if forward_ad._current_level >= 0 or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():
         return None
     if torch._C._is_torch_function_mode_enabled() or not (q.is_cpu and k.is_cpu and v.is_cpu):
         return None

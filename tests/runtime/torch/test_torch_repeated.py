@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import frisket as fk
+from frisket.dsl.errors import BackwardError
 from frisket.runtime.machine import cpp_build as native_build
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -149,3 +150,22 @@ def test_settings(monkeypatch):
     monkeypatch.setenv("FRISKET_CHECK", "2")
     with pytest.raises(fk.ParameterError, match="FRISKET_CHECK=2"):
         att(*arrays)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_tangents_are_refused_and_zeros_without_memory_are_read(backend):
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    att = fk.compile("causal", "score + w[h] * (k - q)", backend=backend)
+    plain = fk.compile("causal", backend=backend)
+    zeros = torch._efficientzerotensor(q.shape)
+    w = torch.ones(2)
+    for _ in range(3):  # anew, prepared, repeated
+        torch.testing.assert_close(plain(q, zeros, v), plain(q, torch.zeros_like(k), v))
+        plain(q, k, v)
+        with torch.autograd.forward_ad.dual_level():
+            torch.testing.assert_close(plain(q, k, v), plain(q.clone(), k, v))  # no tangents, no error
+            for dual in (torch.autograd.forward_ad.make_dual(x, x) for x in (q, q.clone().requires_grad_())):
+                with pytest.raises(BackwardError, match="forward mode is asked for"):
+                    plain(dual, k, v)
+            with pytest.raises(BackwardError, match="forward mode is asked for"):
+                att(q, k, v, w=torch.autograd.forward_ad.make_dual(w, w))
