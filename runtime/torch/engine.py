@@ -88,8 +88,6 @@ class EngineReady(Ready):
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         if not self.proof.gradients:
-            # the forward knew nothing of rows beside lse, whatever a graph has in its place
-            saved = (*saved[:6], None, *saved[7:])
             return self.generated.gradients(seed, wanted, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
         found: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
