@@ -35,6 +35,10 @@ LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "c
 
 def on_startup(command: str, dirty: bool) -> None:
     link()  # the package as griffe finds it; mkdocstrings looks which folders there are when it is configured
+    sys.path.insert(0, str(ROOT / "docs"))
+    from editors import register
+
+    register()
 
 
 def on_config(config: Any) -> None:
