@@ -160,7 +160,8 @@ class Attention:
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         watched = in_graph(q)
-        plain = plan is seed is sinks is origin is sizes is layout is None and not (params or return_lse or return_max)
+        bare = plan is None and seed is None and sinks is None and origin is None and sizes is None and layout is None
+        plain = bare and not (params or return_lse or return_max)
         if plain and self.repeats and not watched:
             out = _operators("torch").repeated(self, q, k, v)
             if out is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -257,7 +257,7 @@ def _sampled(
     """The cost of the tiles of an order, by some strips of queries, at the middles of as many equal parts."""
     moved = _moved(what, *way, q_len, kv_len)
     strip = -(-strip // block[0]) * block[0]
-    starts = range(0, q_len, strip)
+    starts: Sequence[int] = range(0, q_len, strip)
     if q_len > strips * strip:
         starts = [int((i + 0.5) * q_len / strips - strip / 2) // block[0] * block[0] for i in range(strips)]
     total, rows = 0.0, 0

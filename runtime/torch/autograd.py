@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .ready import Ready
 
 
-def no_forward_mode(*_: Any) -> Any:
+def no_forward_mode() -> NoReturn:
     """Raise: no rule is there for tangents."""
     raise BackwardError(
         "forward mode is asked for (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad); attention has first "
@@ -29,7 +29,7 @@ def refuse_tangents(*arrays: Any) -> None:
     """Refuse tensors that have tangents, of a forward that no operator of torch stands for."""
     if forward_ad._current_level >= 0:
         for x in arrays:
-            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
                 no_forward_mode()
 
 
@@ -48,7 +48,9 @@ class Attend(torch.autograd.Function):
             ctx.mark_non_differentiable(top)
         return out, lse, top
 
-    jvp = staticmethod(no_forward_mode)
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:

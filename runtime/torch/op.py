@@ -108,8 +108,9 @@ def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 def _repeat(att: Any, ready: Ready, request: Request, settings: Settings) -> None:
     """Keep what `repeated` needs of calls like this one, if it is of q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
+    given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
-    if repeat is None or params or not plan is seed is sinks is origin is sizes is layout is att.options.sinks is None:
+    if repeat is None or params or any(x is not None for x in given):
         return
     if not (ready.live or ready.tables or ready.seed or ready.stored):
         kinds = type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
@@ -153,8 +154,8 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     return ready
 
 
-def _keep(kept: dict[Any, Any], key: Any, ready: Ready) -> None:
-    kept[key] = ready
+def _keep(kept: dict[Any, Any], key: Any, found: Any) -> None:
+    kept[key] = found
     while len(kept) > KEPT:
         kept.pop(next(iter(kept)), None)  # another thread may have taken it
 

@@ -49,7 +49,7 @@ def emit(
     given = {"sinks": sinks, "top": top, "low": low}
     if not listed:
         return module("Attention forward", plan, dims, [kernel(plan, target, dims, **given)])
-    first = ForwardKernel(plan, target, dims, **given, listed=True).kernel()
+    first = ForwardKernel(plan, target, dims, sinks, top, low, listed=True).kernel()
     second = combine(plan, dims, **given, listed=True)
     return module("Attention forward, long rows in parts", plan, dims, [first, second])
 
