@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import frisket as fk
-from frisket.lowering.kernels.triton import forward
+from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.module import emit
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims
@@ -134,7 +134,7 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
         mine, dq=target.dq, dkv=target.dkv, decode=target.decode
     )  # fmt: skip
     dims = Dims(ours.dim, ours.dim, ours.dtype, ours.group)
-    source, name = _emitted(plan, whole, dims, ours.listed), f"attention_{ours.kernel}"
+    source, name = _emitted(ours.kernel if ours.listed else "", plan, whole, dims), f"attention_{ours.kernel}"
     kernel = vars(load(source))[name]
     key = (_one(source, name), report.signature(kernel, plan, mine, dims), mine, dims)
     found = kept(name, ours.arch, tile.warps, key, lambda: report.compiled_for(ours.arch, kernel, plan, mine, dims))
@@ -142,8 +142,13 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
 
 
 @cache
-def _emitted(plan: LoopPlan, target: Target, dims: Dims, listed: bool) -> str:
-    return forward.emit(plan, target, dims, listed=True) if listed else emit(plan, target, dims)
+def _emitted(listed: str, plan: LoopPlan, target: Target, dims: Dims) -> str:
+    """The module; of the kernel that is `listed` alone, or of all kernels."""
+    if not listed:
+        return emit(plan, target, dims)
+    if listed == "forward":
+        return forward.emit(plan, target, dims, listed=True)
+    return backward.emit(plan, target, dims, set("qkv"), dlse=False, listed={f"attention_{listed}"})
 
 
 def _one(source: str, name: str) -> str:

@@ -121,14 +121,13 @@ SCHEDULES: dict[str, Callable[[Rows], float]] = {
     "rows in order": in_order, "longest of a head first": longest_of_a_head, "longest of all first": longest_of_all,
     "persistent": persistent, "long rows split, at most": split,
 }  # fmt: skip
-DIVIDED = ("forward",)  # kernels whose launches divide long rows
 
 
 def launched(kernel: str, case: Case) -> float:
     """What launches do: long rows in parts, by frisket's own table, and the order of heads and rows."""
     one = ours_of(kernel, case)
     by_row = our_kernels.by_row(one)
-    table = parts_of(kernel, case) if kernel in DIVIDED else None
+    table = parts_of(kernel, case)
     if table is not None:
         return divided(rows_of(kernel, case, listed=True), table, by_row)
     return (longest_of_all if by_row else longest_of_a_head)(rows_of(kernel, case))

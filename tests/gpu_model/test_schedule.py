@@ -63,7 +63,8 @@ def test_a_launch_of_parts_takes_what_its_table_says():
 def test_long_rows_are_divided_as_launches_divide_them():
     case = Case(GLOBAL, length=8192)
     table = parts_of("forward", case)
-    assert table.rows[0].tolist() == [[0, 0, 2]]
+    assert table.rows[0].tolist() == [[0, 0, 3]]
+    assert all(parts_of(n, case).rows[0, 0, 2] > 1 for n in ("dq", "dkv"))
     assert parts_of("forward", Case("window 128", length=8192)) is None
 
 

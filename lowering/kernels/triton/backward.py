@@ -25,16 +25,21 @@ WARP = 32  # threads
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
 
-def emit(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True) -> str:
+def emit(
+    plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True,
+    listed: Collection[str] = (),
+) -> str:  # fmt: skip
     """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
     compute the gradients of the arrays, tables and slots in `wanted` (plan names), with or without a cotangent of lse;
-    the same input gives the same text."""
-    return module("Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse))
+    the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which several
+    share a long row of tiles; `attention_dq_sums` and `attention_dkv_sums` add up what these write."""
+    return module("Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse, listed=listed))
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True
-) -> list[TritonKernel]:
+    plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True,
+    listed: Collection[str] = (),
+) -> list[TritonKernel]:  # fmt: skip
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
     descriptors and on whether each thread of dkv has a load of two numbers of a query."""
     if dims.kv_dtype:
@@ -44,9 +49,9 @@ def kernels(
     along = {s.along for s in sums(plan, wanted)}
     found = [delta_kernel(plan, dims, dlse)]
     if "q" in wanted or "q" in along:
-        found.append(_DqKernel(plan, target.dq or target, dims, wanted).kernel())
+        found += _DqKernel(plan, target.dq or target, dims, wanted, "attention_dq" in listed).kernels()
     if {"k", "v"} & set(wanted) or "k" in along:
-        found.append(_DkvKernel(plan, target.dkv or target, dims, wanted).kernel())
+        found += _DkvKernel(plan, target.dkv or target, dims, wanted, "attention_dkv" in listed).kernels()
     return found
 
 
@@ -73,14 +78,18 @@ class _DqKernel(GradientKernel):
 
     longest = LINE + 1
 
-    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> None:
+    def __init__(
+        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False
+    ) -> None:
         self.dq = "q" in wanted
+        self.listed = self.parted = listed
         summed = [s for s in sums(plan, wanted) if s.along == "q"]
-        super().__init__(plan, target, dims, summed, slope=self.dq)
+        super().__init__(plan, target, dims, summed, slope=self.dq, gradients="q" * self.dq)
         self.described = target.descriptors and describable(plan, dims)
 
-    def kernel(self) -> TritonKernel:
-        return launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
+    def kernels(self) -> list[TritonKernel]:
+        found = launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
+        return [found, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
@@ -95,16 +104,21 @@ class _DqKernel(GradientKernel):
 class _DkvKernel(GradientKernel):
     """The kernel of dk and dv, and of sums of captured gradients over queries."""
 
-    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> None:
+    def __init__(
+        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False
+    ) -> None:
         self.dk, self.dv = "k" in wanted, "v" in wanted
+        self.listed = self.parted = listed
         self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
         summed = [s for s in sums(plan, wanted) if s.along == "k"]
-        super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True)
+        written = [n for n in "kv" if n in wanted]
+        super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True, gradients=written)
         self.described = target.descriptors and describable(plan, dims)
 
-    def kernel(self) -> TritonKernel:
-        text = self.filled(DKV)
-        return launched("attention_dkv", text, self.grid_of("key tiles", "key heads"), self.target, swapped=True)
+    def kernels(self) -> list[TritonKernel]:
+        grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
+        found = launched("attention_dkv", text, grid, self.target, swapped=True)
+        return [found, *[self.part.kernel("attention_dkv_sums", "kv_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import POSITION
 from frisket.lowering.plan import LoopPlan, Target
 
+from .combine import PartSums
 from .parameters import arguments, taken
 from .rows import RowKernel
 from .units import machine
@@ -51,13 +52,13 @@ class GradientKernel(RowKernel):
     ones.
 
     `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
-    `asked` are other expressions that it uses per position."""
+    `asked` are other expressions that it uses per position, `gradients` those among "qkv" that it writes."""
 
     selects = True
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
-        asked: Iterable[Expr] = (),
+        asked: Iterable[Expr] = (), gradients: Iterable[str] = (),
     ) -> None:  # fmt: skip
         check_tile(target)
         self.target = target
@@ -67,6 +68,11 @@ class GradientKernel(RowKernel):
         self.kept = None if plan.kept is None else expr.machine(plan.kept)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
         self.inner = slope or bool(self.sums)
+        arrays = [
+            (f"D{n.upper()}", f"d{n}", "e" if n == "v" and dims.v_dim != dims.head_dim else "d") for n in gradients
+        ]
+        totals = [(s.buffer, s.total) for s, _ in self.sums]
+        self.part = PartSums(dims, arrays, totals, dims.group if swapped else 1)
         more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums), *asked) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
@@ -92,6 +98,11 @@ class GradientKernel(RowKernel):
             "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
             "buffers": self.buffers(),
             "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
+            "numbers_of_part": self.part.numbers,
+            "place": "batch * heads + kv_head * GROUP" if self.swapped and self.dims.group > 1 else "place",
+            "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if self.dims.group > 1 else "place",
+            "partial": self.part.stores({n: self.tile_mask(n, "present", other="") for n in "de"}),
+            "partial_totals": self.part.stores_of_totals(),
             "stores": [f"tl.store({s.buffer} + at_{own} + {index}, {s.total}, mask=present)" for s, _ in self.sums],
         }
 

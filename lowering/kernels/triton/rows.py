@@ -110,6 +110,9 @@ class RowKernel(TritonWriter):
             "parted": self.parted,
             "listed": self.listed,
             "place": "place",
+            "swapped": self.swapped,
+            "several": self.swapped and self.dims.group > 1,  # heads that a program walks, one after another
+            "rows_of_slice": "tl.cdiv(kv_len, BLOCK_K)" if self.swapped else "tl.cdiv(q_len, BLOCK_Q)",
             "precision": self.precision,
             **self.units(),
             "wide": self.wide,

@@ -15,9 +15,11 @@ from frisket.lowering.kernels.triton.forward import describable
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
+from . import decode as triton_decode
 from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
+from .rows import RowLaunches, RowParts, of_call
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
@@ -106,25 +108,43 @@ class _Launches:
         plan = backward_plan(own.plan, g)
         target = target if described and describable(plan, dims) else target.everywhere(descriptors=False)
         self.geometry = g
-        self.made, self.sums = _made(plan, target, dims, wanted, dlse)
+        processors = triton_decode.processors(own.device)
+        parts = {
+            "attention_dq": of_call(plan, spans, g, target.dq or target, processors),
+            "attention_dkv": of_call(plan, spans, g, target.dkv or target, processors, walked=True),
+        }
+        listed = frozenset(n for n, x in parts.items() if x is not None)
+        self.made, self.sums = _made(plan, target, dims, wanted, dlse, listed)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         self.steps = []
         for step in of_backward(g, target, self.made.kernels):
             if step.side:
-                self.steps.append(self._step(own, step, records=spans and getattr(spans, step.side), live=live))
+                records = spans and getattr(spans, step.side)
+                self.steps.append(self._step(own, step, parts=parts[step.name], records=records, live=live))
             else:
                 self.steps.append(self._step(plain, step))
 
-    def _step(self, own: Bound, step: LaunchStep, **more: Any) -> tuple[Launch, list[str]]:
+    def _step(
+        self, own: Bound, step: LaunchStep, parts: RowParts | None = None, **more: Any
+    ) -> tuple[Launch | RowLaunches, list[str]]:
         """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[step.name].arg_names if n in letters]
         tensors: dict[str, Access] = {n: letters[n] for n in names}
         if step.tile.descriptors:
             tensors |= {n: block for n, block in blocks(self.geometry, step.tile).items() if n in names}
-        run = own.launch(self.made, step.name, step.grid, step.tile, tensors, **more)
-        return run, names
+        if parts is None:
+            return own.launch(self.made, step.name, step.grid, step.tile, tensors, **more), names
+        both, g = (step.name, f"{step.name}_sums"), self.geometry
+        written = [n for n in self.made.kernels[both[1]].arg_names if n in tensors]
+        read = [n for n in names if n not in written]
+        inputs, results = ({n: tensors[n] for n in some} for some in (read, written))
+        widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
+        totals = g.heads // g.kv_heads if step.side == "columns" else 1  # of other gradients, one for each head
+        sums = {"Acc": (sum(widths.get(n, totals) for n in written),)}
+        run = RowLaunches(own, self.made, both, step.tile, parts, inputs=inputs, sums=sums, results=results, **more)
+        return run, [*read, *written]
 
     def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
@@ -141,5 +161,7 @@ class _Launches:
 
 
 @memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[Made, list[Sum]]:
-    return loaded_kernels(emit(plan, target, dims, wanted, dlse=dlse), plan), sums(plan, wanted)
+def _made(
+    plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool, listed: frozenset[str]
+) -> tuple[Made, list[Sum]]:
+    return loaded_kernels(emit(plan, target, dims, wanted, dlse=dlse, listed=listed), plan), sums(plan, wanted)

@@ -16,7 +16,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from . import decode as triton_decode
 from . import rows as triton_rows
 from .arguments import Access, Bound, Launch, Made, blocks, bound, far, loaded_kernels, near
-from .grids import forward_plan, grid_of, of_forward
+from .grids import forward_plan, of_forward
 
 Tensor = Any
 
@@ -80,8 +80,9 @@ def _launch(
     parts = triton_rows.of_call(plan, spans, g, target, processors)
     kernels = _made(plan, target, dims, sinks, top, low, parts is not None)
     if spans is not None and parts is not None:
-        grid = grid_of(parts.programs.shape[1], g.heads, g.batch, target)
-        return triton_rows.RowLaunches(own, spans, kernels, grid, target, parts, given, results, live)
+        names = "attention_forward", "attention_combine"
+        sums = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
+        return triton_rows.RowLaunches(own, kernels, names, target, parts, spans.rows, given, sums, results, live)
     return own.launch(
         kernels, "attention_forward", of_forward(g, target), target, given | results,
         records=None if spans is None else spans.rows, live=live,

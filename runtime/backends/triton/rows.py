@@ -6,6 +6,7 @@ long row while the rest of the GPU idles. The exact counts of a layout say which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +20,14 @@ from frisket.runtime.plans.device import FlatPlan
 
 from .arguments import GRID, Access, Bound, Launch, Made, Values, span_tables
 from .decode import BLOCKS, NO_VALUES, NOTHING
+from .grids import grid_of
 
 Tensor = Any
-# A row is divided where it has LONG times the tiles of a share, and its parts have LEAST tiles or more. A share is what
-# each program of those that run at a time has in the mean; the first and the last instructions of a program take as
-# long as FIXED tiles. Where long rows of some heads start behind the rows of others, shares are LATER times smaller.
-LONG, LEAST, FIXED, LATER = 1.25, 16, 2, 4
+# A row is divided where it has LONG times the tiles of a share: of what each program of those that run at a time has in
+# the mean. The first and the last instructions of a program take as long as FIXED tiles. Parts are FINER than a share,
+# as more programs may run at a time than the host takes for granted, and have some LEAST tiles. Where long rows of some
+# heads start behind the rows of others, shares are LATER times smaller.
+LONG, FIXED, FINER, LEAST, LATER = 1.25, 2, 2, 16, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +48,9 @@ def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> 
     tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1, dtype=np.int64)
     slice_of = spans.slice_of[:, ::group]
     used = np.bincount(slice_of.ravel(), minlength=len(tiles))
-    share = int(used @ (group * tiles + FIXED).sum(1)) // (slots * (LATER if later else 1))
-    share = -(-max(share, LEAST) // group)
-    parts = np.where(tiles > LONG * share, -(-tiles // share), 1)
+    share = max(LEAST, int(used @ (group * tiles + FIXED).sum(1)) // (slots * (LATER if later else 1)))
+    of_part = -(-max(LEAST, share // FINER) // group)
+    parts = np.where(group * tiles > LONG * share, -(-tiles // of_part), 1)
     if not (parts[used > 0] > 1).any() or (spans.slice_of != np.repeat(slice_of, group, 1)).any():
         return None
     found = [_of_slice(*x) for x in zip(tiles, parts)]
@@ -91,32 +94,38 @@ def of_call(
 
 
 class RowLaunches:
-    """The launches of a forward with long rows: that of the programs, and that which combines the parts of rows."""
+    """The launches of a kernel whose programs share long rows: that of the programs, and that which combines the parts
+    of rows."""
 
     def __init__(
-        self, own: Bound, spans: SpanSource, kernels: Made, grid: tuple[int, int, int], target: Target, parts: RowParts,
-        given: dict[str, Access], results: dict[str, Access], live: tuple[str, ...],
+        self, own: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
+        records: Callable[[tuple[int, int]], Any], inputs: dict[str, Access], sums: dict[str, tuple[int, ...]],
+        results: dict[str, Access], live: tuple[str, ...],
     ) -> None:  # fmt: skip
+        """`names` are the kernels. `inputs` are the tensors that the first one reads, `results` those that both write,
+        and `sums` the float32 arrays that hold what it leaves of parts, with the shapes of a query or key."""
         g, device = own.geometry, own.device
-        self.shapes = (parts.places, target.block_q, g.v_dim), *[(parts.places, target.block_q)] * 2
-        sums = dict.fromkeys(("Acc", "Tops", "Totals"), "")
+        walked = names[0] == "attention_dkv"
+        rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
+        self.shapes = [(parts.places, rows, *shape) for shape in sums.values()]
+        partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
         self.first = own.launch(
-            kernels, "attention_forward", grid, target, given | results | sums, records=spans.rows, live=live,
-            Parts=uploaded(parts.programs, device), At=at,
+            kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
+            inputs | results | partial, records=records, live=live, Parts=uploaded(parts.programs, device), At=at,
         )  # fmt: skip
-        slices = span_tables(spans.rows(self.first.tile), device)["SliceOf"]
+        slices = span_tables(records(self.first.tile), device)["SliceOf"]
         listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
-        numbers = {"heads": g.heads, "q_len": g.q_len, "queries": target.block_q}
-        grid = parts.rows.shape[1] * target.block_q, g.heads, g.batch
+        numbers = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "queries": rows, "scale": g.scale}
         self.combine = Launch(
-            kernels.kernels["attention_combine"], {}, NOTHING, grid, replace(target, num_warps=2), device,
-            numbers | listed, sums | results, (),
+            kernels.kernels[names[1]], {}, NOTHING, (parts.rows.shape[1] * rows, heads, g.batch),
+            replace(target, num_warps=2), device, numbers | listed, partial | results, (),
         )  # fmt: skip
+        self.inputs = len(inputs)
 
-    def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
+    def __call__(self, values: Values, *tensors: Tensor) -> None:
         import torch
 
-        sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self.shapes]
-        self.first(values, q, k, v, *results, *sums)
-        self.combine(NO_VALUES, *sums, *results)
+        sums = [torch.empty(shape, dtype=torch.float32, device=tensors[0].device) for shape in self.shapes]
+        self.first(values, *tensors, *sums)
+        self.combine(NO_VALUES, *sums, *tensors[self.inputs :])

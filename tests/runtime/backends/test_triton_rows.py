@@ -13,7 +13,7 @@ from support.triton.triton_process import run
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
-from frisket.runtime.backends.triton.rows import LATER, LEAST, LONG, of_call, row_parts
+from frisket.runtime.backends.triton.rows import FINER, LATER, LEAST, LONG, of_call, row_parts
 
 GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None)
 
@@ -65,9 +65,9 @@ def test_every_tile_is_walked_once_and_every_sum_has_its_place(seed):
 def test_rows_are_divided_by_what_a_place_has_in_the_mean():
     """One row of 1,600 tiles, and 80 of 18 that with 2 each for their ends are as much again."""
     made = row_parts(spans([1598, *[18] * 80]), 16)
-    assert made.rows[0].tolist() == [[0, 0, 8]]
+    assert made.rows[0].tolist() == [[0, 0, 8 * FINER]]
     assert row_parts(spans([1598, *[18] * 80]), 2) is None
-    assert row_parts(spans([1598, *[18] * 80]), 16, later=True).rows[0].tolist() == [[0, 0, 8 * LATER]]
+    assert row_parts(spans([1598, *[18] * 80]), 16, later=True).rows[0].tolist() == [[0, 0, 8 * FINER * LATER]]
     assert row_parts(spans([LEAST + 4, *[1] * 20]), 1 << 20) is None  # parts would be too short
     assert row_parts(spans([18] * 80), 16) is None
 
@@ -75,8 +75,8 @@ def test_rows_are_divided_by_what_a_place_has_in_the_mean():
 def test_heads_of_a_group_are_divided_together():
     slices = [1598, *[18] * 80], [18] * 81
     alike = row_parts(spans(*slices, slice_of=[[0, 0, 1, 1]]), 16, group=2)
-    assert alike.rows.tolist() == [[[0, 0, 6]], [[0, 0, 0]]]
-    assert alike.at.tolist() == [[0, 6]]
+    assert alike.rows.tolist() == [[[0, 0, 11]], [[0, 0, 0]]]
+    assert alike.at.tolist() == [[0, 11]]
     assert row_parts(spans(*slices, slice_of=[[0, 1, 1, 1]]), 16, group=2) is None  # a group sees two slices
 
 

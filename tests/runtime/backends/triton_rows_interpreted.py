@@ -5,15 +5,21 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
+from support.torch import torch_gradients
+from support.torch.torch_gradients import MODS
 from support.triton.triton_call import check, run, with_everything
 
 from frisket.dsl.sugar import b, h, k, q
+from frisket.lowering.plan import Target
+from frisket.runtime.backends.triton import backward as triton_backward
 from frisket.runtime.backends.triton import decode as triton_decode
+from frisket.runtime.backends.triton import forward as triton_launch
 from frisket.runtime.backends.triton import rows as triton_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 GLOBAL = Case(
-    (abs(q - k) <= 20) | (k < 5) | (q < 5), heads=4, kv_heads=2, q_len=120, kv_len=250, dim=16, v_dim=16, block=(16, 16)
+    (abs(q - k) <= 20) | (k < 5) | (q < 20), heads=4, kv_heads=2, q_len=120, kv_len=250, dim=16, v_dim=16,
+    block=(16, 16),
 )  # fmt: skip
 BIGBIRD = GLOBAL.but(mask=GLOBAL.mask | ((q // 16 * 7 + k // 16 * 5) % 11 < 1))
 BY_HEAD = GLOBAL.but(mask=(abs(q - k) <= 20) | (q // 16 < h - 1))  # heads without long rows, and with several
@@ -109,3 +115,65 @@ def test_what_is_not_divided(monkeypatch, divided):
         check(case, *run(case, **more))
     assert not made
     assert divided == [None]
+
+
+class Both(torch_gradients.Both):
+    """A case run by the kernels and by the oracle."""
+
+    forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+
+    def __init__(self, case, *, order="longest-of-all-first", **options):
+        super().__init__(case, **options)
+        self.spans = cases.Source(case)
+        self.sinks = None if self.sinks is None else self.sinks.float()
+        self.target = Target("triton", *case.block, order=order)
+
+
+BACKWARD = [
+    "documents-by-batch", "heads-and-batches", "gqa", "v-wider", "empty-rows", "nothing", "holes", "short-keys", "crop",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_of_every_case(name, everywhere, divided):
+    case = CASES[name].but(block=(32, 16))
+    case = case if case.sizes else case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120))
+    Both(case, sinks=name == "gqa", dropout=0.3 * (name == "holes")).check()
+    assert len(divided) == 3
+
+
+@pytest.mark.parametrize("order", ["longest-first", "longest-of-all-first"])
+@pytest.mark.parametrize("name", ["GLOBAL", "BY_HEAD", "BY_BATCH"])
+def test_gradients_of_long_rows(name, order, divided):
+    both = Both(globals()[name], order=order)
+    first = both.check()
+    dq, dkv = divided[1:]
+    assert dq.rows[..., 2].max() > 1
+    assert name != "GLOBAL" or dkv.rows[..., 2].max() > 1
+    assert all(torch.equal(x, first[n]) for n, x in both.again().items())
+
+
+CAPTURED = ["gain per head", "by row", "by row, clamped", "by column", "by column, gqa", "slot", "two sites"]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_gradients_of_long_rows(name, divided):
+    mod = MODS[name]
+    case = GLOBAL.but(score=mod.score, tables=mod.tables, slots=mod.slots, q_len=100, kv_len=110)
+    case = case.but(kv_len=200) if name == "by column, gqa" else case.but(heads=2, kv_heads=2)
+    Both(case, dropout=0.3 if name == "by row" else 0.0).check()
+    assert divided[1] is not None
+    assert divided[2] is not None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_long_rows_in_half_precision(dtype, divided):
+    Both(GLOBAL.but(dtype=dtype, v_dim=40), sinks=True).check_half()
+    assert None not in divided
+
+
+@pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}])
+def test_wanted_alone(wanted, divided):
+    mod = MODS["by column, gqa"]
+    case = GLOBAL.but(score=mod.score, tables=mod.tables, q_len=60, kv_len=110)
+    Both(case, wanted=frozenset(wanted)).check()

@@ -22,13 +22,7 @@ def attention_combine(
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     $if listed:
         place = batch * heads + head
-        listed = Rows + (tl.load(SliceOf + place) * (tl.num_programs(0) // queries) + row // queries) * 3
-        within, splits = row % queries, tl.load(listed + 2)
-        row = tl.load(listed) * queries + within
-        if (splits == 0) | (row >= q_len):
-            return  # another head has more rows in parts
-        rows = tl.cast(queries, tl.int64)  # of one part
-        first_at = (tl.load(At + place) + tl.load(listed + 1)) * rows + within
+        $include listed
     row_at = (batch.to(tl.int64) * heads + head) * q_len + row
     rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if not balanced and not listed
     $if balanced:

@@ -8,6 +8,7 @@ def attention_dkv(
     $results,  # [batch, kv_len, key heads, dim], contiguous  $if results and by_length
     $results,  # [batch, key heads, kv_len, dim], contiguous  $if results and not by_length
     $buffers
+    Acc,  # float32 [places, BLOCK_K, $numbers_of_part]: sums of the parts of rows  $if listed
     stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
     stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
     stride_vb, stride_vh, stride_vs, stride_vd,  $if inner and not described
@@ -17,11 +18,12 @@ def attention_dkv(
 ):
     $if grouped:
         kv_head, batch = tl.program_id($of_head), tl.program_id(2)
+        $if listed:
+            $include part
         $if tabled and ordered:
             first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs($of_row)
             row = tl.load(Order + first + tl.program_id($of_row))  # longest first, by the first head of the group
-        $else:
-            row = tl.program_id($of_row)
+        row = tl.program_id($of_row)  $if not ordered and not listed
     $else:
         $include row
     start = row * BLOCK_K
@@ -51,7 +53,10 @@ def attention_dkv(
     $blank  $if grouped
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):  $if grouped
         place = batch * heads + head  $if grouped
-        entry = tl.load(SliceOf + place) * tl.num_programs($of_row) + row  $if grouped and tabled
+        entry = tl.load(SliceOf + place) * tl.num_programs($of_row) + row  $if grouped and tabled and not listed
+        $if several and listed:
+            entry = of_slice * $rows_of_slice + row
+            begin, end = tl.load(program + 2), tl.load(program + 3)
         queries = Q + tl.cast(head, tl.int64) * stride_qh  $if not described
         douts = DOut + tl.cast(head, tl.int64) * stride_gh  $if not described
         at_q = tl.cast(place, tl.int64) * q_len
@@ -65,6 +70,7 @@ def attention_dkv(
         for i in range(tl.load(Count + entry)):  $if tabled
             $include record
             edge = lo
+            border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
             $for tiles:
                 # $which
                 $if not border:
@@ -107,10 +113,29 @@ def attention_dkv(
                     $sums
                     $derivative
                     dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
-        $if stores:
+                begin, end = begin - border, end - border  $if listed and border
+                begin, end = begin - full, end - full  $if listed and not border
+        $if stores and listed:
+
+            $include part_sums
+            if sums >= 0:
+                part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
+                $partial_totals
+            else:
+                at_k = tl.cast(place, tl.int64) * kv_len + start
+                $stores
+        $if stores and not listed:
 
             at_k = tl.cast(place, tl.int64) * kv_len + start
             $stores
+    $if results and listed:
+
+        $include part_sums
+        if sums >= 0:
+            # The sums of a part: attention_dkv_sums adds those of a row up, in their order.
+            part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
+            $partial
+            return
     $if results:
 
         own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs($of_head) + $kv_head  $if by_length

@@ -7,6 +7,7 @@ def attention_dq(
     DQ,  # [batch, q_len, heads, dim], contiguous  $if dq and by_length
     DQ,  # [batch, heads, q_len, dim], contiguous  $if dq and not by_length
     $buffers
+    Acc,  # float32 [places, BLOCK_Q, $numbers_of_part]: sums of the parts of rows  $if listed
     stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
     stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
     stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
@@ -52,6 +53,7 @@ def attention_dq(
     for i in range(tl.load(Count + entry)):  $if tabled
         $include record
         edge = lo
+        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
         $for tiles:
             # $which
             $if not border:
@@ -80,7 +82,16 @@ def attention_dq(
                 $sums
                 $derivative
                 dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
+            begin, end = begin - border, end - border  $if listed and border
+            begin, end = begin - full, end - full  $if listed and not border
 
+    $if listed:
+        if sums >= 0:
+            # The sums of a part: attention_dq_sums adds those of a row up, in their order.
+            part_at = (tl.load(At + place) + sums).to(tl.int64) * BLOCK_Q + rows
+            $partial
+            $partial_totals
+            return
     $if dq and by_length:
         DQ += ((tl.cast(batch, tl.int64) * q_len + start) * heads + head) * HEAD_DIM
         out_at = rows[:, None] * (heads * HEAD_DIM) + d[None, :]

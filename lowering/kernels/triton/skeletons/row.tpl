@@ -4,7 +4,7 @@ head, batch = tl.program_id($of_head), tl.program_id(2)
 place = batch * heads + head
 $if listed:
     $include part
-    distinct = of_slice * tl.cdiv(q_len, BLOCK_Q)
+    distinct = of_slice * $rows_of_slice
 distinct = tl.load(SliceOf + place) * tl.num_programs($of_row)  $if tabled and not listed
 row = tl.load(Order + distinct + tl.program_id($of_row))  # longest first  $if tabled and ordered
 row = tl.num_programs($of_row) - 1 - tl.program_id($of_row)  # longest first  $if ordered and not tabled

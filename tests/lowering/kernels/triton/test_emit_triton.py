@@ -215,6 +215,8 @@ def test_every_name_of_the_kernel_is_reserved(name):
     dims = Dims(80, 48, "float16", 2, "float8_e5m2")
     decode = [triton_decode.emit(made, TARGET, dims, **WITH, balanced=balanced) for balanced in (False, True)]
     assert not unreserved("".join([emit(made, TARGET, dims, **WITH), *decode]), made)
+    if made.mask is not None:
+        assert not unreserved(emit(made, TARGET, dims, **WITH, listed=True), made)
 
 
 def test_sinks_largest_scores_and_dropout_are_absent_unless_asked_for():

@@ -22,6 +22,7 @@ from frisket.lowering.plan import Bounds, Target, make_plan
 
 TARGET = Target("triton", 128, 128, 8, 2, dq=Target("triton", 128, 64, 8, 2), dkv=Target("triton", 64, 128, 8, 2))
 ARRAYS = frozenset({"q", "k", "v"})
+LISTED = frozenset({"attention_dq", "attention_dkv"})
 WINDOW = make_plan(
     causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True,
     bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")),
@@ -52,6 +53,14 @@ def test_golden_text_with_tensor_descriptors(golden):
     golden("triton/backward_descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
 
 
+def test_golden_text_of_long_rows_in_parts(golden):
+    mask = (abs(q - k) <= 256) | (k < 64) | (q < 64)
+    score_mod = score * lookup("gain", (h,), FLOAT) + lookup("gate", (h, k), FLOAT)
+    made = make_plan(mask, score_mod, "abs(q - k) <= 256 | k < 64 | q < 64\nscore * gain[h] + gate[h, k]")
+    dims = Dims(128, 96, "bfloat16", 4)
+    golden("triton/backward_long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
+
+
 def test_tensor_descriptors_are_for_what_they_can_read():
     """Float32 and head sizes in two parts are read by pointers, as everything is by captured gradients."""
     target = TARGET.everywhere(descriptors=True)
@@ -68,6 +77,11 @@ def test_every_name_of_the_kernels_is_reserved(name):
     assert not unreserved(text, made, [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)])
     assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 150]
     assert "atomic" not in text
+    if made.mask is not None:
+        text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made), listed=LISTED)
+        assert not unreserved(text, made, [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)])
+        assert names(text)[-4:] == ["attention_dq", "attention_dq_sums", "attention_dkv", "attention_dkv_sums"]
+        assert "atomic" not in text
 
 
 @pytest.mark.parametrize(("wanted", "kernels"), [
