@@ -113,6 +113,7 @@ struct Worker {
     bool queries_odd, few;  // few: the forward's products were those of few rows
     // a tile of keys beside it
     Column columns[VECTORS];
+    Real distances[DISTANCES ? DISTANCES * SPAN : 1];
     Bits seen[GROUP * VECTORS];
     Real scores[GROUP * BLOCK_K], products[GROUP * BLOCK_K];
     Operand weights[ROWS / PAIR * BLOCK_K], slopes[ROWS / PAIR * BLOCK_K];

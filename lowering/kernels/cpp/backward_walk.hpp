@@ -125,6 +125,8 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             if (partial || POSITIONS)
                 for (int j = 0; j < VECTORS; j++)
                     w.columns[j] = column_of(fixed, (Int)(k_origin + start + j * LANES), call->kv_len - start - j * LANES);
+            if (DISTANCES)
+                by_distance(fixed, w.rows[w.present - 1], (Int)(k_origin + start), w.present, w.distances, w.columns);
             for (int c = 0; c < CAPTURED; c++)
                 if (task.lines[c]) {
                     const int64_t length = length_of(call, c), in_line = OVER[c] == COLUMNS

@@ -183,6 +183,8 @@ class Forms:
             return self._literal(node.name)
         if node.op == "var":
             return Text(_variable(node.name))
+        if node.op == "distance":
+            return Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
         if node.op in ("param", "lookup", "ahead", "behind") and node.name not in self.names:
             raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
         if node.op == "param":

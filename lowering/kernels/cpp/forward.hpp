@@ -55,6 +55,7 @@ struct Worker {
     int places;                // entries of `fixed`: heads of the item, 1 where heads do not differ
     Fixed fixed[HEADS];
     Column columns[HEADS * VECTORS];
+    Real distances[DISTANCES ? HEADS * DISTANCES * SPAN : 1];
 };
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock

@@ -9,10 +9,11 @@ key once per vector of keys (`Column`).
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from importlib import resources
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import TRUE, Expr, renamed, uses, var, walk
+from frisket.dsl.ir import COMPARISONS, TRUE, Expr, make, renamed, substitute, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -40,6 +41,7 @@ MACROS = (
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
 WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # names of what is ours
 NUMBERS = ("B", "H", "Q_LEN", "KV_LEN", "b", "h")
+COSTLY = frozenset("lookup pow exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf floor".split())
 KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 
@@ -85,13 +87,15 @@ class CppKernel:
             for n, e in self.roots.items()
             if e is not None
         }
+        self.ready, self.distances = by_distance(self.ready)
+        self.ready |= self.distances
         names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
         self.names = self._named(names)
         lifted = [e for e in walk(*self.ready.values()) if expr_cpp.liftable(e)]
         self.lifted = {e: names.new(f"c{i}") for i, e in enumerate(lifted)}
         self.literals = tuple(e.name for e in lifted)
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64, self.lifted)
-        self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values(), *self.lifted.values()})
+        self.taken = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
@@ -221,6 +225,7 @@ class CppKernel:
         self._repeated()
         self._column()
         arguments = "const Fixed &fixed, const Row &row, const Column &column"
+        self._tabulate(arguments)
         self._function("visible", f"Bits visible({arguments})", "bits(true)")
         self._function("modified", f"Vec modified({arguments}, Vec score)", "score")
         self._function("kept", f"Bits kept({arguments})", "bits(true)")
@@ -231,6 +236,16 @@ class CppKernel:
             "// What survives dropout weighs more.", f"INLINE Real survivors(const Fixed &fixed) {{ return {value}; }}"
         )
         return str(page)
+
+    def _tabulate(self, arguments: str) -> None:
+        line = self.page.line
+        for name in self.distances:
+            self._function(name, f"Vec {name}({arguments})", "reals(0)")
+        line("// Functions of the distance of query and key alone, worked out for the diagonals of a tile.")
+        line(f"const int DISTANCES = {len(self.distances)}, SPAN = BLOCK_Q + BLOCK_K + 32;")
+        with self.page.block(f"INLINE void tabulate({arguments}, Real *to) {{", "}"):
+            for n, name in enumerate(self.distances):
+                line(f"store(to + {n} * SPAN, {name}(fixed, row, column));")
 
     def storage(self) -> str:
         """The constants of stored keys: the places of keys, and whether the heads that share them agree in all else."""
@@ -350,7 +365,12 @@ class CppKernel:
         line = self.page.line
         lines = self.printed.needed(self.ready.values(), COLUMN)
         with self.page.block("struct Column {  // known once per vector of keys", "};"):
-            line("Int first;", "Ints k;", "Bits inside;  // before the end of the keys")
+            line(
+                "Int first;",
+                "const Real *distances;  // where those of query 0 are",
+                "Ints k;",
+                "Bits inside;  // before the end of the keys",
+            )
             for one in lines:
                 line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
         line("")
@@ -361,6 +381,37 @@ class CppKernel:
                 line(f"{one.name} = {one.text};")
             line("return column;")
         line("")
+
+
+def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, Expr]]:
+    """Prepared roots without their costly functions of `q - k` alone, and these by names of their own: a tile has fewer
+    diagonals than positions, so a kernel tabulates them for each tile."""
+    slopes: dict[Expr, tuple[int, int] | None] = {}  # of q and k, where a node is an affine function of these
+    held: dict[Expr, bool] = {}  # whether a node is a function of q - k
+    costly: dict[Expr, bool] = {}
+    for e in walk(*roots.values()):
+        own = [slopes[a] for a in e.args]
+        slopes[e], free = _slopes(e, own), not uses(e) & {"q", "k", "first", "score"}
+        between = _slopes(make("sub", e.args), own) if e.op in COMPARISONS else slopes[e]
+        held[e] = free or (sum(between) == 0 if between else bool(e.args) and all(held[a] for a in e.args))
+        costly[e] = (not free and e.op in COSTLY) or any(costly[a] for a in e.args)
+    tabled = [e for e in held if e.type is FLOAT and held[e] and costly[e] and {"q", "k"} <= uses(e)]
+    below = {a for e in tabled for a in walk(e) if a is not e}
+    tabled = [e for e in tabled if e not in below]
+    leaves = {e: make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}
+    return {n: substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
+
+
+def _slopes(e: Expr, args: list[tuple[int, int] | None]) -> tuple[int, int] | None:
+    if e is var("q") or e is var("k"):
+        return (1, 0) if e is var("q") else (0, 1)
+    if not uses(e) & {"q", "k", "first", "score"}:
+        return (0, 0)
+    if e.op not in ("neg", "add", "sub") or None in args:
+        return None
+    sign = 1 if e.op == "add" else -1
+    q, k = (sum(x[i] if n == 0 and e.op != "neg" else sign * x[i] for n, x in enumerate(args) if x) for i in (0, 1))
+    return q, k
 
 
 LOOKUPS = ("lookup", "ahead", "behind")

@@ -96,6 +96,9 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         for (int n = 0; n < w.places; n++)
             for (int j = 0; j < VECTORS; j++)
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    for (int n = 0; n < w.places && DISTANCES; n++)
+        by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
+                    w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
     const Real unit = unit_of(call);

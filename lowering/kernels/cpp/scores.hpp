@@ -29,6 +29,14 @@ INLINE int opened(const bool *open, int j) {
     return n;
 }
 
+// Tabulates functions of the distance for `rows` queries, the last of which is given, and a tile of keys from `first`
+// on: entry i is that of the last query and key first + i.
+static void by_distance(const Fixed &fixed, const Row &last, Int first, int rows, Real *to, Column *columns) {
+    for (int i = 0; i < BLOCK_K + rows; i += LANES)
+        tabulate(fixed, last, column_of(fixed, (Int)(first + i), LANES), to + i);
+    for (int i = 0; i < BLOCK_K; i += LANES) columns[i / LANES].distances = to + i + last.q;
+}
+
 // Rows of an item by twos, threes and fours, as even as can be.
 template <class Do> INLINE void by_few(int rows, Do run) {
     for (int done = 0, n; done < rows; done += n) {

@@ -30,6 +30,7 @@ INLINE bool alike(const Row &a, const Row &b) { return false; }
 
 struct Column {  // known once per vector of keys
     Int first;
+    const Real *distances;  // where those of query 0 are
     Ints k;
     Bits inside;  // before the end of the keys
 };
@@ -42,6 +43,10 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
     return column;
 }
 
+// Functions of the distance of query and key alone, worked out for the diagonals of a tile.
+const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
+INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
+}
 // q >= k
 INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
     return row.q >= column.k;

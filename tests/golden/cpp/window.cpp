@@ -1047,6 +1047,7 @@ INLINE bool alike(const Row &a, const Row &b) { return false; }
 
 struct Column {  // known once per vector of keys
     Int first;
+    const Real *distances;  // where those of query 0 are
     Ints k;
     Bits inside;  // before the end of the keys
 };
@@ -1059,6 +1060,10 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
     return column;
 }
 
+// Functions of the distance of query and key alone, worked out for the diagonals of a tile.
+const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
+INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
+}
 // q >= k & q - k < w
 INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
     return (row.q >= column.k) & (row.q - column.k < fixed.w);
@@ -1122,6 +1127,14 @@ INLINE int opened(const bool *open, int j) {
     int n = 0;
     while (n < PANEL - j % PANEL && open[j + n]) n++;
     return n;
+}
+
+// Tabulates functions of the distance for `rows` queries, the last of which is given, and a tile of keys from `first`
+// on: entry i is that of the last query and key first + i.
+static void by_distance(const Fixed &fixed, const Row &last, Int first, int rows, Real *to, Column *columns) {
+    for (int i = 0; i < BLOCK_K + rows; i += LANES)
+        tabulate(fixed, last, column_of(fixed, (Int)(first + i), LANES), to + i);
+    for (int i = 0; i < BLOCK_K; i += LANES) columns[i / LANES].distances = to + i + last.q;
 }
 
 // Rows of an item by twos, threes and fours, as even as can be.
@@ -1204,6 +1217,7 @@ struct Worker {
     int places;                // entries of `fixed`: heads of the item, 1 where heads do not differ
     Fixed fixed[HEADS];
     Column columns[HEADS * VECTORS];
+    Real distances[DISTANCES ? HEADS * DISTANCES * SPAN : 1];
 };
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
@@ -1578,6 +1592,9 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         for (int n = 0; n < w.places; n++)
             for (int j = 0; j < VECTORS; j++)
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    for (int n = 0; n < w.places && DISTANCES; n++)
+        by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
+                    w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
     const Real unit = unit_of(call);
