@@ -1,11 +1,14 @@
 """The linter of prose: `python docs/prose.py` prints every banned form, and every sentence that is too long.
 
-It reads README.md, CONTRIBUTING.md, the pages of docs/ and what `--help` prints. Code and links are not prose.
+It reads README.md, CONTRIBUTING.md, the pages of docs/, what `--help` prints, and docstrings of public names. Code
+and links are not prose.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,13 @@ from frisket.runtime.cli.main import COMMANDS, parser
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = 48  # of a sentence, at most
+MODULES = (
+    "frisket",
+    *(
+        f"frisket.{m}"
+        for m in ("caches", "caches.jax", "caches.torch", "flex", "modeling", "operations", "parallel", "sharding")
+    ),
+)
 BANNED = {  # a regular expression -> what to write instead
     # pronouns in the place of a noun
     r"the (latter|former)\b(?! of)": "the noun again",
@@ -28,7 +38,7 @@ BANNED = {  # a regular expression -> what to write instead
     # participles as nouns, metaphors for machinery
     r"the (given|kept)(?=[.,;:)]| (is|are|of|and|in)\b)": "what is given or kept, by its noun",
     r"seams?|doors?|twins?": "the thing itself: an interface, a module, a copy",
-    r"dealt|deals": "distributed, distributes",
+    r"dealt|deals (tokens|them|it)": "distributed, distributes",
     # words of another language's order
     r"(hang|hangs|hung) on": "depends on",
     r"at hand": "this, available, current",
@@ -40,7 +50,6 @@ BANNED = {  # a regular expression -> what to write instead
     r"which is right and slower": "still correct, but slower",
     r"(is|are) to be": "must be, or is",
     r"for ever": "forever, without end",
-    r"likewise": "too",
 }
 RULE = re.compile(
     "|".join(rf"(?P<r{i}>\b(?:{pattern})(?!\w))".replace(" ", r"\s+") for i, pattern in enumerate(BANNED)), re.I
@@ -91,6 +100,9 @@ def sources() -> Iterator[tuple[str, str]]:
         yield str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
     for name, text in helps():
         yield f"frisket {name} --help", text
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            yield from docstrings(f"{module.__name__}.{name}", getattr(module, name))
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -99,6 +111,17 @@ def helps() -> Iterator[tuple[str, str]]:
         sub = found.choices[name]
         options = [str(a.help) for a in sub._actions if a.help and a.help != argparse.SUPPRESS]
         yield name, "\n\n".join([str(sub.description), *options])
+
+
+def docstrings(place: str, value: object) -> Iterator[tuple[str, str]]:
+    """The docstring of a public name, and those of a class's public methods."""
+    if not str(getattr(value, "__module__", None)).startswith("frisket"):
+        return
+    if text := inspect.getdoc(value):
+        yield place, text
+    for name, method in vars(value).items() if inspect.isclass(value) else ():
+        if not name.startswith("_") and (text := getattr(method, "__doc__", None)):
+            yield f"{place}.{name}", inspect.cleandoc(text)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class Attention:
         tokens, dim], JAX [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple; key i of batch entry b
         is token i % tokens of page pages[b, i // tokens], and a number that is no page of the pool is taken for the
         nearest. Where nothing is visible anything may stand in k, v and scales. Other values of scales and pages plan
-        and compile nothing anew. Such calls have no gradients.
+        and compile nothing. Such calls have no gradients.
         """
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
@@ -218,7 +218,7 @@ class Attention:
         return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # no plan of a vacant call
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:
-        """(out, lse, top) of a call; top may be None where nobody asks for it."""
+        """(out, lse, top) of a call; top may be None where it is not asked for."""
         if call.geometry.vacant:
             return nothing(call)
         if RECORDS[call.backend].oracle:
@@ -398,7 +398,7 @@ class Attention:
         pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
         """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are
-        chosen for `arch`, for example "sm_90" or "gfx942", or for the GPU at hand. q, k, v, scales and pages say how
+        chosen for `arch`, for example "sm_90" or "gfx942", or for this machine's GPU. q, k, v, scales and pages say how
         keys are stored."""
         program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
         if live and q is None:

@@ -60,7 +60,7 @@ def compile(
     not run yet; `engines=False` keeps to generated kernels. FRISKET_ENGINES says the same: names, or 0.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
-    the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
+    the call, or captured by a function: it is read again at every call. A mask reads it as it is now, like any table:
     no gradient flows through a mask. What is compiled serves every length, batch and number of heads. Raises what
     `mask` and `score` raise, and `BackendError` for a backend that is not there.
     """

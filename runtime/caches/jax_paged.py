@@ -42,7 +42,7 @@ class PagedKVCache(JaxCache):
     row in order, `room` int32 [batch], tokens those have place for, `lengths` int32 [batch]. k [pages, page, kv_heads,
     head_dim], v likewise with v_dim; beside 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads]. `width` is how
     many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are, how many and
-    who shares them changes no shape and compiles nothing.
+    who shares them changes no shape and does not recompile.
 
     Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in
     `KVCache`.

@@ -29,7 +29,7 @@ class KVCache(JaxCache):
     ((2, 1, 4, 16), [10, 10])
 
     A pytree: `append` and `attention` give a new one, which under `jax.jit` with the old one donated is the same
-    memory. Growing changes no shape and compiles nothing. k [batch, capacity, kv_heads, head_dim], v likewise with
+    memory. Growing changes no shape and does not recompile. k [batch, capacity, kv_heads, head_dim], v likewise with
     v_dim; beside 8 bits `k_scale`, `v_scale` float32 [batch, capacity, kv_heads], one for every vector, which kernels
     apply to what they load: there is no dequantised copy. `lengths` int32 [batch], in tokens.
 

@@ -63,7 +63,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no sequence holds."""
         return len(self._free)
 
     @property

@@ -40,7 +40,7 @@ class PagedKVCache(TorchCache):
     [batch, width], the pages of every row in order, `room` int32 [batch], tokens those have place for, `lengths` int32
     [batch]. `k` [pages, kv_heads, page, head_dim], `v` likewise with v_dim, scales likewise without dim. `width` is how
     many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are and who shares
-    them changes no shape and compiles nothing.
+    them changes no shape and does not recompile.
     """
 
     room: Tensor

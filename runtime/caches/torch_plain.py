@@ -320,7 +320,7 @@ class KVCache(TorchCache):
     >>> q, k, v = (x[:, :, -1:] for x in (q, k, v))
     >>> out = cache.attention(att, q, k, v)  # and every token after it, under the same mask
 
-    Growing changes no shape, compiles nothing and moves nothing. Masks and score mods speak of positions in the
+    Growing changes no shape, does not recompile and moves nothing. Masks and score mods speak of positions in the
     sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
     """
 

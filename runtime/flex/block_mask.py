@@ -52,14 +52,14 @@ class BlockMask(theirs.BlockMask):
     A subclass of torch's BlockMask: every attribute, shape and number is the same, but a mask made by
     `create_block_mask` holds an expression in place of lists. The lists are laid out from it when they are first read,
     in time that grows with the border of the mask. `mask` is that expression as a `frisket.Mask`, at any length:
-    `create_block_mask(block_mask.mask, B, H, longer, longer)` and `block_mask.mask.layout(...)` trace nothing anew.
+    `create_block_mask(block_mask.mask, B, H, longer, longer)` and `block_mask.mask.layout(...)` do not trace again.
 
     The tensors that a mask_mod captured stay the user's: change one in place, and lists, `mask` and attention follow
     at the next use. (torch's lists stay as they were made, while its mask_mod reads the tensors as they are.)
 
-    Slicing, `_adjust` and `to` keep the mask: `block_mask[:, :, 1:3].mask_mod` counts queries from the first of its
-    own, `seq_lengths` is the length of what is left, and `to` moves captured tensors too. Masks of one shape combine
-    with `& | ~`, are equal when they show the same by the same expression, hash, and pickle, lambdas too.
+    Slicing, `_adjust` and `to` keep the mask: `block_mask[:, :, 1:3].mask_mod` counts queries from the first
+    of the part, `seq_lengths` is the length of what is left, and `to` moves captured tensors too. Masks of one shape
+    combine with `& | ~`, are equal when they show the same by the same expression, hash, and pickle, lambdas too.
     """
 
     dq_kv_order_spt: bool | None
@@ -257,8 +257,8 @@ class BlockMask(theirs.BlockMask):
     def lay_out(self) -> BlockMask:
         """Makes what a graph of torch reads, its lists and `mask_mod`, before it is traced: itself.
 
-        Needed by nobody but who gives new masks to a compiled function of torch's own, step by step: one that is not
-        laid out is traced anew, as it is laid out while the graph is made.
+        Only needed for new masks that are given to torch's compiled functions, step by step. A mask that is not laid
+        out is traced again, as it is laid out while the graph is made.
         """
         if torch.compiler.is_dynamo_compiling():
             self._tensors()

@@ -186,7 +186,7 @@ def create_nested_block_mask(
 
     `q_nt` [sequences, heads, j, head_dim], in any order of axes, gives the lengths of the sequences; `kv_nt` those of
     the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them:
-    `mask_mod` is told the number of the sequence as b and positions inside it, `Q_LEN` and `KV_LEN` of a text are
+    `mask_mod` receives the number of the sequence as b and positions inside it, `Q_LEN` and `KV_LEN` of a text are
     its lengths, and a token sees its own sequence alone. Tokens in the holes of a tensor with `lengths` see nothing.
 
     Raises `ShapeError`, a ValueError, for tensors that are not jagged, that hold different numbers of sequences or

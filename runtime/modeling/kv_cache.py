@@ -45,7 +45,7 @@ def concatenate_to_cache(
     [batch, capacity, kv_heads, dim], their scales, and `cache.lengths`, the running index. The mask is bool [batch, 1,
     new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask` is not 0. `mask` is
     anything that flax's `combine_masks` takes: of any dtype, 0 where a key is hidden, and it broadcasts with [batch,
-    heads, new, capacity]. With the cache donated under `jax.jit` nothing is copied, and no step compiles anew.
+    heads, new, capacity]. With the cache donated under `jax.jit` nothing is copied, and no step recompiles.
 
     For an attention of frisket there is no such array: `cache.attend(att, query)` reads the same mask text at every
     step. Raises `ShapeError` for a mask of other lengths and `CapacityError` for tokens without room."""

@@ -40,7 +40,7 @@ def create_mesh(
 
 
 def names_in_mesh(*names: str) -> bool:
-    """Whether the mesh at hand (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh."""
+    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh."""
     mesh = current_mesh()
     return mesh is not None and {*names} <= {*mesh.axis_names}
 

@@ -19,7 +19,7 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
     >>> sin.shape
     (8, 64)
 
-    `positions` [length] or [batch, length], any integers: those of a shard, or of tokens dealt to ranks. Angles are
+    `positions` [length] or [batch, length], any integers: those of a shard, or of tokens split over ranks. Angles are
     position / base ** (2 i / head_dim), once for each half of the head (Su et al. 2021, in the order of Llama).
     """
     if head_dim % 2:

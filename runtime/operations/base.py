@@ -15,7 +15,7 @@ from .metadata import AttentionMetadata, Backend
 
 
 class BaseOperation(ABC):
-    """One operation; calling it runs the implementation for the platform at hand.
+    """One operation; calling it runs the implementation for the platform of the arrays.
 
     >>> class Double(BaseOperation):
     ...     def forward_native(self, x):

@@ -71,14 +71,14 @@ class AttentionMetadata(Record):
     Fields that are not given are taken from `base_config`, any object with attributes of these names (`attn_dtype`
     and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
 
-    - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their own.
+    - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their dtype.
     - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
-    - `mesh` that of `partition_manager`, or the one at hand, or None: nothing is split. `partition_axis`, or a
+    - `mesh` that of `partition_manager`, or the current one, or None: nothing is split. `partition_axis`, or a
       `partition_manager`, whose axis it is, say how over a mesh; `sequence_axis_name` "sp" is the axis of ring
       attention, which sends keys round, or, where `scan_ring_attention` is False, gathers them.
     - `backend` None: the platform of arrays; `platform` None: the first kernels that can.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
-    - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask at hand; both or none.
+    - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask; both or none.
       `blocksize_b` 1: every tile is of one batch entry.
     """
 
@@ -142,7 +142,7 @@ class AttentionMetadata(Record):
         use_base_config: bool = True, *, attr: str = EMPTY_VAL,
     ) -> None:  # fmt: skip
         """Give `attr_name`, also called `attr`, a value where it has none: that of `base_config` under `pickup_name`
-        (or `attr_name`), if it is to be used and has one, else `default`."""
+        (or `attr_name`), if it is used and has one, else `default`."""
         name = attr if attr_name is EMPTY_VAL else attr_name
         if name is EMPTY_VAL or default is EMPTY_VAL:
             raise ParameterError('give a name and a default: set_attrs_carefully("softmax_scale", 1.0)')

@@ -11,7 +11,7 @@ from .deal import Deal, Variant
 
 
 def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "ring", **more: Any) -> Any:
-    """`fk.parallel.attend(att, q, k, v, deal=deal)`: `att` over a sequence whose tokens are dealt over ranks.
+    """`fk.parallel.attend(att, q, k, v, deal=deal)`: `att` over a sequence whose tokens are split over ranks.
 
     q, k and v are this rank's shards, as `deal.permute` lays them out: torch [batch, heads, shard, dim] in the ranks
     of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of

@@ -75,7 +75,7 @@ def _work(layout: Layout, ranks: int) -> TileCosts:
 class Deal:
     """Tokens over ranks: `fk.parallel.deal(mask, length, ranks)`.
 
-    A *place* is where a token stands in the dealt order: rank r holds places r * shard .. (r + 1) * shard. Places
+    A *place* is where a token stands in the deal's order: rank r holds places r * shard .. (r + 1) * shard. Places
     beyond the length are padding: they hold positions >= length, come last on their rank, see nothing and are not
     seen. Ranges are half-open, in tokens.
     """
@@ -139,20 +139,20 @@ class Deal:
         return every if rank is None else every[rank]
 
     def permute(self, x: Any, axis: int, fill: float = 0) -> Any:
-        """`x`, an array of numpy, torch or JAX, in dealt order along `axis`: length becomes ranks * shard, padding
+        """`x`, an array of numpy, torch or JAX, in the deal's order along `axis`: length becomes ranks * shard, padding
         places hold `fill`. Split evenly, rank r's part is what it holds."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
         taken = take(x, np.minimum(self.order, self.length - 1), axis)
         return _filled(taken, self.order >= self.length, axis, fill)
 
     def unpermute(self, x: Any, axis: int) -> Any:
-        """Dealt arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
+        """Permuted arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
         axis = self._axis(x, axis, len(self.order), "unpermute takes what permute gives, the shards of all ranks")
         return take(x, self._place, axis)
 
     def labels(self, x: Any, axis: int = -1, shift: int = 1, fill: int = -100) -> Any:
-        """Dealt labels of dealt tokens: the token `shift` positions on, `fill` where the sequence has ended and on
-        padding. Neighbours in the sequence may be on different ranks, so that this is not a shift of dealt tokens."""
+        """Permuted labels of permuted tokens: the token `shift` positions on, `fill` where the sequence has ended and
+        on padding. Neighbours in the sequence may be on different ranks, so this is no shift of permuted tokens."""
         axis = self._axis(x, axis, self.length, "labels takes whole sequences")
         if not 0 <= shift <= self.length:
             raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")

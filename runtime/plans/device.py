@@ -76,7 +76,7 @@ class FlatPlan:
     used like a `Plan` and gives equal results; `exact` there is `overflow` here, an array that is true where some row
     of tiles had more runs than there was room for and reads more tiles than it has to.
 
-    On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans anew from the
+    On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans again from the
     tables as they then are whenever it is replayed."""
 
     on_device = True
@@ -93,7 +93,7 @@ class FlatPlan:
     @property
     def by_table(self) -> bool:
         """Whether another step, of other tables, is another plan: they decide the spans, or are no learned Floats,
-        which calls bring anew."""
+        which every call brings."""
         return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ class _Forms(type):
 class DynamicShardingAxes(_Said, metaclass=_Forms):
     """`DynamicShardingAxes([BATCH, QUERY_LENGTH, EMBED], 1)`: an axis for every dimension, and the mode.
 
-    `mode` is a runtime mode, or the number of the dimension it is told by: decode where that has length 1, train
+    `mode` is a runtime mode, or the number of the dimension that decides it: decode where that has length 1, train
     otherwise. A class below it is a form with a name, which stands for itself, as do its instances:
 
     >>> class Logits(DynamicShardingAxes):

@@ -54,7 +54,7 @@ class PartitionAxis:
     P(('fsdp', 'dp'), None, 'tp')
 
     Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes,
-    and those after them are told by them where they are not given: batches over the data-parallel axes, lengths over
+    and those after them follow from them where they are not given: batches over the data-parallel axes, lengths over
     the sequence axis, heads and the sizes of layers over the tensor axis, experts over theirs; head sizes, biases'
     axes and gates are whole. In `GENERATION_MODES` the fields `decode_...` stand for those without: a step has one
     query, so its length is whole, and the rest is split as ever.
@@ -109,7 +109,7 @@ class PartitionAxis:
         return [self._one(axis, mode) for axis in axes]
 
     def resolve_spec(self, axes: Sequence[n.Axis], mode: str) -> PartitionSpec:
-        """The PartitionSpec of semantic axes, for a mesh nobody has seen yet; `PartitionManager.resolve` fits it to
+        """The PartitionSpec of semantic axes, for a mesh that is not known yet; `PartitionManager.resolve` fits it to
         one."""
         return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
 
@@ -141,7 +141,7 @@ class PartitionManager:
     >>> PartitionManager(PartitionAxis(), mesh).resolve(AttnQSharding, shape=(4, 64, 8, 32))
     P('dp', None, 'tp', None)
 
-    Without `mesh` it takes the one at hand: `jax.set_mesh(mesh)`, or `with mesh:`. `with manager:` makes it that of
+    Without `mesh` it takes the current one: `jax.set_mesh(mesh)`, or `with mesh:`. `with manager:` makes it that of
     `current_partition_manager()`.
     """
 

@@ -50,8 +50,22 @@ def test_code_and_links_are_no_prose(text):
     assert [*PROSE.findings("page.md", text)] == []
 
 
+def test_docstrings_are_read():
+    class Public:
+        """Nobody knows."""
+
+        def method(self):
+            """Two lines,
+
+            and the latter counts."""
+
+    Public.__module__ = "frisket.somewhere"
+    found = [f for where, text in PROSE.docstrings("Public", Public) for f in PROSE.findings(where, text)]
+    assert [(f.where, f.words) for f in found] == [("Public:1", "Nobody"), ("Public.method:3", "the latter")]
+
+
 def test_what_users_read():
     sources = dict(PROSE.sources())
-    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "frisket show --help"} <= {*sources}
+    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "frisket show --help", "frisket.compile"} <= {*sources}
     found = [str(f) for where, text in sources.items() for f in PROSE.findings(where, text)]
     assert found == []
