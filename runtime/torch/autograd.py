@@ -27,10 +27,9 @@ def no_forward_mode() -> NoReturn:
 
 def refuse_tangents(*arrays: Any) -> None:
     """Refuse tensors that have tangents, of a forward that no operator of torch stands for."""
-    if forward_ad._current_level >= 0:
-        for x in arrays:
-            if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-                no_forward_mode()
+    for x in arrays:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            no_forward_mode()
 
 
 class Attend(torch.autograd.Function):

@@ -62,7 +62,8 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
     q, k, v = (torch.zeros_like(x) if x._is_zerotensor() else x for x in cast(request.q, request.k, request.v))
     settings, plan, params = Settings.read(), request.plan, request.params
-    refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
     key = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _found(att, key, plan, params, kept)
