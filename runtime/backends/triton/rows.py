@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.runtime.calls.arrays import uploaded
-from frisket.runtime.plans.device import FlatPlan
 
 from .arguments import GRID, Access, Bound, Launch, Made, Values, span_tables
 from .decode import BLOCKS, NO_VALUES, NOTHING
@@ -80,7 +79,7 @@ def of_call(
 ) -> RowParts | None:
     """The programs of a launch that walks rows of tiles, or `walked` columns, where some are long and the host knows
     their lengths; None where there is a program for each row."""
-    if target.splits == 1 or target.order == "forward" or spans is None or isinstance(spans, FlatPlan):
+    if target.splits == 1 or target.order == "forward" or spans is None:
         return None
     if plan.mask is None or (plan.bounds is not None and not walked):
         return None

@@ -18,6 +18,7 @@ import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
 from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.backends.triton import decode
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.calls.request import Request
 from frisket.runtime.torch import op as torch_op
@@ -88,6 +89,20 @@ def test_what_compiles_anew():
     for more in ({}, {"d": 128}, {"dtype": torch.float16}, {"h": 6}):
         assert set(compiled(train, att, arrays(**more))) == KERNELS
         assert compiled(train, att, arrays(**more)) == []
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_long_rows_are_launched_in_parts(learned, monkeypatch):
+    """Forward, dq and dkv, each with the launch that combines parts; a learned table leaves the rows to the host."""
+    monkeypatch.setattr(decode, "INTERPRETED", 132)
+    att = fk.compile("abs(q - k) <= 200 | k < 64 | q < 64", BIAS if learned else None, backend="triton")
+    more = {"bias": torch.zeros(8, 16384, requires_grad=True)} if learned else {}
+    given = arrays(16384, h=8)
+    names = ["forward", "combine", "delta", "dq", "dq_sums", "dkv", "dkv_sums"]
+    assert compiled(train, att, given, **more) == [f"attention_{n}" for n in names]
+    triton_null.launched.clear()
+    assert compiled(train, att, given, **more) == []
+    assert [kernel.name for kernel, *_ in triton_null.launched] == [f"attention_{n}" for n in names]
 
 
 # -- which kernel runs ----------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ LAUNCHED = {
         "no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing",
     ),
     "runtime/backends/triton_binding_launched.py": (
-        "lengths_batches_and_heads_compile_nothing", "windows_inside_a_class_compile_nothing",
+        "lengths_batches_and_heads_compile_nothing", "long_rows_are_launched_in_parts[True]",
+        "windows_inside_a_class_compile_nothing",
         "the_kernel_is_the_one_triton_would_choose", "a_warm_call_reads_nothing_back[documents]",
     ),
     "runtime/backends/triton_serving_launched.py": (
