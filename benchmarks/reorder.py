@@ -5,17 +5,25 @@ One head, D64, float32, forward, and forward with gradients; moving q, k, v and 
 turn about on one thread, whose own time is taken; a figure is the median over rounds of the ratio, with the 95 %
 interval of that median. "tiles" of 64 x 32 are those of the layouts, and "gpu_tiles" of 128 x 64; "found_s" is how long
 the order took to find.
+
+"commits" asks the same of earlier commits: `FRISKET_CHECKOUTS=05096f2=DIR,0dadb9e=DIR python benchmarks/reorder.py
+commits`, where each folder is a checkout with a `.venv` that frisket is installed in. Processes of all commits run turn
+about, the earlier ones with tokens as they come, this one in the order that `frisket.reorder` finds, if any.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from reorder_tables import tables
 from store import run_parts
 
 import frisket as fk
@@ -29,13 +37,27 @@ CASES = {  # mask, length, the least gain that is wanted
     "causal & k % 4 == 0": ("causal & k % 4 == 0", 16384, 3.0),
     "causal & (q - k) % 64 == 0": ("causal & (q - k) % 64 == 0", 16384, 3.0),
     "64 documents, shuffled": ("causal & same(doc)", 16384, 8.0),
+    "random 16 x 16 blocks, 3 % visible": ("blocks[q // 16, k // 16]", 8192, 2.0),
 }
-
-
-def tables(mask: str, length: int) -> dict[str, Any]:
-    if "doc" not in mask:
-        return {}
-    return {"doc": np.random.default_rng(0).permutation(np.arange(length) % 64).astype(np.int32)}
+DIRECTIONS = ("forward", "forward and backward")
+WORKER = """
+import sys, time
+sys.path.insert(0, sys.argv[3])
+import torch, frisket as fk
+from reorder_tables import tables
+torch.set_num_threads(1)
+mask, length = sys.argv[1], int(sys.argv[2])
+given = tables(mask, length)
+best = {"reorder": fk.reorder(mask, length, block=(64, 32), moving=10.0, **given)} if sys.argv[4] else {}
+att = fk.compile(mask, **best, **given)
+for line in sys.stdin:
+    q, k, v = (torch.randn(1, 1, length, 64, requires_grad="backward" in line) for _ in "qkv")
+    began = time.process_time()
+    out = att(q, k, v)
+    if out.requires_grad:
+        torch.autograd.grad(out, (q, k, v), out)
+    print(time.process_time() - began, flush=True)
+"""
 
 
 def counted(order: fk.Order) -> dict[str, int]:
@@ -50,7 +72,7 @@ def orders(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         found = time.perf_counter() - began
         wide = fk.reorder(mask, length, **given)
         ways = {"order": fk.compile(mask, reorder=order, **given), "as they come": fk.compile(mask, **given)}
-        for direction in ("forward", "forward and backward"):
+        for direction in DIRECTIONS:
             q, k, v = (torch.randn(1, 1, length, 64, requires_grad=direction != "forward") for _ in "qkv")
 
             def call(att: Any, q: Any = q, k: Any = k, v: Any = v) -> None:
@@ -74,10 +96,49 @@ def orders(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
             }  # fmt: skip
 
 
+def worker(folder: Path, python: str, mask: str, length: int, best: bool) -> subprocess.Popen[str]:
+    """A process that runs a call for each line it reads, and says what time it took."""
+    here = str(Path(__file__).resolve().parent)
+    command = [python, "-c", WORKER, mask, str(length), here, "best" if best else ""]
+    return subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def asked(process: subprocess.Popen[str], direction: str) -> float:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(direction + "\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
+
+
+def commits(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    folders = {n: Path(x) for n, x in (x.split("=") for x in os.environ["FRISKET_CHECKOUTS"].split(","))}
+    root = Path(__file__).resolve().parent.parent
+    for name, (mask, length, goal) in CASES.items():
+        running = {n: worker(x, str(x / ".venv/bin/python"), mask, length, False) for n, x in folders.items()}
+        running["here"] = worker(root, sys.executable, mask, length, True)
+        for direction in DIRECTIONS:
+            calls = {n: lambda p=p, d=direction: asked(p, d) for n, p in running.items()}
+            times = rounds_of(calls, rounds, clock=lambda call: call())
+            ratios = {f"{n} / here": median_ratio(times[n], times["here"]) for n in folders}
+            yield (
+                f"{name}, {direction}",
+                {
+                    "figures": {"ms": {n: 1e3 * statistics.median(x) for n, x in times.items()}},
+                    "ratios": ratios,
+                    "goals": {"at least": {"ratios": dict.fromkeys(ratios, goal)}},
+                },
+            )
+        for process in running.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
 def settings(part: str) -> dict[str, Any]:
     return {"heads": 1, "head_dim": 64, "dtype": "float32", "threads": torch.get_num_threads()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_parts(__doc__, {"orders": orders}, "reorder", settings)
+    run_parts(__doc__, {"orders": orders, "commits": commits}, "reorder", settings)

@@ -338,7 +338,7 @@ TOPICS = (
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
     Topic("reorder", "Attention in the order of its mask", "One head, D64, float32, one thread: the tokens moved, "
           "attended and moved back, beside the tokens as they come.", "python benchmarks/reorder.py",
-          each(("orders", "Milliseconds", "ms"))),
+          each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, tokens as they come", "ms"))),
     Topic("decode-overhead", "What a step of decoding costs beside its kernel", "Append one token, plan, attend.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),

@@ -50,10 +50,9 @@ def page(text: str) -> str:
 def pictures() -> None:
     for name, (mask, length) in PICTURES.items():
         order = fk.reorder(mask, length, block=(32, 32), moving=0)
-        for when, m in (("before", fk.mask(mask)), ("after", order.moved)):
-            m.layout(length, length, block=(32, 32)).plot(
-                HERE / "assets" / f"reorder-{name}-{when}.png", size=3.2, dpi=110, title=f"{when}: {mask}"
-            )
+        for when in ("before", "after"):
+            path = HERE / "assets" / f"reorder-{name}-{when}.png"
+            order.plot(path, before=when == "before", size=3.2, dpi=110, title=f"{when}: {mask}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,15 @@ from frisket.runtime.plans.compiled import check_tile
 
 from .take import take
 
+if TYPE_CHECKING:
+    from frisket.runtime.draw.figure import Figure
+
 BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of a query that take as long as a row
 CPU = (64, 32), 10.0  # of a CPU
 PARTIAL = 1.25  # the time of a border tile, in full ones
 WORTH = 1.1  # gains below are left alone
 # Candidates are compared on strips of queries: how many strips, their queries, and how many candidates are left then.
-ROUNDS = ((2, 64, 6), (3, 256, 3), (4, 2048, 1))
+ROUNDS = ((1, 128, 6), (3, 256, 2), (4, 2048, 1))
 BUDGET = 1 << 26  # steps of the analysis for a strip
 
 
@@ -133,6 +137,12 @@ class Order:
     def moved_beside(self, taken: Collection[str]) -> Mask:
         """The mask of arrays in this order, whose new tables have none of the names that are `taken`."""
         return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len, taken)
+
+    def plot(self, path: str | Path | None = None, *, before: bool = False, **options: Any) -> Figure:
+        """A picture of the tiles in this order, or as they were `before`, written to a `.png` or `.svg` if there is a
+        path: `order.plot("after.png")`. Options are those of `Layout.plot`."""
+        what = self.mask if before else self.moved
+        return what.layout(self.q_len, self.kv_len, block=self.block).plot(path, **options)
 
     def __str__(self) -> str:
         if self.queries is None and self.keys is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.attention.ordered import OrderedAttention
 from frisket.runtime.calls.arrays import framework_of
 
 from .deal import Deal, Variant
@@ -17,6 +18,12 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
     of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of
     the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.
     """
+    if isinstance(att, OrderedAttention):
+        raise ParameterError(
+            "the attention has reorder=, and a rank holds a part of a sequence\n"
+            "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
+            "frisket.compile(mask).at(**order.coordinates)"
+        )
     framework = framework_of(q)
     if framework == "torch":
         from . import torch_ring

@@ -85,6 +85,25 @@ def test_apply_and_undo(make):
         order.apply(x, 0, keys=True)
 
 
+def test_pictures_before_and_after(tmp_path):
+    pytest.importorskip("matplotlib")
+    order = fk.reorder("causal & dilated(64, 4)", 256, block=BLOCK, moving=0)
+    for name, mask, before in (("before", order.mask, True), ("after", order.moved, False)):
+        order.plot(tmp_path / f"{name}.svg", before=before)
+        mask.layout(256, 256, block=BLOCK).plot(tmp_path / "layout.svg")
+        assert (tmp_path / f"{name}.svg").read_bytes() == (tmp_path / "layout.svg").read_bytes()
+    assert (tmp_path / "before.svg").read_bytes() != (tmp_path / "after.svg").read_bytes()
+
+
+@pytest.mark.parametrize("rounds", [orders.ROUNDS, ((1, 1, 1),), ((9, 999, 1),)])
+def test_what_is_sampled_is_compared_at_every_size(rounds, monkeypatch):
+    """However few queries a candidate is judged by, the order that is found shows what the mask shows."""
+    monkeypatch.setattr(orders, "ROUNDS", rounds)
+    order = fk.reorder("causal & (q - k) % 7 == 0", 700, block=BLOCK, moving=0)
+    assert order.gain > 3
+    assert np.array_equal(order.moved.dense(700, 700), permuted(order.mask, order))
+
+
 def test_lengths_of_queries_and_keys_may_differ():
     order = fk.reorder("k % 4 == q % 4", 64, 128, block=BLOCK, moving=0)
     mask = fk.mask("k % 4 == q % 4")

@@ -162,6 +162,31 @@ def test_copies_and_stages():
     assert "q // 48" in str(att.stages(q_len=length).expr)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without messages")
+@pytest.mark.parametrize("by_table", [False, True])
+def test_context_parallel_takes_tokens_that_are_in_order(by_table, tmp_path):
+    """A deal of the mask in order; an attention that moves tokens itself is refused."""
+    doc = np.random.default_rng(0).permutation(np.arange(192) % 6).astype(np.int32)
+    mask, given = ("causal & same(doc)", {"doc": doc}) if by_table else ("causal & k % 4 == q % 4", {})
+    order = fk.reorder(mask, 192, block=BLOCK, moving=0, **given)
+    assert order.by_table == by_table
+    assert order.gain > 1
+    score = "score - 0.01 * (q - k)"
+    x = drawn(192)
+    deal = fk.parallel.deal(order.moved, 192, 1, tile=16)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        shards = [deal.permute(order.apply(y), 2) for y in x]
+        moved = fk.compile(mask, score, **given).at(**order.coordinates)
+        out = fk.parallel.attend(moved, *shards, deal=deal)
+        with pytest.raises(ParameterError, match="a rank holds a part of a sequence"):
+            fk.parallel.attend(fk.compile(mask, score, reorder=order, **given), *shards, deal=deal)
+    finally:
+        torch.distributed.destroy_process_group()
+    want = fk.compile(mask, score, **given)(*x)
+    torch.testing.assert_close(order.undo(deal.unpermute(out, 2)), want, atol=1e-5, rtol=1e-5)
+
+
 def test_words():
     order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
     with pytest.raises(ParameterError, match="the order was found for another mask"):
