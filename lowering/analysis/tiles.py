@@ -25,6 +25,7 @@ from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
+from .ids import common_ids, shared
 from .period_cuts import cuts, pieces
 from .questions import always, beyond, mixed, never, some
 from .table import Table
@@ -186,6 +187,7 @@ class _Refined:
         self.mask, self.grid, self.scope, self.look = mask, grid, scope, look
         self.questions = (always(mask), never(mask), mixed(mask))
         self.each = _BOX + steps(make("answers", self.questions))
+        self.common = common_ids(mask, scope.arrays, grid)
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
     def refine(self, live: Array, allowance: int) -> int:
@@ -224,6 +226,9 @@ class _Refined:
 
     def _classified(self, live: Array) -> Array:
         """Add the boxes that are certain and the single tiles to `done`, and return the boxes that are still open."""
+        for sets in self.common:
+            self.scope.spent += live.shape[1] * sets[0].shape[-1]
+            live = live[:, shared(sets, live)]
         s, r0, r1, c0, c1 = live
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
         env = {**_corners(self.grid, live), "single": single}

@@ -83,6 +83,7 @@ class Attention:
         self.program, self.options = program, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
+        self.by_tables: tuple[Any, ...] = ()  # and by the tables of the host that they bring
         self.repeats: dict[Any, Any] = {}  # what calls of q, k and v alone need, by their kind
         self.shards: dict[Any, Any] = {}  # what calls over several ranks have agreed on and need
         self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from glob import glob
 from typing import Any, Literal
 
 from frisket.dsl.errors import BackwardError
@@ -20,6 +21,8 @@ from frisket.grammar.memo import memo
 from frisket.runtime.machine.extras import pip_install
 
 FRAMEWORKS = ("torch", "jax")
+# what the drivers of GPUs put there: NVIDIA's, on its boards for robots too, AMD's, and that of Windows' Linux
+DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
 
@@ -230,10 +233,27 @@ def absent(module: str, extra: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{module} is not installed: {pip_install(extra)}"
 
 
+def no_driver(framework: str) -> bool:
+    """Whether a framework that is not imported yet would see no GPU: to import it only to ask takes seconds."""
+    if framework in sys.modules or sys.platform != "linux":
+        return False
+    return not any(glob(path) for path in DRIVERS)
+
+
+def nvidia() -> bool:
+    """Whether torch sees a GPU of NVIDIA."""
+    if no_driver("torch"):
+        return False
+    import torch
+
+    return torch.cuda.is_available() and not torch.version.hip
+
+
 def no_gpu() -> str:
     """A reason why JAX runs nothing on a GPU here."""
-    import jax
+    if not no_driver("jax"):
+        import jax
 
-    if jax.default_backend() == "gpu":
-        return ""
+        if jax.default_backend() == "gpu":
+            return ""
     return "no GPU is visible to JAX; its source can be printed, and calls exported, all the same"

@@ -38,19 +38,6 @@ class CellCounts:
     step: tuple[int, int]
 
 
-def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> CellCounts:
-    """Count tiles per cell in a grid of kinds, uint8 [q_tiles, k_tiles]."""
-    grid = np.asarray(kinds)
-    steps = _steps(grid.shape, cells)
-    rows, columns = (np.arange(0, n, s) for n, s in zip(grid.shape, steps, strict=True))
-
-    def count(kind: int) -> NDArray[np.int64]:
-        by_row = np.add.reduceat((grid == kind).astype(np.int64), rows, axis=0)
-        return np.asarray(np.add.reduceat(by_row, columns, axis=1), np.int64)
-
-    return CellCounts(count(FULL), count(PARTIAL), _sizes(grid.shape, steps), steps)
-
-
 def from_runs(
     row_ptr: ArrayLike, start: ArrayLike, stop: ArrayLike, kind: ArrayLike, k_tiles: int, cells: int = CELLS
 ) -> CellCounts:

@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -56,6 +57,8 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
+TABLED = 4  # calls with tables of the host, each with copies of them
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
@@ -64,9 +67,9 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
-    key = key_of(att, (q, k, v), request, settings)
+    key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _found(att, key, plan, params, kept)
+    ready = _of_kind(att, key, tables, request, kept)
     if ready is not None:
         if not saving and "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
             ready.__dict__["asked_again"] = True
@@ -86,7 +89,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _remembered(call, att, plan, key, kept)
+    ready = _remembered(call, att, plan, key, kept, tables)
     return run(call, ready, saving)
 
 
@@ -121,9 +124,29 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings) -> Non
 
 def kept_ready(att: Any, request: Request) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs."""
-    key = key_of(att, request[:3], request, Settings.read())
-    found = _found(att, key, request.plan, request.params, att.ready)
-    return _remembered(att.call(request), att, request.plan, key, att.ready) if found is None else found
+    key, tables = key_of(att, request[:3], request, Settings.read())
+    found = _of_kind(att, key, tables, request, att.ready)
+    return _remembered(att.call(request), att, request.plan, key, att.ready, tables) if found is None else found
+
+
+def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
+    """The remembered answer for a call of this key and these entries of tables of the host.
+
+    Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
+    count some of these only: entries are compared, bit for bit."""
+    if not tables:
+        return _found(att, key, request.plan, request.params, kept)
+    same = (ready for at, have, ready in att.by_tables if at == key and all(map(np.array_equal, tables, have)))
+    return next(same, None)
+
+
+def _bits(x: Any) -> Any:
+    """The entries of a host's table as numbers of their bits; None where they cannot be looked at so."""
+    if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.dtype.itemsize in WORDS:
+        return None if x.requires_grad or x.is_neg() else x.view(WORDS[x.dtype.itemsize]).numpy()
+    if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:
+        return x.view(f"u{x.itemsize}")
+    return None
 
 
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
@@ -142,9 +165,12 @@ def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[
     return ready.beside(plan) if ready is not None and ready.loaded else ready
 
 
-def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any]) -> Ready:
+def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any], tables: list[Any]) -> Ready:
     ready = prepare(call, att.options)
-    if key is None:
+    if tables and not ready.loaded:
+        have = [x.copy() for x in tables]
+        att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
+    if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
         ready = ready.beside(call.plan.again({}))  # calls to come bring values of their own, and this one's are let go
@@ -172,10 +198,12 @@ def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
     return ready(*call.given.qkv, values, call.seed, call.sinks, call.top, saving)
 
 
-def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> Any:
-    """The key of the `Ready` of a call; None where the values of a table are part of it."""
+def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
+    """The key of the `Ready` of a call, None of one that is prepared each time, and the entries of the tables beside
+    it."""
     if settings.check or att.ambiguous:
-        return None
+        return None, []
+    tables: list[Any] = []
     plan, origin, sizes = request.plan, request.origin, request.sizes
     said: list[Any] = []
     for name, x in request.params.items():
@@ -185,21 +213,25 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
             said.append((name, x.shape, x.dtype, x.device))
         elif plan is None and _stays(x, qkv[0].device):
             said.append((name, x.shape, x.dtype, "planned there"))
+        elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
+            tables.append(bits)
+            said.append((name, x.shape, x.dtype, "by its entries"))
         else:
-            return None
+            return None, []
     if origin is not None or sizes is not None:
         if not all(x is None or isinstance(x, tuple | list) for x in (origin, sizes)):
-            return None
+            return None, []
         said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
         if any(type(x) is not int for place in said[-1] if place for x in place):
-            return None
+            return None, []
     q, k, v = qkv
-    return (
+    key = (
         torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, request.layout,
         settings.backend, settings.engines, settings.show,
         None if plan is None else (att.options, att.program.exprs), *said,
     )  # fmt: skip
+    return key, tables
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:

@@ -26,19 +26,10 @@ APART = {
 }
 
 
-def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
-    """The source text of the backward: `emit(plan, target, 128, 128, "float32")`; the same input gives the same text.
-
-    `dtype` is that of q, k, v, out and their gradients. The kernels are `int64_t frisket_backward(const Call *)` and
-    the same behind XLA's calling convention, `frisket_backward_xla`. `Call.gradients` has a zeroed buffer, or null
-    where none is wanted, for each of `backward_of(plan).gradients`; so have dq, dk, dv. For one number of threads
-    equal calls give equal bits.
-    """
-    return BackwardKernel(plan, target, head_dim, v_dim, dtype).source()
-
-
 class BackwardKernel(CppKernel):
-    """The parts of the source of a backward kernel."""
+    """The parts of the source of a backward kernel, `int64_t frisket_backward(const Call *)`, and the same behind XLA's
+    calling convention. `Call.gradients` has a zeroed buffer, or null where none is wanted, for each of
+    `backward_of(plan).gradients`; so have dq, dk, dv. For one number of threads equal calls give equal bits."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, named: bool = True
@@ -133,4 +124,4 @@ class BackwardKernel(CppKernel):
         return " && ".join(f"({c})" if "||" in c else c for c in clauses)
 
 
-__all__ = ["BackwardKernel", "emit"]
+__all__ = ["BackwardKernel"]

@@ -45,17 +45,10 @@ COSTLY = frozenset("lookup pow exp exp2 log log2 log1p tanh sigmoid sin cos tan 
 KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 
-def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> str:
-    """The source text of the forward: `emit(plan, target, 128, 128, "float32")`; the same input gives the same text.
-
-    `dtype` is that of q, k, v and out, `stored` that of k and v where it is another one, of 8 bits. The kernels are
-    `int64_t frisket_forward(const Call *)` and the same behind XLA's calling convention, `frisket_forward_xla`.
-    """
-    return CppKernel(plan, target, head_dim, v_dim, dtype, stored).source()
-
-
 class CppKernel:
-    """The parts of one C++ source; the backward kernel is written from the same parts.
+    """The parts of one C++ source, that of `int64_t frisket_forward(const Call *)` and the same behind XLA's calling
+    convention; the backward is written from them. `dtype` is that of q, k, v and out, `stored` that of k and v where it
+    is another one, of 8 bits. The same input gives the same text.
 
     Numbers of the mask and score mod that no speed depends on are slots: the plan's, and behind them `literals`.
     Without `named` the text leaves out the user's names and numbers, so that masks of one shape are one text.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 
@@ -12,4 +12,4 @@ def text(
     plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
 ) -> tuple[str, Target]:
     """The forward kernel's text, and its target."""
-    return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype), target
+    return CppKernel(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target

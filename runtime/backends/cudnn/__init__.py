@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, register
+from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, nvidia, register
 
 HERE = "frisket.runtime.backends.cudnn.torch"
 HALVES = "cuDNN's attention takes float16 and bfloat16; cast q, k and v, or leave out the backend"
@@ -13,10 +13,10 @@ def reason(framework: str | None = None) -> str:
     """A reason why cuDNN's attention does not run here."""
     if lacking := absent("torch", "torch"):
         return lacking
+    if not nvidia():
+        return "no GPU of NVIDIA is visible to torch"
     import torch
 
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "no GPU of NVIDIA is visible to torch"
     have = int(torch.backends.cudnn.version() or 0)  # type: ignore[no-untyped-call]
     return "" if have >= OLDEST else f"cuDNN {have} is older than {OLDEST}"
 

@@ -3,7 +3,7 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, register
+from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, nvidia, register
 from frisket.runtime.machine.extras import pip_install
 
 HERE = "frisket.runtime.backends.flash"
@@ -15,10 +15,10 @@ def reason(framework: str | None = None) -> str:
     """A reason why the kernels do not run here."""
     if lacking := absent("torch", "torch"):
         return lacking
+    if not nvidia():
+        return "no GPU of NVIDIA is visible to torch; the mask's code can be printed all the same"
     import torch
 
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "no GPU of NVIDIA is visible to torch; the mask's code can be printed all the same"
     have = torch.cuda.get_device_capability()
     if have not in COMPILED:
         why = f"checked on compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}"

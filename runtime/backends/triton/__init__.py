@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_gpu, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_driver, no_gpu, register
 
 HERE = "frisket.runtime.backends.triton"
 
@@ -36,9 +36,12 @@ def _on_torch() -> str:
     lacking = absent("torch", "torch") or absent("triton", "triton")
     if lacking or interpreted():
         return lacking
-    import torch
+    if not no_driver("torch"):
+        import torch
 
-    return "" if torch.cuda.is_available() else "no GPU is visible to torch; its source can be printed all the same"
+        if torch.cuda.is_available():
+            return ""
+    return "no GPU is visible to torch; its source can be printed all the same"
 
 
 def _on_jax() -> str:

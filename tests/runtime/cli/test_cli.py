@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
@@ -360,6 +361,30 @@ def test_doctor(run):
     assert "FRISKET_BACKEND" in out
     assert "engines   cudnn                where it is named: engines='cudnn'\n" in out
     assert "sdpa                 by itself on the CPU and where it is named: engines='sdpa'\n" in out
+
+
+def test_doctor_imports_no_framework_to_find_no_gpu(monkeypatch):
+    """Where no driver of a GPU is: to import torch and JAX takes seconds."""
+    program = """
+import sys
+from frisket.runtime.backends import base
+from frisket.runtime.backends import base
+from frisket.runtime.cli.main import main
+base.DRIVERS = ()
+try:
+    main(["doctor"])
+except SystemExit as done:
+    assert not done.code
+assert not {"torch", "jax"} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "triton             no GPU is visible to torch" in done.stdout
+    monkeypatch.setattr(base, "DRIVERS", ("/proc/self",))  # a driver's file: the framework is asked
+    assert not base.no_driver("a framework")
+    monkeypatch.setattr(base, "DRIVERS", ("/dev/no such driver*",))
+    assert base.no_driver("a framework") == (sys.platform == "linux")
+    assert not base.no_driver("sys")  # imported already
 
 
 def test_doctor_on_caches(run):

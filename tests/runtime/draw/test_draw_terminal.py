@@ -12,6 +12,19 @@ from frisket.dsl.sugar import k, q
 from frisket.runtime.draw import terminal
 
 
+def from_kinds(kinds, cells=terminal.CELLS):
+    """Count tiles per cell in a grid of kinds, uint8 [q_tiles, k_tiles]."""
+    grid = np.asarray(kinds)
+    steps = terminal._steps(grid.shape, cells)
+    rows, columns = (np.arange(0, n, s) for n, s in zip(grid.shape, steps, strict=True))
+
+    def count(kind):
+        by_row = np.add.reduceat((grid == kind).astype(np.int64), rows, axis=0)
+        return np.add.reduceat(by_row, columns, axis=1)
+
+    return terminal.CellCounts(count(2), count(1), terminal._sizes(grid.shape, steps), steps)
+
+
 def runs_of(kinds):
     row_ptr, found = [0], []
     for row in kinds:
@@ -25,7 +38,7 @@ def runs_of(kinds):
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(0, 2**32), st.integers(2, 12))
 def test_runs_and_tiles_draw_the_same(rows, columns, seed, cells):
     kinds = np.random.default_rng(seed).choice([0, 0, 1, 2, 2], (rows, columns)).astype(np.uint8)
-    a = terminal.from_kinds(kinds, cells)
+    a = from_kinds(kinds, cells)
     b = terminal.from_runs(*runs_of(kinds), columns, cells)
     assert a.step == b.step
     assert max(a.full.shape) <= cells
@@ -61,13 +74,13 @@ queries ╲ keys
 
 def test_the_picture():
     kinds = brute.kinds((q >= k) & (q - k < 128), 500, 500, block=(64, 64))[0, 0]
-    text = terminal.picture(terminal.from_kinds(kinds), (64, 64)).plain
+    text = terminal.picture(from_kinds(kinds), (64, 64)).plain
     assert text + "\n" == CAUSAL_WINDOW
 
 
 def test_ascii_and_a_drawing_of_many_tiles():
     kinds = brute.kinds(q >= k, 256, 256, block=(8, 8))[0, 0]
-    grid = terminal.from_kinds(kinds, cells=8)
+    grid = from_kinds(kinds, cells=8)
     assert terminal.picture(grid, (8, 8), ink=terminal.ASCII).plain.splitlines() == [
         "queries \\ keys",
         "        0       128",
@@ -85,7 +98,7 @@ def test_ascii_and_a_drawing_of_many_tiles():
 
 @pytest.mark.parametrize("shape", [(1, 400), (400, 1), (33, 31), (1000, 1000)])
 def test_it_fits_eighty_columns(shape):
-    text = terminal.picture(terminal.from_kinds(np.ones(shape, np.uint8)), (128, 128)).plain
+    text = terminal.picture(from_kinds(np.ones(shape, np.uint8)), (128, 128)).plain
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)

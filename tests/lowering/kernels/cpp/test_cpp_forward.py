@@ -332,5 +332,5 @@ def test_tiles(tile, dtype):
 
 def test_the_source_is_the_same_every_time():
     made = problem(EVERY_TABLE)
-    texts = {cpp.emit(made.plan, Target("cpp", 48, 64), 24, 24, "float32") for _ in range(2)}
+    texts = {cpp.CppKernel(made.plan, Target("cpp", 48, 64), 24, 24, "float32").source() for _ in range(2)}
     assert len(texts) == 1

@@ -43,7 +43,7 @@ GOLDEN = {
 def test_golden_window(golden):
     """The whole source, with the parts written by hand."""
     made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
-    golden("cpp/window.cpp", cpp.emit(made, TARGET, 64, 64, "float32"))
+    golden("cpp/window.cpp", cpp.CppKernel(made, TARGET, 64, 64, "float32").source())
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -56,7 +56,7 @@ def test_golden_text(name, golden):
 
 def test_the_source_is_its_parts():
     made, *rest = GOLDEN["cpp/documents.cpp"]
-    source = cpp.emit(made, TARGET, *rest)
+    source = cpp.CppKernel(made, TARGET, *rest).source()
     kernel = cpp.CppKernel(made, TARGET, *rest)
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):
         assert part in source
@@ -98,9 +98,9 @@ def test_names_of_users_do_not_meet_those_of_the_language():
     assert "Int row_;" in text
 
 
-@pytest.mark.parametrize("module", [cpp, cpp_backward])
-def test_names_of_users_do_not_meet_macros(module):
-    source = module.emit(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, 64, 64, "float32")
+@pytest.mark.parametrize("kernel", [cpp.CppKernel, cpp_backward.BackwardKernel])
+def test_names_of_users_do_not_meet_macros(kernel):
+    source = kernel(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, 64, 64, "float32").source()
     assert "Int HALF_;" in source
     assert set(re.findall(r"#define (\w+)", source)) <= set(cpp.MACROS)
 
@@ -169,7 +169,7 @@ def test_heads_that_share_a_key_head_are_alike():
 def test_what_is_stored_has_no_gradient():
     made = make_plan(None, None, "x", pages=Pages(PAGES, 16))
     with pytest.raises(LoweringError, match="no gradients"):
-        cpp_backward.emit(made, TARGET, 64, 64, "float32")
+        cpp_backward.BackwardKernel(made, TARGET, 64, 64, "float32").source()
 
 
 def test_a_draw_is_worked_out_in_stages():
@@ -192,7 +192,7 @@ def test_a_draw_is_worked_out_in_stages():
 )  # fmt: skip
 def test_refusals(target, dtype, message):
     with pytest.raises(LoweringError) as refused:
-        cpp.emit(make_plan(causal, None), target, 64, 64, dtype)
+        cpp.CppKernel(make_plan(causal, None), target, 64, 64, dtype).source()
     assert str(refused.value) == message
 
 
@@ -200,10 +200,10 @@ def test_an_operator_without_a_form():
     made = make_plan(causal, None)
     odd = replace(made, score=ir.make("sinh", (score,), None, FLOAT))
     with pytest.raises(LoweringError, match=r"`sinh` has no C\+\+ form; rewrite the expression without it"):
-        cpp.emit(odd, TARGET, 64, 64, "float32")
+        cpp.CppKernel(odd, TARGET, 64, 64, "float32").source()
 
 
 def test_a_name_that_the_plan_lacks():
     odd = replace(make_plan(causal, None), mask=q - k < param("lost"))
     with pytest.raises(LoweringError, match="`lost` is neither a slot nor a table of the plan"):
-        cpp.emit(odd, TARGET, 64, 64, "float32")
+        cpp.CppKernel(odd, TARGET, 64, 64, "float32").source()

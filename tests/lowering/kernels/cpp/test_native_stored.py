@@ -248,7 +248,7 @@ class Watched(native_image.Problem):
 
     def source(self, kind):
         c = self.made.case
-        return cpp.emit(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored)
+        return cpp.CppKernel(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored).source()
 
     def _fields(self):
         return super()._fields() | {"pages": [len(self.k)]}
