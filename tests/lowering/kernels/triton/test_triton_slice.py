@@ -46,7 +46,7 @@ INTERPRETED = {
         "written_masks[documents]", "random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
-    "runtime/backends/triton_rows_interpreted.py": (
+    "runtime/backends/triton_rows/triton_rows_interpreted.py": (
         "every_case[holes]", "every_case[documents-by-batch]", "long_rows[BY_HEAD-longest-of-all-first]",
         "gradients_of_long_rows[BY_HEAD-longest-of-all-first]", "captured_gradients_of_long_rows[by column, gqa]",
     ),
