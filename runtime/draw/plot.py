@@ -228,7 +228,8 @@ def _legend(figure: Figure, style: Style, panel: Panel, at: tuple[int, int]) -> 
 def _label(panel: Panel, layout: Tiling) -> str:
     (b, h), *others = panel.slices
     parts = [f"batch {b}"] * (layout.batch > 1) + [f"head {h}"] * (layout.heads > 1)
-    return ", ".join(parts) + (f" and {len(others):,} like it" if others else "")
+    more = f" ({len(others):,} more {'is' if len(others) == 1 else 'are'} the same)" if others else ""
+    return ", ".join(parts) + more
 
 
 def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:

@@ -131,7 +131,7 @@ def test_cells_of_several_tiles():
 def test_different_slices_side_by_side():
     layout = fk.mask("causal & window(40 * (h + 1))").layout(300, 300, batch=2, heads=3, block=(32, 32))
     figure = layout.plot()
-    assert [axes.get_title() for axes in figure.axes] == [f"batch 0, head {h} and 1 like it" for h in range(3)]
+    assert [axes.get_title() for axes in figure.axes] == [f"batch 0, head {h} (1 more is the same)" for h in range(3)]
     assert "Drawn" not in words(figure)
     assert len(layout.plot(h=1).axes) == 1
 
