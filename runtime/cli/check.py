@@ -31,7 +31,7 @@ LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, 
 DTYPES = ("float32", "bfloat16", "float16")
 HIDDEN = "q % 5 != 3"  # rows without a key
 DIM = 32
-HEAD = ("framework", "backend", "dtype", "cases", "error", "dense", "gradients", "dense", "")
+HEAD = ("arrays", "backend", "dtype", "cases", "error", "dense", "grads", "dense", "")
 
 
 @dataclass(frozen=True)

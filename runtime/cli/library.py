@@ -49,17 +49,18 @@ def holds(e: Entry, words: Sequence[str]) -> bool:
 
 def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
     """A line for each entry: its signature and its sentence."""
-    width = min(44, max(len(short(e)) for e in chosen))
+    most = min(44, console.width * 2 // 5)
+    width = min(most, max(len(short(e, most)) for e in chosen))
     text: list[Piece] = []
     for section, part in groupby(chosen, key=lambda e: e.section):
         text += [*([""] if text else []), Text(section, "bold")]
         for e in part:
-            text.append(AnswerRow(Text.assemble("  ", (short(e), "cyan")), Text(e.sentence), width + 4))
+            text.append(AnswerRow(Text.assemble("  ", (short(e, most), "cyan")), Text(e.sentence), width + 4))
     return text
 
 
-def short(e: Entry) -> str:
-    return e.signature if len(e.signature) <= 44 else f"{e.name}(… {len(e.params)} arguments)"
+def short(e: Entry, most: int) -> str:
+    return e.signature if len(e.signature) <= most else f"{e.name}(…)"
 
 
 def in_full(e: Entry, console: Console) -> list[Piece]:

@@ -47,22 +47,22 @@ LOOK, RUN, SEE = "See what a mask does", "Run it", "Look inside"
 COMMANDS = {
     c.name: c
     for c in (
-        Command("show", "EXPR", "how much it shows, what is read and saved, and the picture of its tiles", LOOK),
-        Command("explain", "EXPR", "why a query sees a key or not; or every stage from the text to a kernel", LOOK),
+        Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK),
+        Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK),
         Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK),
-        Command("explore", "EXPR", "the mask in a browser: edit it, and see its tiles and its cost change", LOOK),
+        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK),
         Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK),
         Command("check", "EXPR", "every kernel that runs here, beside a float64 interpreter", RUN),
         Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN),
         Command("bench", "[EXPR]", "frisket beside what else is installed, with interleaved calls", RUN),
         Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE),
-        Command("doctor", "", "what is installed, what runs here, and what is missing for the rest", SEE),
+        Command("doctor", "", "what is installed, what runs here, and what is missing", SEE),
         Command("completion", "SHELL", "a script that completes commands, options and names", SEE),
     )
 }
 HEAD = "Attention masks and score modifiers, from a line of text to a kernel."
 FOOT = """\
-EXPR is text such as 'causal & window(256)', a .frisket file, or - for standard input.
+EXPR is text such as 'causal & window(256)', a .frisket file, or - for stdin.
 
 examples:
   frisket show 'causal & window(256)' --q-len 1048576

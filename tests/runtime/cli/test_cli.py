@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and its exit status."""
 
+import contextlib
 import json
 import os
 import re
@@ -516,3 +517,24 @@ def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
         assert [0, int(first[2] or 0), int(first[1])] in rows.tolist()
     else:
         assert "rows      every query sees at least one key\n" in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["library"], ["check", "--quick", "causal"]], ids=" ".join)
+def test_lines_fit_a_terminal_of_80_columns(argv):
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 80))
+    env = {n: x for n, x in os.environ.items() if n != "COLUMNS"} | {"TERM": "dumb"}
+    code = "import sys; from frisket.runtime.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen([sys.executable, "-c", code, *argv], stdout=theirs, stderr=subprocess.DEVNULL, env=env):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+            while part := os.read(ours, 1 << 16):
+                shown += part
+    os.close(ours)
+    lines = [line.rsplit("\r", 1)[-1] for line in shown.decode().replace("\r\n", "\n").splitlines()]
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 80] == []
