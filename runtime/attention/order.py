@@ -26,7 +26,7 @@ from frisket.runtime.plans.compiled import check_tile
 from .take import take
 
 if TYPE_CHECKING:
-    from frisket.runtime.draw.figure import Figure
+    from matplotlib.figure import Figure
 
 BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of a query that take as long as a row
 CPU = (64, 32), 10.0  # of a CPU

@@ -142,7 +142,7 @@ class _Launches:
         inputs, results = ({n: tensors[n] for n in some} for some in (read, written))
         widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
         totals = g.heads // g.kv_heads if step.side == "columns" else 1  # of other gradients, one for each head
-        sums = {"Acc": (sum(widths.get(n, totals) for n in written),)}
+        sums: dict[str, tuple[int, ...]] = {"Acc": (sum(widths.get(n, totals) for n in written),)}
         run = RowLaunches(own, self.made, both, step.tile, parts, inputs=inputs, sums=sums, results=results, **more)
         return run, [*read, *written]
 
