@@ -49,6 +49,17 @@ def test_a_tensor_that_is_written_to(write):
     assert right(att, doc)
 
 
+@pytest.mark.parametrize("form", [np.copy, torch.tensor])
+def test_no_copies_of_large_tables_are_kept(monkeypatch, form):
+    att, doc = documents(), form(DOC)
+    monkeypatch.setattr(op, "LARGEST", doc.nbytes - 1)
+    assert right(att, doc)
+    assert not att.by_tables
+    monkeypatch.setattr(op, "LARGEST", doc.nbytes)
+    assert right(att, doc)
+    assert att.by_tables
+
+
 def test_an_array_that_is_written_to():
     att, doc = documents(), DOC.copy()
     closed = doc.view()
