@@ -64,7 +64,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    q, k, v = (torch.zeros_like(x) if x._is_zerotensor() else x for x in cast(request.q, request.k, request.v))
+    q, k, v = (_held(x) for x in cast(request.q, request.k, request.v))
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
@@ -92,6 +92,11 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         return (*result, None) if saving else result
     ready = _remembered(call, att, plan, key, kept, tables)
     return run(call, ready, saving)
+
+
+def _held(x: Tensor) -> Tensor:
+    """The tensor; zeros that torch keeps no memory for are written out."""
+    return torch.zeros_like(x) if isinstance(x, torch.Tensor) and x._is_zerotensor() else x
 
 
 def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

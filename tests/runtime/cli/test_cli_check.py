@@ -40,7 +40,7 @@ def test_the_table(run):
     status, out, _ = run("causal", "--q-len", "9", "--backend", "aten", "--dtype", "float32", "bfloat16")
     assert status == 0
     table = [line.split() for line in out.split("\n\n")[1].splitlines()]
-    assert table[0] == ["framework", "backend", "dtype", "cases", "error", "dense", "gradients", "dense"]
+    assert table[0] == ["arrays", "backend", "dtype", "cases", "error", "dense", "grads", "dense"]
     assert [line[:4] for line in table[1:]] == [["torch", "aten", "float32", "3"], ["torch", "aten", "bfloat16", "3"]]
     assert [line[-1] for line in table[1:]] == ["good", "good"]
     assert out.endswith("result    6 of 6 calls agree with the float64 interpreter\n")

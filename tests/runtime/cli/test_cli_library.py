@@ -23,7 +23,7 @@ def test_every_entry_has_a_line(run):
     status, out, _ = run()
     lines = out.splitlines()
     assert status == 0
-    assert lines[:2] == ["Order", "  full" + " " * 42 + "Every query sees every key."]
+    assert lines[:2] == ["Order", "  full" + " " * 30 + "Every query sees every key."]
     assert [line.strip() for line in lines if line and not line.startswith(" ")] == list(
         dict.fromkeys(e.section for e in library().values())
     )
