@@ -5,7 +5,7 @@
 const begun = JSON.parse($("data").textContent); // the first state, the library, the tables of files
 const id = crypto.randomUUID(), arrays = new Map(); // this page; tables by their digests
 const PATIENCE = 250, BURST = 1000; // milliseconds: for an answer before a newer question ends it; of one change to undo
-let state = null, found = null, turn = 0, latest = 0, since = null, under = null, waiting = 0;
+let state = null, found = null, turn = 0, latest = 0, since = null, under = null, waiting = 0, drawn = null; // drawn: the text that the picture shows
 
 // -- questions and answers -------------------------------------------------------------------------------
 
@@ -20,7 +20,7 @@ function ask(when = performance.now()) {
 }
 
 async function send() {
-  const mine = { turn: ++turn, sent: performance.now(), since };
+  const mine = { turn: ++turn, sent: performance.now(), since, text: state.text };
   under = mine;
   since = null;
   clearTimeout(waiting);
@@ -29,7 +29,7 @@ async function send() {
   if (under === mine) under = null;
   if (mine.turn > latest && !answer.abandoned) {
     latest = mine.turn;
-    present(answer, next);
+    present(answer, next, mine.text);
     measured(mine.since);
   }
   if (waiting && !under) send();
@@ -70,15 +70,16 @@ function measured(start) {
   });
 }
 
-function present(answer, next) {
+function present(answer, next, text) {
   found = answer;
   const wrong = "error" in answer;
   document.body.classList.toggle("old", wrong);
   $("paper").classList.toggle("wrong", wrong);
   $("source").setAttribute("aria-invalid", wrong);
-  $("problems").replaceChildren(...(wrong ? complaints(answer) : []));
+  $("problems").replaceChildren(...(wrong ? [...complaints(answer), ...still()] : []));
   mirror();
   if (wrong) return;
+  drawn = text;
   show(next);
   asleep(false);
   document.title = `${answer.title} · frisket`;
@@ -111,6 +112,14 @@ function complaints({ error, message, problems }) {
   if (problems.length) return problems.map((p) => one(`${p.where.replace(/^mask /, "")}`, p.message, [p.line, p.caret], p.remedy));
   const [first, ...rest] = message.split("\n");
   return [one(error, first, null, rest.map((line) => line.trim()).join("\n"))];
+}
+
+// What the picture shows while the text has a mistake.
+function still() {
+  if (drawn === null) return [];
+  const line = Object.assign(document.createElement("p"), { className: "still", textContent: "The picture, the facts and the lines to copy are still those of " });
+  line.append(Object.assign(document.createElement("code"), { textContent: drawn }));
+  return [line];
 }
 
 // The text once more below the one that is edited, for what is underlined. Places count characters.

@@ -119,6 +119,19 @@ def test_an_error_is_shown_where_it_is_and_goes(page):
     checked(page, fk.mask("causal & window(3)"))
 
 
+def test_an_error_says_whose_picture_is_still_there(page):
+    page.evaluate("write('causal & window(32)')")
+    quiet(page)
+    page.evaluate("write('causal &')")
+    quiet(page)
+    assert page.text("#problems pre i").strip() == "^"
+    assert page.text("#problems .still code") == "causal & window(32)"
+    assert page.evaluate("$('cost').textContent.includes('visible')")
+    page.evaluate("write('causal')")
+    quiet(page)
+    assert page.evaluate("document.querySelector('.still')") is None
+
+
 @pytest.mark.matrix
 def test_errors_outside_the_text_and_astral_characters(page):
     write(page, "same(doc)")
