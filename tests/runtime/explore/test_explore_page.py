@@ -132,6 +132,15 @@ def test_an_error_says_whose_picture_is_still_there(page):
     assert page.evaluate("document.querySelector('.still')") is None
 
 
+def test_the_legend_is_seen_without_scrolling(served):
+    page, server = served
+    page.go(f"{server.url}?legend", width=1400, height=900)
+    quiet(page)
+    assert page.text("#legend").split() == ["full", "partial:", "visible,", "hidden", "empty"]
+    assert page.evaluate("$('legend').getBoundingClientRect().bottom") < 900
+    assert page.complaints == []
+
+
 @pytest.mark.matrix
 def test_errors_outside_the_text_and_astral_characters(page):
     write(page, "same(doc)")
