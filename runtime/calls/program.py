@@ -132,11 +132,12 @@ def program_of(source: MaskLike | Program | None, mod: ScoreLike | None, params:
         return joined(source.mask, source.score).bind(params)
     values = {n: as_value(n, x) for n, x in params.items()}
     mine, theirs = (_wanted(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
-    check_used(params, {*mine, *theirs})
-    return joined(
+    found = joined(
         None if source is None else mask(source, **with_learned(mine, params)),
         None if mod is None else score(mod, **with_learned(theirs, params)),
     )  # fmt: skip
+    check_used(params, found.names)
+    return found
 
 
 def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:

@@ -33,7 +33,7 @@ PACKAGES = {  # what each is for, and the extra that brings it
     "torch": ("tensors of torch", "torch"),
     "jax": ("arrays of JAX", "jax"),
     "triton": ("kernels for GPUs", "triton"),
-    "jax-triton": ("those on arrays of JAX", "jax-gpu"),
+    "jax-triton": ("Triton kernels on arrays of JAX", "jax-gpu"),
     "matplotlib": ("frisket plot, in .png and .svg", "plot"),
     "flax": ("frisket.integrations.flax", "flax"),
     "transformers": ("frisket.integrations.transformers", "transformers"),

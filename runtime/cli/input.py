@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
+from frisket.dsl.hints import misnamed
 from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
@@ -40,7 +41,8 @@ def require_bound(program: Program) -> None:
         for name in () if part is None else part.unbound:
             assert part is not None
             how = f"--table {name}=FILE" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
-            raise ParameterError(f"`{name}` has no value; give it: {how}")
+            hint = f" ({named})" if (named := misnamed(name)) else ""
+            raise ParameterError(f"`{name}` has no value{hint}; give it: {how}")
 
 
 def chosen(more: dict[str, Any], values: dict[str, Any], parsed: Parsed) -> dict[str, Any]:

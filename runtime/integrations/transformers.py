@@ -168,5 +168,5 @@ def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
     if lengths is not None and lengths.shape[0] > 2 and given.structure and not given.documents:
         raise ParameterError(
             "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
-            "  give position_ids that begin at 0 with every document, and no attention_mask"
+            "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
         )

@@ -59,6 +59,8 @@ class Mask(BoundExpr):
     what = "mask"
 
     def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
+        if isinstance(expr, str):
+            raise ParameterError(f"Mask takes an expression; write frisket.mask({expr!r}) for a text")
         if expr.type is not BOOL:
             raise ParameterError(f"a mask is a Bool, `{expr!r}` is {expr.type.with_article}")
         if "score" in ir.uses(expr):

@@ -39,6 +39,23 @@ def natten():
     return found
 
 
+def classed():
+    """A class token before 15 × 17 patches: all see it, it sees all, patches see 5 × 5, moved inside the image."""
+    found = np.zeros((256, 256), bool)
+    found[0] = found[:, 0] = True
+    for row, col in np.ndindex(15, 17):
+        top, left = min(max(row - 2, 0), 10), min(max(col - 2, 0), 12)
+        patches = np.zeros((15, 17), bool)
+        patches[top : top + 5, left : left + 5] = True
+        found[1 + row * 17 + col, 1:] = patches.ravel()
+    return found
+
+
+def swin():
+    window = [(row // 4, col // 4) for row, col in np.ndindex(16, 16)]
+    return np.array([[a == b for b in window] for a in window])
+
+
 def diffusion():
     noised_q, noised_k, block_q, block_k = Q < 128, K < 128, Q % 128 // 16, K % 128 // 16
     seen = noised_q & noised_k & (block_q == block_k)
@@ -69,6 +86,7 @@ DENSE = {
     "Per-head windows": [heads(*(CAUSAL & (w > Q - K) for w in (16, 32, 64, 256)))],
     "Multimodal prefix": [CAUSAL | (KINDS[:, None] == KINDS) & (KINDS > 0)],
     "NATTEN with dilation": [natten()],
+    "Image with class tokens": [classed(), swin()],
     "Block diffusion": [diffusion()],
     "Cross attention": [rows(*(np.broadcast_to(n > K, (64, 256)) for n in (256, 180)))],
     "Chunked prefill": [CAUSAL & (Q - K < 100)],

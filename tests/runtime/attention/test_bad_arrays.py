@@ -166,6 +166,18 @@ BAD = {
         lambda: fk.attention(Q, K, K, "causal", w=3), fk.ParameterError,
         "`w` is given and neither the mask nor the score mod uses it; the parameters are none",
     ),
+    "unused beside an unbound one": (
+        lambda: fk.attention(Q, K, K, "window(w)", x=3), fk.ParameterError,
+        "`x` is given and neither the mask nor the score mod uses it; the parameters are w",
+    ),
+    "misspelt in one call": (
+        lambda: fk.attention(Q, K, K, "same(doc)", docs=DOC), fk.ParameterError,
+        "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",
+    ),
+    "a class in place of the function": (
+        lambda: fk.Mask("causal"), fk.ParameterError,
+        "Mask takes an expression; write frisket.mask('causal') for a text",
+    ),
     "misspelt": (
         lambda: fk.compile("same(doc)")(Q, K, K, docs=DOC), fk.ParameterError,
         "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",

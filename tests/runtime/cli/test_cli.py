@@ -151,6 +151,8 @@ BAD = {
     "show causal --set w=x": "ParameterError: --set w=x: write NAME=VALUE with a number, true or false, "
     "for example --set w=256\n",
     "show window(w)": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
+    "show q_idx>=k": "ParameterError: `q_idx` has no value (positions are `b`, `h`, `q` and `k`: write `q`); "
+    "give it: --set q_idx=VALUE\n",
     "show same(doc)": "ParameterError: `doc` has no value; give it: --table doc=FILE\n",
     "show same(doc) --table doc": "ParameterError: --table doc: write NAME=FILE with a .npy file, "
     "for example --table doc=doc.npy, or the numbers, for example --table doc=[0,0,1,1]\n",
