@@ -23,7 +23,8 @@ def attention_dkv(
         $if tabled and ordered:
             first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs($of_row)
             row = tl.load(Order + first + tl.program_id($of_row))  # longest first, by the first head of the group
-        row = tl.program_id($of_row)  $if not ordered and not listed
+        row = tl.program_id($of_row)  $if not tabled and not listed
+        row = tl.program_id($of_row)  $if tabled and not ordered and not listed
     $else:
         $include row
     start = row * BLOCK_K

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.attention_cases import CASES, plan
 from support.triton.reserved import unreserved
+from support.unknown_names import unknown_names
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
@@ -18,6 +19,7 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, Text
 from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
@@ -359,3 +361,16 @@ def test_bools_are_read_as_bytes_and_floats_as_float32():
 def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
     text = emit(make_plan(ir.lookup("keep", (q, k), BOOL), None), TARGET, Dims(64, 64, "float16", 1))
     assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("order", ["forward", "longest-first", "longest-of-all-first"])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_no_kernel_reads_a_name_that_is_not_there(name, order, group):
+    made, dim, v_dim, dtype, _ = GOLDEN[name]
+    target, dims = replace(TARGET, order=order), Dims(dim, v_dim, dtype, group=group)
+    listed = ("attention_dq", "attention_dkv") if made.mask is not None and made.bounds is None else ()
+    texts = [emit(made, target, dims)]
+    texts += [triton_backward.emit(made, target, dims, {"q", "k", "v"}, listed=some) for some in ((), listed)]
+    texts += [emit(made, target, dims, listed=True)] if listed else []
+    assert [unknown_names(x) for x in texts] == [set()] * len(texts)
