@@ -64,7 +64,7 @@ def test_every_part_that_runs_in_its_own_process():
     )  # fmt: skip
     found = forward["rows"]["48"]["figures"]
     assert set(found["tflops"]) == {"frisket", "flex", "dense"}
-    assert "sinks are the generated kernels'" in forward["rows"]["48"]["notes"]["frisket, sdpa"]
+    assert "backend 'sdpa' does not run this call" in forward["rows"]["48"]["notes"]["frisket, sdpa"]
     pairs, took = 48 * 49 / 2, found["ms"]["frisket"] / 1e3
     assert found["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
     assert set(backward["rows"]["48"]["ratios"]) == {"dense / frisket"}
