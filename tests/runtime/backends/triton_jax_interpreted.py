@@ -143,7 +143,8 @@ def test_stored_keys_and_values(name, splits):
     assert out.dtype == stored.case.dtype
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
     chosen = triton_jax.target(made.plan, cases.geometry(stored.case), "bfloat16")
-    assert chosen.block_k == triton_tiles.STORED
+    assert chosen.num_stages == triton_tiles.STORED_STAGES
+    assert chosen.decode.block_k == triton_tiles.STORED_OF_FEW[128 if name == "half" else 64]
 
 
 @pytest.mark.parametrize("queries", [1, 4])
