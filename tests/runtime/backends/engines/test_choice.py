@@ -83,7 +83,7 @@ def test_the_table_of_costs_ranks_them(gpu, mask, length, major, taken):
 
 
 def test_another_version_of_flash_is_no_choice(gpu, monkeypatch):
-    """FlashAttention 4's functions are private: the extra of pyproject.toml names the version that they were read in."""
+    """FlashAttention 4's functions are private: pyproject.toml names the version that they were read in."""
     assert f"flash-attn-4=={flash.READ};" in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr(flash, "version", lambda: "4.0.0b99")
     found = choose_engine(asked("causal & window(9)", engines=("flash",)))
