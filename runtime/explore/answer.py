@@ -10,21 +10,27 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, caret
+from frisket.dsl import errors
+from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, Problem, ShapeError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import TRUE, conj, uses, walk
-from frisket.dsl.program import read
+from frisket.dsl.functions import BUILT_IN, CONSTANTS
+from frisket.dsl.ir import TRUE, Expr, conj, uses, walk
+from frisket.dsl.library import definitions
+from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show
+from frisket.dsl.types import BOOL
 from frisket.grammar.memo import memo
 from frisket.runtime.draw import html, portable
 from frisket.runtime.machine.parameters import names_of
@@ -87,7 +93,7 @@ def answer(asked: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, A
 
 
 def _pictured(error: MaskSyntaxError, span: Any) -> list[str]:
-    where, picture = caret(error.source, span, error.name)
+    where, picture = errors.caret(error.source, span, error.name)
     return [where, *picture.split("\n")]
 
 
@@ -147,11 +153,31 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
     whole = roots[0] if len(roots) == 1 else conj(*(_as_bool(e) for e in roots))
     names = names_of(whole)
+    unfinished(found, roots, {*request.values, *files})
     values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and names[n][0] == 0}
     tables = {n: x for n, x in files.items() if n in names}
     scalars, made = all_sliders(values, tables, whole, request.problem)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
     return program(request.text, "mask", **every), scalars, made
+
+
+def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:
+    """MaskSyntaxError for a Bool, or a text that is only a name, that nearly is, or begins, a name of the language:
+    somebody is still typing it. A name without such a neighbour is a parameter."""
+    names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", found.source)]
+    problems = {}
+    for span, e in found.sites:
+        if e.op != "param" or e.name in {*bound, *found.declared} or not (e.type is BOOL or e in roots):
+            continue
+        begun = sorted(
+            (n for n in names if n.startswith(e.name)), key=lambda n: (n in BUILT_IN or n in CONSTANTS, len(n))
+        )
+        if near := begun[:1] or get_close_matches(e.name, names, 1, 0.7):
+            declare = f" A parameter of that name is declared: `param {e.name}: bool`" if e.type is BOOL else ""
+            remedy = f"did you mean `{near[0]}`?{declare}"
+            problems[e.name] = Problem(f"unknown name `{e.name}`", span, remedy)
+    if problems:
+        raise MaskSyntaxError(found.source, list(problems.values()), found.name)
 
 
 def _as_bool(e: Any) -> Any:

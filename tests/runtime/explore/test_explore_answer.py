@@ -63,6 +63,32 @@ def test_every_problem_has_its_place():
 
 
 @pytest.mark.parametrize(
+    ("text", "name", "near"),
+    [
+        ("causl", "causl", "causal"),
+        ("causl & window(64)", "causl", "causal"),
+        ("window(64) & caus", "caus", "causal"),
+        ("causal & (win | q > 3)", "win", "window"),
+        ("score = softca", "softca", "softcap"),
+        ("mask = causal\nscore = alib", "alib", "alibi"),
+        ("def mine(w) = q - k < w\nmask = mi & causal", "mi", "mine"),
+    ],
+)
+def test_a_name_that_nearly_is_one_of_the_language_is_no_parameter(text, name, near):
+    (one,) = asked(text)["problems"]
+    assert text[one["start"] : one["stop"]] == name
+    assert one["message"] == f"unknown name `{name}`"
+    assert one["remedy"].startswith(f"did you mean `{near}`?")
+
+
+def test_a_name_like_no_other_is_a_parameter_and_so_is_one_that_somebody_gives():
+    assert [s["name"] for s in asked("causal & flag")["scalars"]] == ["flag"]
+    assert [s["name"] for s in asked("causal & win", values={"win": True})["scalars"]] == ["win"]
+    assert [s["name"] for s in asked("param caus: bool\nmask = causal & caus")["scalars"]] == ["caus"]
+    assert [s["name"] for s in asked("causal & q - k < win")["scalars"]] == ["win"]  # a number, not a mask
+
+
+@pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
         ([], "ParameterError", "a request is a JSON object"),
