@@ -50,9 +50,9 @@ class Plan:
         self.narrow = self._narrow()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the program and its place; a copy lays out tiles again."""
+        """Copies and pickles hold the program, its place and the options; a copy lays out tiles again."""
         place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
-        return Plan, (self.program, *place)
+        return Plan, (self.program, *place), {"options": self.options}
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
         """The compilation for tiles of `block`."""
@@ -88,6 +88,7 @@ class Plan:
         if how not in self._others:
             place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
             self._others[how] = Plan(self.program.stored_as(how), *place)
+            self._others[how].options = self.options
         return self._others[how]
 
     def again(self, values: dict[str, Any]) -> Plan:

@@ -33,8 +33,8 @@ Tensor = Any
 
 @dataclass(frozen=True, eq=False)
 class EngineReady(Ready):
-    """A prepared call of an engine. Sinks, the largest score of a row and gradients that are not the engine's are the
-    generated kernels', which are prepared when the first call asks for them."""
+    """A prepared call of an engine. The largest score of a row, sinks where the engine takes no plans, and gradients
+    that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""
 
     proof: Any = None
     named: bool = False  # whoever names an engine has an error where it does not do
@@ -62,6 +62,10 @@ class EngineReady(Ready):
         assert self.prepare is not None
         return self.prepare()
 
+    def taking(self, sinks: Tensor | None, top: bool) -> Ready:
+        by_plan = RECORDS[self.proof.backend].engine is None
+        return self.generated if top or (sinks is not None and not by_plan) else self
+
     @property
     def stored(self) -> bool:
         return False
@@ -70,18 +74,19 @@ class EngineReady(Ready):
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
         saving: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        if sinks is None and not top:
-            return super().__call__(q, k, v, values, seed, None, False, saving)
+        if self.taking(sinks, top) is self:
+            return super().__call__(q, k, v, values, seed, sinks, False, saving)
         if self.named:
             what = "sinks" if sinks is not None else "the largest score of each row"
             raise BackendError(f"backend {self.proof.backend!r} does not do {what}; leave out the backend")
         return self.generated(q, k, v, values, seed, sinks, top, saving)
 
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        return *self.forward(self.proof.arguments, q, k, v), None
+        return self.saving(seed, top, q, k, v, sinks)[:3]
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        return *self.forward(self.proof.arguments, q, k, v), None, None
+        found = self.forward(self.proof.arguments, q, k, v, *(() if sinks is None else (sinks,)))
+        return *found, None, None
 
     def gradients(
         self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
@@ -103,8 +108,8 @@ def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., An
 def _by_plan(ready: Ready) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of an engine that takes plans."""
 
-    def forward(_: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, lse, _ = ready.run(None, False, q, k, v, None)
+    def forward(_: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+        out, lse, _ = ready.run(None, False, q, k, v, sinks)
         return out, lse
 
     def backward(_: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *cotangents: Any) -> Any:

@@ -85,7 +85,12 @@ def written(
     for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    tensors, numbers, names = sorted_out(items, "max" if request.top else "")
+    asked = ""
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
+        if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
+            asked = ":" + ":".join(learned)
+    tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + asked)
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])

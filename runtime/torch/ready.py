@@ -47,6 +47,10 @@ class Ready:
         """The prepared call of generated kernels: an engine's has one beside it."""
         return self
 
+    def taking(self, sinks: Tensor | None, top: bool) -> Ready:
+        """The prepared call that runs such a call: itself, where no engine is asked for what it does not do."""
+        return self
+
     @property
     def normed(self) -> bool:
         """Whether its backward knows more of each row than lse, which rounds away what large scores differ by."""
@@ -96,12 +100,17 @@ class Ready:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
             if self.check is not None:
                 wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
-                slots, tables = self.values(q.device, seed, values)
-                self.check(self.plan, self.spans, self.geometry, q.device, slots, tables, self.target, wanted=wanted)
+                self.refuse(q.device, seed, values, wanted)
             out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
         else:
             out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
         return out.transpose(1, 2) if self.turned else out, *rest
+
+    def refuse(self, device: Any, seed: Any, values: Any, wanted: frozenset[str]) -> None:
+        """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
+        if self.check is not None:
+            slots, tables = self.values(device, seed, values)
+            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, wanted=wanted)
 
     def again(
         self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,

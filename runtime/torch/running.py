@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import check_devices
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import refuse_gradients
+from frisket.runtime.machine.settings import Settings
 
 from .autograd import gradients, no_second
 from .op import attend as attend_op
 from .op import kept_ready
 from .spec import attention_of
-from .values import floats, learnable, names_of, reserved
+from .values import floats, learnable, names_of, reserved, wanted_of
 
 __all__ = ["no_second"]
 
@@ -61,7 +63,13 @@ def attend(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
+    wanted, record = wanted_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
+    checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
     with torch.no_grad():
+        if checks and wanted is not None and q.numel() and k.numel():
+            ready = kept_ready(att, request)
+            learned = frozenset(n for n, source in ready.live if source in wanted)
+            ready.refuse(q.device, request.seed, [request.params[n] for _, n in ready.live], learned)
         out, lse, top, norm = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     if norm is None:
@@ -91,9 +99,7 @@ def attend_backward(
         return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        ready = kept_ready(att, request)
-        if sinks is not None or request.top:
-            ready = ready.generated  # as in the forward
+        ready = kept_ready(att, request).taking(sinks, request.top)  # as in the forward
         live = [request.params[n] for _, n in ready.live]
         saved = (q, k, v, sinks, out, lse, norm, *live)
         learned = {n for _, n in ready.live}

@@ -1,6 +1,8 @@
 """The values of an operator's call, and the text that names them.
 
 `names` says, in order, what `values` (tensors) and `numbers` are; the names of scales and pages are no identifiers.
+Before them it says "max" where the largest scores are asked for, then ":" where a graph may ask for gradients, and the
+names of the values that want one, with ":" between.
 Imports torch.
 """
 
@@ -38,7 +40,13 @@ def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], 
 def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
     """Whether the largest scores are asked for, and (kind, name) of every value."""
     top, *rest = text.split(",")
-    return top == "max", tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
+    return top.startswith("max"), tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
+
+
+def wanted_of(text: str) -> frozenset[str] | None:
+    """The names of the values that a graph may ask gradients of; None where it asks for none at all."""
+    _, asked, names = text.partition(",")[0].partition(":")
+    return frozenset(names.split(":")) if asked else None
 
 
 def reserved(name: str) -> bool:

@@ -124,18 +124,18 @@ def _unfit(engine: Backend, call: EngineCall) -> str:
     """A reason why an engine does not take a call, whatever its mask."""
     if call.platform not in engine.lowered_for:
         return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
-    return engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(call)
+    return engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(engine, call)
 
 
-def _unlike(call: EngineCall) -> str:
-    """A reason why no engine takes a call, whatever its mask."""
+def _unlike(engine: Backend, call: EngineCall) -> str:
+    """A reason why engines like this one do not take a call, whatever its mask."""
     if call.dropout:
         return "dropout is drawn by position, which generated kernels do"
     if call.on_device:
         return "tables on a device are not looked at, so nothing is proved of them"
     if call.stored:
         return "keys and values are as a cache stores them"
-    if call.sinks:
+    if call.sinks and engine.engine is not None:
         return "sinks are the generated kernels'"
     return "the largest score of a row is asked for" if call.top else ""
 

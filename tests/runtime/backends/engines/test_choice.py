@@ -1,6 +1,8 @@
 """The choice among engines: what takes part, in which order, and FlashAttention 4 in it, on its stand-in."""
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +18,14 @@ from frisket.runtime.backends import flash
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import costs
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
-from frisket.runtime.backends.flash import tiles
+from frisket.runtime.backends.flash import engine, tiles
 from frisket.runtime.calls.program import program_of
+from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.plans.host import Plan
 
 ROOT = Path(__file__).resolve().parents[4]
 DOC = np.repeat([0, 1, 2], [10, 25, 15])
+PAGED = Stored(False, False, 16, "bhsd", 1, (0, 0, 0))
 NEW = "it never ran on cuda under frisket: engines="
 
 
@@ -94,8 +98,8 @@ def test_no_engine_has_run_on_a_gpu_whose_results_are_not_there():
     """`CHECKED` names other platforms than the CPU where benchmarks/results has right rows of the engine."""
     path = ROOT / "benchmarks" / "results" / "gpu.json"
     rows = json.loads(path.read_text())["parts"]["right"]["rows"] if path.exists() else {}
-    for engine, platforms in costs.CHECKED.items():
-        mine = [row for name, row in rows.items() if name.startswith(f"{engine}, ")]
+    for name, platforms in costs.CHECKED.items():
+        mine = [row for key, row in rows.items() if key.startswith(f"{name}, ")]
         for platform in platforms:
             assert platform == "cpu" or (
                 mine and not any(r["rows"]["count"]["figures"]["cases"]["failed"] for r in mine)
@@ -111,6 +115,13 @@ def test_plans_say_which_engine_runs(gpu, monkeypatch):
     ]
     assert plan.engines() == "sdpa: causal, window 256 to the left: SDPA has no window"
     assert fk.compile("causal", engines=False).plan(64, 64).engines() == "generated kernels are asked for"
+
+
+@pytest.mark.parametrize("other", [copy.copy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.stored_as(PAGED)])
+def test_other_plans_of_an_attention_have_its_options(other, monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    plan = other(fk.compile("causal", engines=False).plan(64, 64))
+    assert plan.engines() == "generated kernels are asked for"
 
 
 def test_without_a_gpu_reasons_are_said_all_the_same(monkeypatch):
@@ -175,6 +186,19 @@ def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypat
     *_, top = att(*arrays, return_max=True)
     assert torch.isfinite(top).all()
     assert torch.isfinite(att(*arrays, sinks=1.0)).all()
+
+
+@pytest.mark.usefixtures("flash_here")
+@pytest.mark.parametrize("mask", ["causal & window(12)", "causal | k < 9", "k < 0"])
+def test_sinks_of_calls_that_flash_takes(mask, monkeypatch):
+    """The engine's own, and frisket's gradient of them; also where gradients are generated kernels'."""
+    ran = []
+    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(given[-1]) or stand_in.attend(*given))
+    att = fk.compile(mask, engines="flash", sinks=torch.linspace(-1, 2, 4))
+    arrays = [torch.randn(2, h, 50, 16).half() for h in (4, 2, 2)]
+    assert set(att.check(*arrays).gradients) == {"dq", "dk", "dv", "dsinks"}
+    assert len(ran) == 1
+    assert ran[0].shape == (4,)
 
 
 @pytest.mark.usefixtures("flash_here")

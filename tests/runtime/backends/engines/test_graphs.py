@@ -1,16 +1,18 @@
 """Engines in graphs of torch: one operator, its fake, and the engine's backward or that of generated kernels."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from support.flash import engine as stand_in
 
 import frisket as fk
+from frisket.dsl.errors import BackendError, BackwardError
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import costs
 from frisket.runtime.backends.engines.square import square
-from frisket.runtime.backends.flash import tiles
+from frisket.runtime.backends.flash import engine, tiles
 from frisket.runtime.backends.sdpa import torch as sdpa
 from frisket.runtime.torch.engine import EngineReady
 
@@ -113,6 +115,48 @@ def test_generated_kernels_in_a_graph(how, called):
     out = graph(q, k, v)
     assert called == []
     torch.testing.assert_close(out, fk.compile("causal", backend="aten")(q, k, v))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("mask", ["causal", "causal | k < 7"])
+def test_sinks_of_flash_in_a_graph(mask, called):
+    att = fk.compile(mask, engines="flash")
+    arrays = [torch.randn(1, h, 40, 16).half().requires_grad_() for h in (4, 2, 2)]
+    sinks = torch.linspace(-1, 1, 4).requires_grad_()
+    graph = torch.compile(lambda *given: att(*given[:3], sinks=given[3]), fullgraph=True, backend="aot_eager")
+    out = graph(*arrays, sinks)
+    grads = torch.autograd.grad(out.float().square().sum(), (*arrays, sinks))
+    assert called == ["flash"]
+    own = [x.detach().double().requires_grad_() for x in (*arrays, sinks)]
+    want = fk.compile(mask, backend="aten")(*own[:3], sinks=own[3])
+    torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=2e-3)
+    for got, wanted in zip(grads, torch.autograd.grad(want.square().sum(), own), strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_gradients_that_flash_lacks_are_refused_before_the_forward(monkeypatch):
+    """Where one would be asked for; under no_grad the forward runs."""
+    ran = []
+    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    q, k, v = (torch.randn(1, h, 40, 16).half() for h in (4, 2, 2))
+    slopes = torch.zeros(4, requires_grad=True)
+    alibi = fk.compile("causal", "alibi(slopes)", backend="flash", deterministic=False)
+    odd = fk.compile("causal | k < 7", backend="flash")  # tiles: Hopper's sums have no order
+    for att, given, words in ((alibi, {"slopes": slopes}, "no gradient of slopes"), (odd, {}, "any order on Hopper")):
+        call = partial(lambda att, given, q: att(q, k, v, **given), att, given)
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+        asked = q.clone().requires_grad_()
+        with pytest.raises((BackendError, BackwardError), match=words):
+            graph(asked)
+        assert not ran
+        with torch.no_grad():
+            graph(asked)
+        assert ran.pop()
+    att = fk.compile("causal", backend="flash")
+    even = torch.compile(lambda q: att(q, k, v), fullgraph=True, backend="aot_eager")
+    even(q.clone().requires_grad_()).sum().backward()  # flags have an order
+    assert ran.pop()
 
 
 def test_sinks_in_a_graph_are_generated_kernels(called):
