@@ -2,7 +2,9 @@
 `python benchmarks/engines.py`, or a part of it, `choose` or `cpu`.
 
 "choose" is the time of a mask that nobody has asked about, simplified already: the form of its parts, and flags with
-values at 4,096 tokens. "cpu" is SDPA beside the C++ kernels and beside library calls, one thread, 8 heads of 64.
+values at 4,096 tokens, in a process that has let go of an array of 8 MB, as those that load weights have: before that,
+glibc gives memory back to the system after every few arrays, and half of the time goes to fetching it again. "cpu" is
+SDPA beside the C++ kernels and beside library calls, one thread, 8 heads of 64.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import cases
+import numpy as np
 import torch
 from store import Row, run_parts
 
@@ -39,6 +42,7 @@ def seconds(run: Callable[[], Any], rounds: int) -> float:
 
 def choose(rounds: int) -> Iterator[tuple[str, Row]]:
     known, unknown, flags = [], [], []
+    np.ones(1 << 20).sum()
     for case in cases.masks(4096).values():
         if not case.fits:
             continue

@@ -217,8 +217,11 @@ class _Binding:
         cu = made.cumulative(g.batch * g.q_len, g.batch * g.kv_len)
         left, right = (None if x < 0 else x for x in (made.left, made.right))
         asked = Flags(flags.left, flags.right, cu)
-        if all(x is y or _is(x, y) for x, y in ((flags.left, left), (flags.right, right))):
+        sides = (flags.left, left), (flags.right, right)
+        if all(x is y or _is(x, y) for x, y in sides):
             return asked
+        if all(x is None for x, _ in sides):  # a fitted width hides some key of a document
+            return Flags(left, right, cu)
         # widths of the text where they show the same: those that are fitted to documents change with them
         same = all((x[some] == y[some]).all() for x, y in zip(asked.visible(g), (low, stop), strict=True))
         return asked if same else Flags(left, right, cu)

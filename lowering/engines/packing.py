@@ -38,10 +38,10 @@ class Packing:
     @property
     def shown(self) -> tuple[Array, Array]:
         """The keys `[low, high)` that the flags show each query."""
-        stands = self.k1[self.doc] - self.r1[self.doc] + self.q
-        low = self.k0[self.doc] if self.left < 0 else np.maximum(self.k0[self.doc], stands - self.left)
-        high = self.k1[self.doc] if self.right < 0 else np.minimum(self.k1[self.doc], stands + self.right + 1)
-        return low, high
+        low, high = self.k0[self.doc], self.k1[self.doc]
+        stands = (self.k1 - self.r1)[self.doc] + self.q
+        low = low if self.left < 0 else np.maximum(low, stands - self.left)
+        return low, high if self.right < 0 else np.minimum(high, stands + (self.right + 1))
 
     @property
     def fits(self) -> bool:
@@ -67,7 +67,7 @@ def packing(q: Array, first: Array, stop: Array) -> Packing:
     at = np.flatnonzero(opens)
     end = np.append(at[1:], len(q))[: len(at)] - 1
     doc, r1, k0, k1 = np.cumsum(opens) - 1, q[end] + 1, first[at], stop[end]
-    stands = k1[doc] - r1[doc] + q  # the key where each query stands
+    stands = (k1 - r1)[doc] + q  # the key where each query stands
     left = _width(stands - first, first == k0[doc])
     right = _width(stop - 1 - stands, stop == k1[doc])
     return Packing(q, first, stop, doc, q[at], r1, k0, k1, left, right)
