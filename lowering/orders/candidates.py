@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from frisket.dsl.ir import Expr, walk
 from frisket.lowering.simplify.affine import linear
 
-from .digits import OrderDigit, in_order, merged, places
+from .digits import OrderDigit, in_order, merged, of_rank, places, rank
 
 Array = NDArray[Any]
 Range = tuple[int, int | None]  # of a position's digits: the first one's place, and the place after the last one's
@@ -47,6 +47,18 @@ class Candidate:
         if self.table is None:
             return places(self.digits, length)
         return np.argsort(self.table[:length], kind="stable")
+
+    def rank(self, p: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Numbers that rise as the order goes on, of positions."""
+        return rank(self.digits, p) if self.table is None else np.argsort(self.places(length))[p]
+
+    def beside(self, p: int, size: int, length: int) -> NDArray[np.int64]:
+        """The positions in the tile of `size` places that holds a position."""
+        start = int(self.rank(np.array([p]), length)[0]) // size * size
+        if self.table is not None:
+            return self.places(length)[start : start + size]
+        found = of_rank(self.digits, start + np.arange(size))
+        return found[found < length]
 
     def __str__(self) -> str:
         return self.name

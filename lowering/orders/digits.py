@@ -80,12 +80,24 @@ def in_order(digits: Sequence[OrderDigit]) -> bool:
 def places(digits: Sequence[OrderDigit], length: int) -> NDArray[np.int64]:
     """The position at every place of the order, the fastest digit first, int64 [length]. Digits may count further than
     the length: an image's last row of tiles may be cut."""
-    at = np.arange(length)
-    key, stride = np.zeros(length, np.int64), 1
+    return np.argsort(rank(digits, np.arange(length)), kind="stable")
+
+
+def rank(digits: Sequence[OrderDigit], p: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers that rise as the order goes on, of positions: their places, where the order is `closed`."""
+    found, stride = np.zeros(p.shape, np.int64), 1
     for d in digits:
-        key += d.of(at) * stride
+        found += d.of(p) * stride
         stride *= d.radix
-    return np.argsort(key, kind="stable")
+    return found
+
+
+def of_rank(digits: Sequence[OrderDigit], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The positions that have such a `rank`; numbers that no position has are left out."""
+    found, left = np.zeros(numbers.shape, np.int64), numbers
+    for d in digits:
+        found, left = found + left % d.radix * (d.place * d.step), left // d.radix
+    return found[rank(digits, found) == numbers]
 
 
 def closed(digits: Sequence[OrderDigit], length: int) -> bool:

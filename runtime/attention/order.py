@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ShapeError
+from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, candidates
@@ -32,9 +33,10 @@ BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of
 CPU = (64, 32), 10.0  # of a CPU
 PARTIAL = 1.25  # the time of a border tile, in full ones
 WORTH = 1.1  # gains below are left alone
-# Candidates are compared on strips of queries: how many strips, their queries, and how many candidates are left then.
-ROUNDS = ((1, 128, 6), (3, 256, 2), (4, 2048, 1))
-BUDGET = 1 << 26  # steps of the analysis for a strip
+# Candidates are compared on tiles of queries: how many, the queries of each that are looked at, and how many candidates
+# are left then, whose tiles are counted.
+ROUNDS = ((2, 8, 6), (8, 8, 2))
+PLACE = 0.382  # of a tile in its part of the queries: no multiple of a stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,13 +198,14 @@ def reorder(
         return Order(what, q_len, kv_len, None, None, block, none, none, 1.0)
     ways = list(_ways(what, q_len, kv_len))
     moved = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
-    left = ways
-    for strips, strip, most in ROUNDS:
+    left, seen = ways[1:], _Seen(what, q_len, kv_len)
+    for tiles, queries, most in ROUNDS:
         if len(left) > most:
-            cost = {way: _sampled(what, way, q_len, kv_len, block, strips, strip) + moved[way] for way in left}
+            cost = {way: _sampled(seen, way, block, tiles, queries) + moved[way] for way in left}
             left = sorted(left, key=cost.__getitem__)[:most]
-    best = left[0]
-    before, after = (_counts(what, way, q_len, kv_len, block) for way in (ways[0], best))
+    counts = {way: _counts(what, way, q_len, kv_len, block) for way in (ways[0], *left)}
+    best = min(counts, key=lambda way: _cost(counts[way], block) + moved[way])
+    before, after = counts[ways[0]], counts[best]
     gain = _cost(before, block) / max(_cost(after, block) + moved[best], 1.0)
     if gain < WORTH:
         return Order(what, q_len, kv_len, None, None, block, before, before, 1.0)
@@ -263,23 +266,40 @@ def _counts(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int
     return _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
 
 
-def _sampled(
-    what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int], strips: int, strip: int
-) -> float:  # fmt: skip
-    """The cost of the tiles of an order, by some strips of queries, at the middles of as many equal parts."""
-    moved = _moved(what, *way, q_len, kv_len)
-    strip = -(-strip // block[0]) * block[0]
-    starts: Sequence[int] = range(0, q_len, strip)
-    if q_len > strips * strip:
-        starts = [int((i + 0.5) * q_len / strips - strip / 2) // block[0] * block[0] for i in range(strips)]
-    total, rows = 0.0, 0
-    for start in starts:
-        length, whole = min(strip, q_len - start), (1, 1, q_len, kv_len)
-        found = moved.layout(
-            length, kv_len, block=block, origin=(0, 0, start, 0), sizes=whole, exact=False, budget=BUDGET
-        )
-        total, rows = total + _cost(found.counts, block), rows + length
-    return total * q_len / rows
+class _Seen:
+    """The keys that queries see, each query evaluated once."""
+
+    def __init__(self, what: Mask, q_len: int, kv_len: int) -> None:
+        self.what, self.q_len, self.kv_len = what, q_len, kv_len
+        self.keys = np.arange(kv_len)
+        self.env = {**what.scalars, "B": 1, "H": 1, "Q_LEN": q_len, "KV_LEN": kv_len, "b": 0, "h": 0, "k": self.keys}
+        self.known: dict[int, NDArray[np.int64]] = {}
+
+    def of(self, queries: NDArray[np.int64]) -> NDArray[np.int64]:
+        new = [q for q in queries.tolist() if q not in self.known]
+        if new:
+            seen = evaluate(self.what.expr, {**self.env, "q": np.array(new)[:, None]}, self.what.tables)
+            for q, row in zip(new, np.broadcast_to(seen, (len(new), self.kv_len)), strict=True):
+                self.known[q] = np.flatnonzero(row)
+        return np.concatenate([self.known[q] for q in queries.tolist()])
+
+
+def _sampled(seen: _Seen, way: Way, block: tuple[int, int], tiles: int, queries: int) -> float:
+    """The cost of the tiles of an order, by some queries of some tiles, from as many equal parts of the queries."""
+    of_queries, of_keys = way
+    total = 0.0
+    for i in range(tiles):
+        p = int((i + PLACE) * seen.q_len / tiles)
+        start = p // block[0] * block[0]
+        here = np.arange(start, min(start + block[0], seen.q_len))
+        if of_queries is not None:
+            here = of_queries.beside(p, block[0], seen.q_len)
+        here = here[np.linspace(0, len(here) - 1, min(queries, len(here))).astype(np.int64)]
+        keys = seen.of(here)
+        keys = keys if of_keys is None else of_keys.rank(keys, seen.kv_len)
+        pairs = np.unique(keys // block[1], return_counts=True)[1]
+        total += float(np.where(pairs < len(here) * block[1], PARTIAL, 1.0).sum())
+    return total / tiles * block[1] * seen.q_len
 
 
 def _cost(counts: Counts, block: tuple[int, int]) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import q
-from frisket.lowering.orders.digits import OrderDigit, closed, merged, places, position
+from frisket.lowering.orders.digits import OrderDigit, closed, merged, of_rank, places, position, rank
 
 
 @st.composite
@@ -61,3 +61,15 @@ def test_joined_digits_are_the_same_order(made):
 def test_remainders(length):
     by_remainder = (OrderDigit(4, 4), OrderDigit(1, 4))
     assert places(by_remainder, length).tolist() == sorted(range(length), key=lambda p: (p % 4, p // 4))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(digits(), st.integers(0, 5))
+def test_ranks_rise_along_the_order_and_lead_back(made, cut):
+    order, whole = made
+    at = places(order, whole - min(cut, whole - 1))
+    numbers = rank(order, at)
+    assert (np.diff(numbers) > 0).all()
+    assert np.array_equal(of_rank(order, numbers), at)
+    every = of_rank(order, np.arange(prod(d.radix for d in order)))
+    assert np.array_equal(every, places(order, whole))
