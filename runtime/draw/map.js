@@ -5,7 +5,7 @@
 // from the upper left corner of the layout; what people read and type is global, `origin` away.
 
 const CHUNK = 256, PATCH = 128, KEPT = 400, SLICE = 12, FIRST = 40, SHADES = 255; // cells, tokens, pieces, milliseconds per frame and for the first of a layout, of orange
-const LEFT = 78, TOP = 30; // of the rulers, in CSS pixels
+const LEFT = 88, TOP = 46; // of the rulers, in CSS pixels
 const EMPTY = 0, PARTIAL = 1, FULL = 2, KINDS = ["empty", "partial", "full"];
 const $ = (id) => document.getElementById(id);
 const canvas = $("map"), context = canvas.getContext("2d");
@@ -318,6 +318,19 @@ function tickStep(block, scale, room) {
   return step;
 }
 
+// The name of an axis, in the middle of what is seen of it; that of queries reads upwards.
+function title(text, across, from, to) {
+  const c = context, low = Math.max(from, across ? LEFT : TOP), high = Math.min(to, across ? view.width : view.height);
+  c.save();
+  c.fillStyle = colours.css.ink;
+  c.font = "600 12px system-ui, sans-serif";
+  c.textAlign = "center";
+  if (across) c.translate((low + high) / 2, 12);
+  else c.translate(13, (low + high) / 2), c.rotate(-Math.PI / 2);
+  if (high > low) c.fillText(text, 0, 0);
+  c.restore();
+}
+
 function drawRulers() {
   const c = context, css = colours.css;
   c.fillStyle = css.paper;
@@ -325,6 +338,8 @@ function drawRulers() {
   c.fillRect(0, 0, LEFT, view.height);
   c.font = "11px system-ui, sans-serif";
   c.textBaseline = "middle";
+  title("keys", true, X(0), X(data.kvLen));
+  title("queries", false, Y(0), Y(data.qLen));
   const marks = [];
   const [dq, dk] = [tickStep(data.block[0], sy(), 34), tickStep(data.block[1], sx(), 84)];
   const [q0, q1] = seenRows(dq), [k0, k1] = seenColumns(dk);

@@ -2,7 +2,6 @@
 // The explorer: what people write and set becomes a question to the server, its answer the page. The state is in
 // the address, behind #, so that a view can be kept, shared, and gone back to.
 
-const begun = JSON.parse($("data").textContent); // the first state, the library, the tables of files
 const id = crypto.randomUUID(), arrays = new Map(); // this page; tables by their digests
 const PATIENCE = 250, BURST = 1000; // milliseconds: for an answer before a newer question ends it; of one change to undo
 let state = null, found = null, turn = 0, latest = 0, since = null, under = null, waiting = 0, drawn = null; // drawn: the text that the picture shows
@@ -122,7 +121,8 @@ function still() {
   return [line];
 }
 
-// The text once more below the one that is edited, for what is underlined. Places count characters.
+// The text once more below the one that is edited, which has no colour of its own: coloured, and underlined where it
+// is wrong. Places count characters.
 function mirror() {
   const text = [...$("source").value], spans = (found?.problems ?? []).map(({ start, stop }) => [start, Math.max(stop, start + 1)]);
   const parts = [];
@@ -130,11 +130,11 @@ function mirror() {
   for (const [start, stop] of spans.sort((x, y) => x[0] - y[0])) {
     if (start < at) continue;
     const mark = document.createElement("mark");
-    mark.textContent = text.slice(start, stop).join("");
-    parts.push(text.slice(at, start).join(""), mark);
+    mark.append(...coloured(text.slice(start, stop).join("")));
+    parts.push(...coloured(text.slice(at, start).join("")), mark);
     at = stop;
   }
-  $("mirror").replaceChildren(...parts, `${text.slice(at).join("")}\n`);
+  $("mirror").replaceChildren(...parts, ...coloured(text.slice(at).join("")), "\n");
 }
 
 function write(text, when) {
@@ -248,7 +248,11 @@ function wireExplorer() {
   $("source").addEventListener("input", (event) => {
     mirror();
     change("text", { text: $("source").value }, event.timeStamp);
+    offer(2);
   });
+  wireOffers();
+  $("help").addEventListener("click", () => $("helping").showModal());
+  $("helping").addEventListener("click", (event) => event.target === $("helping") && $("helping").close());
   $("choose").addEventListener("click", browse);
   $("search").addEventListener("input", search);
   $("library").addEventListener("click", (event) => event.target === $("library") && $("library").close());

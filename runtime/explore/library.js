@@ -1,6 +1,7 @@
 "use strict";
 // Entries of the library, to search and to write into the text.
 
+const begun = JSON.parse($("data").textContent); // the first state, the library, the tables of files
 let chosen = 0, offered = [], marked = [0, 0]; // in the text, when the library was opened
 
 function search() {

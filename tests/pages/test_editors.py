@@ -11,6 +11,7 @@ from support.pages import DOCS
 from support.scripts import script
 
 from frisket.dsl.library import library
+from frisket.runtime.explore.page import token_classes
 
 EDITORS = script("editors")
 LARK = (DOCS.parent / "grammar" / "mask.lark").read_text(encoding="utf-8")
@@ -18,14 +19,14 @@ LARK = (DOCS.parent / "grammar" / "mask.lark").read_text(encoding="utf-8")
 
 def coloured(text, rules):
     """The scope of the rule that takes the whole of a text, as the first that matches."""
-    for rule in rules:
-        if found := re.match(rule.pattern, text):
-            return rule.scope if found[0] == text else None
+    for scope, pattern in rules:
+        if found := re.match(pattern, text):
+            return scope if found[0] == text else None
     return None
 
 
 def test_every_terminal_of_the_grammar_has_a_colour():
-    rules, bare = EDITORS.rules(), re.sub(r"^//.*|^[A-Z]+: /.*", "", LARK, flags=re.M)
+    rules, bare = token_classes(), re.sub(r"^//.*|^[A-Z]+: /.*", "", LARK, flags=re.M)
     signs = set(re.findall(r'"([^"\n]+)"', bare))
     assert len(signs) > 30
     assert [s for s in sorted(signs) if not coloured(s, rules)] == []
@@ -37,7 +38,7 @@ def test_every_terminal_of_the_grammar_has_a_colour():
         "FLOAT": "constant.numeric.float", "INT": "constant.numeric.integer", "NAME": "variable.other",
         "SPACE": "comment.line.number-sign",
     }  # fmt: skip
-    assert coloured("**", [r for r in rules if r.scope != "keyword.operator"]) is None  # a rule that is missing is seen
+    assert coloured("**", [r for r in rules if r[0] != "keyword.operator"]) is None  # a rule that is missing is seen
 
 
 def test_texts_lex_without_errors():

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import frisket as fk
 from frisket.runtime.draw.palette import DARK, LIGHT
 from frisket.runtime.explore.analyst import Analyst
 from frisket.runtime.explore.page import page as page_of
+from frisket.runtime.explore.page import token_classes
 from frisket.runtime.explore.server import Server
 
 DOC = np.sort(np.random.default_rng(0).integers(0, 5, 1024)).astype(np.int32)
@@ -210,6 +212,68 @@ def test_the_library(page):
     assert page.evaluate("state.text") == "mask = causal & window(w) & document(off, causal)\nscore = softcap(c)"
     assert page.text("#score") == "c * tanh(score / c)"
     assert not page.evaluate("$('mod').hidden")
+
+
+def test_names_are_offered_while_they_are_written(page):
+    write(page, "causal & win")
+    assert page.text("#offers [role=option] code") == "window(w)"
+    assert page.evaluate("getComputedStyle($('problems')).display") == "none"  # the list says it, too
+    page.key("ArrowDown")
+    assert page.evaluate("$('source').getAttribute('aria-activedescendant')") == "offer-0"
+    assert page.text("#offers [aria-selected=true] code") == "window(w)"
+    page.key("Escape")
+    assert page.evaluate("$('offers').hidden && !$('source').hasAttribute('aria-activedescendant')")
+    assert "did you mean `window`?" in page.text("#problems")
+    page.type("d")
+    page.key("Tab")
+    quiet(page)
+    assert page.evaluate("[state.text, document.activeElement.id]") == ["causal & window(w)", "source"]
+    page.type("40")  # in place of the argument
+    quiet(page)
+    assert page.evaluate("[state.text, $('offers').hidden]") == ["causal & window(40)", True]
+    checked(page, fk.mask("causal & window(40)"))
+
+
+def test_an_offered_name_is_taken_with_the_mouse_and_a_comment_offers_none(page):
+    write(page, "full & docu")
+    box = page.evaluate("(({x, y}) => [x, y])($('offer-0').getBoundingClientRect())")
+    page.click(box[0] + 20, box[1] + 10)
+    quiet(page)
+    assert page.evaluate("[state.text, document.activeElement.id]") == ["full & document(off)", "source"]
+    write(page, "full # docu")
+    assert page.evaluate("$('offers').hidden")
+
+
+def test_the_text_has_the_colours_of_the_editors(page):
+    text = "causal & where(q - k < 0x10, flag, true) # 𝕢 half"
+    page.evaluate(f"write({text!r})")
+    quiet(page)
+    shown = page.evaluate("[...$('mirror').children].map((e) => [e.className, e.textContent]).filter(([c]) => c)")
+    places = [(name.replace(".", "-"), p) for name, p in token_classes()]
+    want, at = [], 0
+    while at < len(text):
+        name, hit = next((n, m) for n, p in places if (m := re.compile(p).match(text, at)))
+        want += [[name, hit[0]]] if name else []
+        at = hit.end()
+    assert shown == want
+    assert page.text("#mirror") == text + "\n"
+    function, place = (f"getComputedStyle($('mirror').querySelector('{c}')).color" for c in (
+        ".support-function", ".variable-language"))  # fmt: skip
+    assert page.evaluate(f"{function} !== {place}")
+
+
+def test_help_opens_and_axes_have_titles(page):
+    page.evaluate("$('help').click()")
+    assert "An attention mask says which keys each query sees." in page.text("#helping")
+    page.evaluate("document.querySelector('#helping form button').click()")
+    assert not page.evaluate("$('helping').open")
+    page.evaluate(
+        "{ const old = context.fillText; window.drawnText = [];"
+        "context.fillText = (t, ...at) => (drawnText.push(t), old.call(context, t, ...at)); }"
+    )
+    page.evaluate("fit()")
+    page.settle()
+    assert page.evaluate("['keys', 'queries'].every((t) => drawnText.includes(t))")
 
 
 def test_reload_and_history(served, page):
