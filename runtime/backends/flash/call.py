@@ -3,7 +3,8 @@
 The engine's meanings, from its source (4.0.0b36): scores are scaled, modified, then masked; a row without a visible
 key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the sink; lse is a natural
 logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key i + m - n, both ends
-inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window.
+inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window. Of pages that are no
+tile of keys, rows past `seqused_k` are not read; a page that is one is read whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .blocks import on_device, tensors_of, write_order
 from .tiles import INSTEAD
 
 Tensor = Any
+SMALLEST_TILE = 64  # keys of a tile, whatever the heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +48,14 @@ class FlashCall:
     used: Tensor | None = None  # keys of each batch entry, int32 [batch]
     documents: Tensor | None = None  # cu_seqlens of queries and keys, int32 [2, documents + 1]
     longest: tuple[int, int] = (0, 0)  # queries and keys of a document
+    pages: Tensor | None = None  # of each sequence, in order, int32 [batch, pages]
     proof: str = ""  # why flags are the mask; "" with tiles
 
     def __str__(self) -> str:
         said = [f"softmax_scale = {self.scale:g}"]
         said += [f"window_size_{n} = {x}" for n in ("left", "right") if (x := getattr(self, n)) is not None]
         said += [f"seqused_k {_shown(self.used)}"] if self.used is not None else []
+        said += [f"page_table {_shown(self.pages)}"] if self.pages is not None else []
         if self.documents is not None:
             said.append(f"cu_seqlens_q, cu_seqlens_k {_shown(self.documents[0])}, longest {self.longest}")
         said += [f"{n} by code" for n in self.mods.functions]
@@ -76,8 +80,12 @@ def call_of(
     does not do."""
     slots = {n: x.item() if hasattr(x, "item") else x for n, x in slots.items()}
     flags = flags_for(plan, spans, g, slots)
+    if plan.pages is not None and (why := unpaged(plan, flags)):
+        raise BackendError(f"FlashAttention 4 {why}\n  {INSTEAD}")
     if isinstance(flags, Flags):
-        return _by_flags(replace(plan, mask=None), flags, g, slots, tables, device)
+        bare = replace(plan, mask=None, pages=None, unwritten=plan.unwritten and plan.pages is None)
+        call = _by_flags(bare, flags, g, slots, tables, device)
+        return call if plan.pages is None else replace(call, pages=tables[plan.pages])
     refuse_tiles(g, target, gradients, deterministic)
     block = (target.dq or target) if gradients else target
     shape = block.block_q, block.block_k
@@ -151,6 +159,20 @@ def _unless(flags: Flags, plan: LoopPlan) -> Flags | str:
     if flags.keys is not None and (sides or np.any(np.asarray(flags.keys[0]))):
         return "valid keys begin at 0 and stand without a window"
     return flags
+
+
+def unpaged(plan: LoopPlan, flags: Flags | str) -> str:
+    """A reason why the engine does not find a plan's pages; "" where it does. A hidden entry may be NaN, and the engine
+    adds 0 times what it loads: every key that it loads is seen by the last query."""
+    if isinstance(flags, str):
+        return f"reads pages where flags are the whole mask: {flags}"
+    if plan.score is not None or plan.weight is not None:
+        return "reads pages without score mods and scales"
+    if flags.left is not None or flags.documents is not None:
+        return "loads whole tiles of keys: those before a window or of other documents may be recycled pages, with NaN"
+    if flags.keys is not None and plan.page >= SMALLEST_TILE:
+        return f"loads pages of {plan.page} keys whole: those past a sequence's last key may be NaN"
+    return ""
 
 
 def _by_flags(

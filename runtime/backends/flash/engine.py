@@ -73,7 +73,7 @@ def _common(call: FlashCall) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "softmax_scale": call.scale, "window_size_left": call.left, "window_size_right": call.right,
-        "seqused_k": call.used, "aux_tensors": [_led(x) for x in call.tables] or None,
+        "seqused_k": call.used, "page_table": call.pages, "aux_tensors": [_led(x) for x in call.tables] or None,
         "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
     }  # fmt: skip
     if call.documents is not None:

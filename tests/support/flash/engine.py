@@ -28,7 +28,7 @@ def install(monkeypatch):
 
 def attend(call, g, q, k, v, sinks):
     dtype = q.dtype
-    q, k, v = prepared(call, q, k, v)
+    q, k, v = prepared(call, q, *(x if call.pages is None else read_pages(call, x) for x in (k, v)))
     score, visible, _ = scores(call, q, k)
     score = np.where(visible, score, -np.inf)
     if sinks is not None:
@@ -68,6 +68,16 @@ def prepared(call, *arrays):
     if call.documents is not None:
         found = [x.transpose(1, 2).reshape(1, -1, *x.transpose(1, 2).shape[2:]).transpose(1, 2) for x in found]
     return [x.numpy() for x in found]
+
+
+def read_pages(call, x):
+    """Keys or values of every sequence, of a pool [pages, heads, tokens, dim]. A page of a key tile is loaded whole; of
+    others the rows past the last key are zeros."""
+    found = x[call.pages.long()].transpose(1, 2).flatten(2, 3)
+    if call.used is not None and x.shape[2] not in (64, 80, 96, 112, 128, 144):
+        past = torch.arange(found.shape[2]) >= call.used[:, None]
+        found = found.masked_fill(past[:, None, :, None], 0)
+    return found
 
 
 def unpacked(call, g, out, like=None):

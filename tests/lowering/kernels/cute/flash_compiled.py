@@ -28,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "flags, causal": {"mask": "causal"},
     "flags, window, heads of 64": {"mask": "causal & window(256)", "dim": 64},
     "flags, packed documents": {"mask": f"causal & {DOC}", "tables": ("doc",)},
+    "flags, pages": {"mask": "k < n", "params": {"n": 900}, "page": 16, "kv_len": 1024},
     "flags and score code": {"mask": "causal", "score": "softcap(30)"},
     "code, numbers and grouped heads": {"mask": "causal | k < n", "params": {"n": 64}, "kv_heads": 2},
     "code, tables and sinks": {
@@ -85,7 +86,7 @@ def compile_here(arch: str) -> None:
         return
     found = {}
     for name, form in FORMS.items():
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward")[: 1 if "page" in form else 2]:
             key = f"{arch}, {name}, {direction}"
             if all(w in key for w in WORDS):
                 found[key], seconds = tried(arch, direction, **form)
@@ -109,9 +110,11 @@ def tried(arch: str, direction: str, **form: Any) -> tuple[str, float]:
 def compiled(
     arch: str, direction: str, mask: Any, score: Any = None, dim: int = 128, kv_heads: int = 4, sinks: bool = False,
     params: dict[str, Any] | None = None, tables: tuple[str, ...] = (), q_len: int = LENGTH, kv_len: int = LENGTH,
-    batch: int = 2, heads: int = 4,
+    batch: int = 2, heads: int = 4, page: int = 0,
 ) -> None:  # fmt: skip
     """Compile a direction of a call, by running it on tensors without values."""
+    from dataclasses import replace
+
     import numpy as np
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -132,11 +135,16 @@ def compiled(
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = array(heads, q_len), array(kv_heads, kv_len), array(kv_heads, kv_len)
+        made = work.plan
+        if page:
+            k, v = (torch.empty(200, page, kv_heads, dim, dtype=q.dtype, device="cuda").transpose(1, 2) for _ in "kv")
+            made = replace(made, pages="pages", page=page)
         read = {n: torch.from_numpy(np.asarray(t)) for n, t in work.tables.items()}
+        read["pages"] = torch.empty(batch, kv_len // (page or kv_len), dtype=torch.int32, device="cuda")
         common = work.slots, read, target
         if direction == "forward":
             sink = torch.empty(heads, device="cuda") if sinks else None
-            executors.forward(work.plan, plan, g, q, k, v, *common, sinks=sink)
+            executors.forward(made, plan, g, q, k, v, *common, sinks=sink)
         else:
             lse = torch.empty(batch, heads, q_len, device="cuda")
             rows = q, k, v, torch.empty_like(q), lse, torch.empty_like(q), lse

@@ -202,10 +202,66 @@ def test_what_is_refused(arch):
         fk.compile("causal", backend="flash")(*wide)
     with pytest.raises(BackendError, match="one origin for all batch entries"):
         fk.compile(odd, backend="flash")(q, k, v, origin=(0, 0, np.array([3]), 0), sizes=(1, 4, 80, 80))
-    paged = {"pages": torch.zeros(1, 4, dtype=torch.int32)}
-    pool = torch.zeros(1, 1, 16, 64).half()
-    with pytest.raises(LoweringError, match="read no pages: an entry of a recycled page may be NaN"):
-        fk.compile("causal", backend="flash")(q, pool, pool, **paged)
+
+
+# -- pages ------------------------------------------------------------------------------------------
+
+
+def paged(mask, page, score=None, **values):
+    """Three sequences of 192 keys in pages of a pool, and the same by library calls; hidden entries are NaN."""
+    draw = torch.Generator().manual_seed(5)
+    width = 192 // page
+    pages = torch.randperm(3 * width + 2, generator=draw)[: 3 * width].view(3, width).int()
+    q = torch.randn(3, 4, 50, 64, generator=draw).half()
+    k, v = torch.randn(2, 3 * width + 2, 2, page, 64, generator=draw).half()
+    seen = np.ones((3, 192), bool) if mask is None else fk.mask(mask, **values).dense(50, 192, batch=3).any((1, 2))
+    for row, hidden in zip(pages.tolist(), ~seen.reshape(3, width, page), strict=True):
+        for place, gone in zip(row, hidden, strict=True):
+            for x in (k, v):
+                x[place, :, torch.from_numpy(gone)] = torch.nan
+    both = []
+    for backend in ("flash", "aten"):
+        att = fk.compile(mask, score, backend=backend, **values)
+        both.append(att(q, k, v, pages=pages, return_lse=True))
+    return both
+
+
+@pytest.mark.parametrize("page", [16, 32, 48])
+@pytest.mark.parametrize("mask", [None, "bottom_right", "k < n", "k < len[b]"])
+def test_pages(mask, page):
+    values = {} if mask is None else {"n": 77} if "n" in mask.split() else {}
+    values |= {"len": np.array([192, 33, 0])} if mask and "len[b]" in mask else {}
+    (out, lse), (want, want_lse) = paged(mask, page, **values)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, want_lse, atol=2e-3, rtol=2e-3)
+
+
+def test_what_would_be_called_with_pages(monkeypatch):
+    calls = []
+    monkeypatch.setattr(engine, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
+    paged("k < n", 16, n=77)
+    said = ["softmax_scale = 0.125", "seqused_k int32 [3]", "page_table int32 [3, 12]"]
+    assert [str(call).splitlines() for call in calls] == [said]
+    assert calls[0].used.tolist() == [77, 77, 77]
+
+
+@pytest.mark.parametrize("mask", [None, "bottom_right"])
+def test_pages_of_a_tile_whose_keys_are_all_seen(mask):
+    (out, _), (want, _) = paged(mask, 64)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("mask", "page", "score", "words"),
+    [
+        ("k < n", 64, None, "loads pages of 64 keys whole"), ("k < 70 | q % 3 > k", 16, None, "flags are the whole"),
+        ("flash_window(9, 0)", 16, None, "loads whole tiles of keys"),
+        ("bottom_right", 16, "softcap(3)", "without score mods"), ("causal", 16, None, "hold the diagonal"),
+    ],
+)  # fmt: skip
+def test_pages_that_flash_does_not_read(mask, page, score, words):
+    with pytest.raises(BackendError, match=words):
+        paged(mask, page, score, **({"n": 70} if mask == "k < n" else {}))
 
 
 def test_gradients_are_refused_before_the_forward(arch, monkeypatch):
