@@ -39,6 +39,7 @@ from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork
 
 from .autograd import refuse_tangents
+from .changing import ChangingTables, changing
 from .engine import EngineReady, engine_call
 from .ready import Ready, readable
 
@@ -57,6 +58,7 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
+CHANGES = 8, 16, 32  # plans of the host for changed tables, after which a planner in C++ is tried
 TABLED = 4  # calls with tables of the host, each with copies of them
 LARGEST = 1 << 26  # bytes of a table that is copied: a dense mask of 16,384 x 16,384 is not
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -90,7 +92,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _remembered(call, att, plan, key, kept, tables)
+    ready = _remembered(call, att, request, key, kept, tables)
     return run(call, ready, saving)
 
 
@@ -132,7 +134,7 @@ def kept_ready(att: Any, request: Request) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs."""
     key, tables = key_of(att, request[:3], request, Settings.read())
     found = _of_kind(att, key, tables, request, att.ready)
-    return _remembered(att.call(request), att, request.plan, key, att.ready, tables) if found is None else found
+    return _remembered(att.call(request), att, request, key, att.ready, tables) if found is None else found
 
 
 def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
@@ -142,8 +144,18 @@ def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict
     count some of these only: entries are compared, bit for bit."""
     if not tables:
         return _found(att, key, request.plan, request.params, kept)
-    same = (ready for at, have, ready in att.by_tables if at == key and all(map(np.array_equal, tables, have)))
-    return next(same, None)
+    for at, have, ready in att.by_tables:
+        if at == key and all(map(np.array_equal, tables, have)):
+            return ready
+    if type(steps := kept.get(key)) is not ChangingTables:
+        return None
+    have = [x.copy() for x in tables]
+    return None if (ready := steps(have)) is None else _of_tables(att, key, have, ready)
+
+
+def _of_tables(att: Any, key: Any, have: list[Any], ready: Ready) -> Ready:
+    att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
+    return ready
 
 
 def _bits(x: Any) -> Any:
@@ -171,11 +183,16 @@ def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[
     return ready.beside(plan) if ready is not None and ready.loaded else ready
 
 
-def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any], tables: list[Any]) -> Ready:
+def _remembered(
+    call: Call, att: Any, request: Request, key: Any, kept: dict[Any, Any], tables: list[Any]
+) -> Ready:  # fmt: skip
+    plan = request.plan
     ready = prepare(call, att.options)
     if tables and not ready.loaded:
-        have = [x.copy() for x in tables]
-        att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
+        _of_tables(att, key, [x.copy() for x in tables], ready)
+        if type(seen := kept.get(key, 0)) is int:
+            steps = changing(att, call, request.params, ready, _built) if seen in CHANGES else None
+            _keep(kept, key, steps or seen + 1)
     if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:

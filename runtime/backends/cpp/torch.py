@@ -273,7 +273,7 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 
 _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
-prepared = memo(KEPT, by="identity")(_Prepared)
+prepared = memo(KEPT, by="identity", weigh=lambda _, made, held: 4000 + sum(x.nbytes for x in made.alive[1]))(_Prepared)
 
 
 __all__ = ["backward", "forward", "out_of_memory", "prepared"]

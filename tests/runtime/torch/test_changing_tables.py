@@ -1,0 +1,130 @@
+"""Calls that bring another table each: after a few, a planner in C++ makes the spans, and no plan is an older one's."""
+
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.runtime.machine import cpp_build
+from frisket.runtime.torch import op
+from frisket.runtime.torch.changing import ChangingTables
+
+pytestmark = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
+S = 200
+Q, K, V = torch.randn(3, 2, 2, S, 16, generator=torch.Generator().manual_seed(0)).unbind()
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "native")
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(0))
+
+
+def documents(n=S, dtype=np.int64):
+    return np.sort(RNG.integers(0, 5, n)).astype(dtype)
+
+
+def planned(text="causal & same(doc)", **rest):
+    """An attention whose calls with tables like these are prepared for any entries, as a list of its planners."""
+    att = fk.compile(text, engines=False)
+    for _ in range(op.CHANGES[0] + 2):
+        att(Q, K, V, doc=documents(), **rest)
+    return att
+
+
+def planners(att):
+    return [x for x in att.ready.values() if type(x) is ChangingTables]
+
+
+def right(att, text="causal & same(doc)", qkv=(Q, K, V), **tables):
+    """Whether a call is that of an attention that has seen no other table."""
+    want = fk.compile(text, engines=False)(*qkv, **{n: x + 0 for n, x in tables.items()})
+    return torch.equal(att(*qkv, **tables), want)
+
+
+def test_changed_tables_make_no_plan_of_the_host(monkeypatch):
+    att, calls = planned(), []
+    assert len(planners(att)) == 1
+    call = att.call
+    monkeypatch.setattr(att, "call", lambda request: calls.append(request) or call(request))
+    assert all(right(att, doc=documents()) for _ in range(20))
+    assert not calls
+
+
+def test_the_backward_reads_the_table_as_it_was():
+    att, doc = planned(), documents()
+    grads = []
+    for each, table in ((att, doc), (fk.compile("causal & same(doc)", engines=False), doc.copy())):
+        leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+        out = each(*leaves, doc=table)
+        table[:] = 0
+        out.square().sum().backward()
+        grads.append([x.grad for x in leaves])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("form", ["tensor", "array"])
+def test_tables_that_are_written_to(form):
+    att, array = planned(), documents()
+    doc = torch.from_numpy(array) if form == "tensor" else array
+    for step in range(1, 8):
+        doc[step * 20 :] += 1
+        assert right(att, doc=doc)
+    array.view()[:] = np.arange(S)
+    assert right(att, doc=doc)
+    assert right(att, doc=doc[::1][:S])
+
+
+def test_views_of_one_storage():
+    att, base = planned(), torch.from_numpy(np.repeat(documents(), 3))
+    for start in range(3):
+        base[start * 100 + S // 2 :] += 1
+        for doc in (base[start::3][:S], base[start * 100 : start * 100 + S]):
+            assert right(att, doc=doc)
+    assert right(att, doc=torch.from_numpy(documents()).flip(0))  # descending: the host's plan
+
+
+@pytest.mark.parametrize("doc", [
+    np.arange(S) // 3 % 7,  # documents that return
+    (np.arange(S) // 9) << 32,  # the low 32 bits are equal
+    np.full(S, -(1 << 62)), np.zeros(S, np.int64), np.arange(S)[::-1].copy(), np.arange(S, dtype=np.int32) // 50,
+    np.arange(S, dtype=np.uint8), np.arange(S, dtype=np.int8) // 9, np.arange(S) / 10, np.arange(S + 50) // 60,
+], ids=lambda x: f"{x.dtype}-{len(x)}-{x[-1]}")  # fmt: skip
+def test_other_tables(doc):
+    att = planned()
+    if doc.dtype.kind == "f":
+        with pytest.raises(fk.ParameterError):
+            att(Q, K, V, doc=doc)
+        return
+    assert right(att, doc=doc)
+    assert right(att, doc=documents())
+
+
+def test_other_lengths():
+    att = planned()
+    for n in (1, 17, 64, 150, 199):
+        qkv = [x[:, :, :n] for x in (Q, K, V)]
+        assert all(right(att, qkv=qkv, doc=documents(n)) for _ in range(op.CHANGES[0] + 4))
+    assert len(planners(att)) >= 4
+    with pytest.raises(fk.ParameterError, match="has 100 entries"):
+        fk.compile("causal & same(doc)")(Q, K, V, doc=documents(100))
+    for _ in range(3):
+        with pytest.raises(fk.ParameterError, match="has 100 entries"):
+            att(Q, K, V, doc=documents(100))
+
+
+@pytest.mark.parametrize("text", [
+    "causal & doc[b, q] == doc[b, k]", "causal & doc[q] == doc[k] & k < n[b]", "doc[q] >= doc[k] & window(40)",
+    "doc[q] % 3 == doc[k] % 3", "causal & doc[doc[q]] == doc[k]", "k < doc[b]",
+])  # fmt: skip
+def test_other_masks(text):
+    def tables():
+        found = {"doc": np.sort(RNG.integers(0, 9, (2, S)), -1) if "[b, q]" in text else documents()}
+        if "doc[b]" in text:
+            found["doc"] = RNG.integers(1, S, 2)
+        return {**found, "n": RNG.integers(1, S, 2)} if "n[b]" in text else found
+
+    att = fk.compile(text, engines=False)
+    assert all(right(att, text, **tables()) for _ in range(op.CHANGES[-1] + 8))
+    assert planners(att) or "%" in text
