@@ -144,6 +144,7 @@ def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict
     count some of these only: entries are compared, bit for bit."""
     if not tables:
         return _found(att, key, request.plan, request.params, kept)
+    ready: Ready | None
     for at, have, ready in att.by_tables:
         if at == key and all(map(np.array_equal, tables, have)):
             return ready
