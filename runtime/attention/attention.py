@@ -427,7 +427,7 @@ class Attention:
             name = chosen.proof.backend
         found = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
-            engines="" if chosen is None else str(chosen),
+            framework=where[0], engines="" if chosen is None else str(chosen),
         )  # fmt: skip
         return all_stages(found)
 

@@ -77,8 +77,8 @@ class Backend:
     `reason(framework)` says why it does not run here on arrays of torch or JAX, of either where that is None; "" where
     it does. `tiles(geometry, dtype, narrow)` gives the queries and keys of a tile, `narrow` where rows see few keys.
     Kernels that ask more have a `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan,
-    geometry, dtype, tile, tuning, device, arch)` of a whole call. `text(plan, target, geometry, dtype, sinks, learned)`
-    gives the kernel's text and the target it runs with."""
+    geometry, dtype, tile, tuning, device, arch)` of a whole call. `text(plan, target, geometry, dtype, sinks, learned,
+    spans)` gives the kernel's text and the target it runs with."""
 
     name: str
     kernels: str  # what `frisket doctor` calls them

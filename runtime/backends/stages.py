@@ -33,6 +33,7 @@ class PlanCompilation:
     arch: str | None = None
     sinks: bool = False
     learned: Collection[str] = ()
+    framework: str = "torch"
     engines: str = ""  # which engine runs, and why the others do not, a line each
 
     @property
@@ -61,7 +62,8 @@ class PlanCompilation:
             return "", Target(self.backend, 0, 0)
         emit, text, target = RECORDS[self.backend].text, "", self.target
         if emit is not None:
-            text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned)
+            spans = self.plan if self.framework != "jax" else None  # JAX prints kernels before spans are known
+            text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned, spans)
         return text or self.plan.planner, target
 
 
@@ -70,7 +72,10 @@ def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilatio
     of a plan."""
     given = {n: x for n, x in call.plan.given.items() if hasattr(x, "is_floating_point")}
     learned = [n for n, x in given.items() if x.is_floating_point()]
-    found = PlanCompilation(call.plan, call.backend, call.geometry, call.given.dtype, options, device, learned=learned)
+    found = PlanCompilation(
+        call.plan, call.backend, call.geometry, call.given.dtype, options, device, learned=learned,
+        framework=call.given.framework,
+    )  # fmt: skip
     if (names := Settings.read().show) and found.target not in call.plan.shown:
         call.plan.shown.add(found.target)
         made = stages(found)

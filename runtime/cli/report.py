@@ -57,7 +57,8 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
 
 def line(r: Any) -> tuple[str | Text, ...]:
     name = r.kernel.removeprefix("attention_")
-    tile = {"combine": "", "delta": str(r.block_q)}.get(name, f"{r.block_q} x {r.block_k}")
+    tile = str(r.block_q) if name == "delta" else f"{r.block_q} x {r.block_k}"
+    tile = "" if name == "combine" or name.endswith("_sums") else tile  # they add up rows
     shared = Text(f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH"), GOOD if r.fits else BAD)
     return (
         name, r.arch, tile, str(r.warps), str(r.stages), str(r.registers),

@@ -46,20 +46,19 @@ def emit(
     rounding takes from its lse, which a backward wants. With `listed` a table lists the programs, and several share a
     long row of tiles: `attention_combine` combines what they write.
     """
-    given = {"sinks": sinks, "top": top, "low": low}
-    if not listed:
-        return module("Attention forward", plan, dims, [kernel(plan, target, dims, **given)])
-    first = ForwardKernel(plan, target, dims, sinks, top, low, listed=True).kernel()
-    second = combine(plan, dims, **given, listed=True)
-    return module("Attention forward, long rows in parts", plan, dims, [first, second])
+    title = "Attention forward, long rows in parts" if listed else "Attention forward"
+    made = kernels(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed)
+    return module(title, plan, dims, made)
 
 
-def kernel(
-    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
-) -> TritonKernel:
-    """The forward kernel. Of `target` the text depends on the order of rows and the precision alone, and where keys are
-    in pages on the number of pages of a tile."""
-    return ForwardKernel(plan, target, dims, sinks, top, low).kernel()
+def kernels(
+    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False,
+    listed: bool = False,
+) -> list[TritonKernel]:  # fmt: skip
+    """The forward kernel, and with `listed` the one that combines parts of rows. Of `target` the text depends on the
+    order of rows and the precision alone, and where keys are in pages on the number of pages of a tile."""
+    first = ForwardKernel(plan, target, dims, sinks, top, low, listed=listed).kernel()
+    return [first, *[combine(plan, dims, sinks=sinks, top=top, low=low, listed=True)] * listed]
 
 
 def describable(plan: LoopPlan, dims: Dims) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import beside
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import engine
 from .call import FlashCall, call_of, check, mods_of
@@ -17,8 +17,9 @@ Tensor = Any
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> tuple[str, Target]:
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
     """The functions of the mask and the score mod, and the target they run with. Where flags say the whole mask, calls
     leave out its function."""
     placed = frozenset(n for n, x in zip("bhqk", g.origin, strict=True) if type(x) is not int or x)

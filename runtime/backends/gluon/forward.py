@@ -19,8 +19,9 @@ Tensor = Any
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> tuple[str, Target]:
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
     """The forward's text and the target it runs with; gradients are Triton's kernels."""
     return emit(forward_plan(plan, g), target, dims_of(plan, g, dtype, learned), sinks=sinks), target
 

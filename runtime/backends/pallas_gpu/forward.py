@@ -65,8 +65,9 @@ def forward(
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> tuple[str, Target]:
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
     """The forward kernel's text, and its target."""
     return pallas_gpu.emit(plan, target, g, dtype, sinks), target
 

@@ -7,14 +7,15 @@ from typing import Any
 
 from frisket.dsl.ir import uses
 from frisket.lowering.kernels.pallas_tpu import backward, forward
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from .forward import together
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> tuple[str, Target]:
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
     """The forward's text and, where there are gradients, the backward's, and their target."""
     known: list[Any] = [*plan.tables, *plan.slots]
     names = {*"qkv", *(x.name for x in known if x.source in learned)}

@@ -92,6 +92,16 @@ def of_call(
     return made if made is not None and made.programs.shape[1] <= GRID else None
 
 
+def listed_kernels(
+    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int
+) -> frozenset[str]:
+    """The kernels of a call for whose programs there is a table."""
+    tiles = {"attention_forward": target, "attention_dq": target.dq or target, "attention_dkv": target.dkv or target}
+    walked = "attention_dkv"
+    made = {n: of_call(plan, spans, g, t, processors, walked=n == walked) for n, t in tiles.items()}
+    return frozenset(n for n, parts in made.items() if parts is not None)
+
+
 class RowLaunches:
     """The launches of a kernel whose programs share long rows: that of the programs, and that which combines the parts
     of rows."""

@@ -191,7 +191,8 @@ def of_kernel(name: str, target: Target) -> Target:
         "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv,
         "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
     }  # fmt: skip
-    return own.get(name) or target
+    found = own.get(name.removesuffix("_sums")) or target
+    return replace(found, num_warps=2) if name.endswith("_sums") else found
 
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:

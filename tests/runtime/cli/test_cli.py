@@ -306,7 +306,7 @@ def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
 
 def test_emit_reports_what_kernels_take(run, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    argv = "emit causal --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
+    argv = "emit window(4096) --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
     status, out, err = run(*argv, "--json")
     assert (status, err) == (0, "")
     decode, combine = json.loads(out)["kernels"]
@@ -323,6 +323,20 @@ def test_emit_reports_what_kernels_take(run, monkeypatch):
     assert line.split()[:6] == ["decode", "sm_90", str(decode["block_q"]), "x", str(decode["block_k"]), "4"]
     assert f" {decode['registers']} " in line
     assert f"{decode['shared']:,} of 232,448" in line
+
+
+def test_emit_reports_the_kernels_that_divide_long_rows(run):
+    mask = "abs(q - k) <= 256 | k < 64 | q < 64"
+    argv = "--backend triton --report --q-len 8192 --heads 16 --head-dim 64 --dtype bfloat16".split()
+    status, out, err = run("emit", mask, *argv, "--json")
+    assert (status, err) == (0, "")
+    found = {r["kernel"].removeprefix("attention_"): r for r in json.loads(out)["kernels"]}
+    assert [*found] == ["forward", "combine", "delta", "dq", "dq_sums", "dkv", "dkv_sums"]
+    assert all(r["registers"] > 0 and r["spills"] == 0 for r in found.values())
+    assert [found[n]["warps"] for n in ("combine", "dq_sums", "dkv_sums")] == [2, 2, 2]
+    assert [r["mma"] > 0 for r in found.values()] == [True, False, False, True, False, True, False]
+    summed = [line.split() for line in run("emit", mask, *argv)[1].splitlines() if line.startswith("dq_sums")]
+    assert summed[0][:4] == ["dq_sums", "sm_90", "2", str(found["dq_sums"]["stages"])]
 
 
 def test_emit_reports_the_kernels_of_the_backend(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from support.triton.triton_process import run
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
+from frisket.lowering.kernels.triton import backward, forward
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
 from frisket.runtime.backends.triton.rows import FINER, LATER, LEAST, LONG, of_call, row_parts
 
@@ -98,6 +102,41 @@ def test_calls_that_have_no_table():
         (GLOBAL, Source(), whole), (GLOBAL, Source(), forward),
     ):  # fmt: skip
         assert of_call(plan, source, g, target, 8) is None
+
+
+SHAPE = {"backend": "triton", "q_len": 8192, "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
+
+
+def names(text):
+    return re.findall(r"^def attention_(\w+)", text, re.M)
+
+
+def test_the_text_shows_the_kernels_that_divide_long_rows():
+    seen = fk.compile("abs(q - k) <= 256 | k < 64 | q < 64").stages(arch="sm_90", **SHAPE)
+    assert names(seen.source) == ["forward", "combine", "delta", "dq", "dq_sums", "dkv", "dkv_sums"]
+    dims = Dims(64, 64, "bfloat16")
+    both = backward.emit(seen.plan, seen.target, dims, "qkv", dlse=False, listed={"attention_dq", "attention_dkv"})
+    run_by_calls = forward.emit(seen.plan, seen.target, dims, listed=True) + both
+    for one in re.split(r"@triton\.jit.*\n", seen.source)[1:]:
+        assert one.rstrip() in run_by_calls
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "kernels"),
+    [
+        ("causal", {}, ["forward", "delta", "dq", "dkv"]),
+        ("causal", {"heads": 1}, ["forward", "delta", "dq", "dkv", "dkv_sums"]),  # columns come from a table
+        ("doc[q] == doc[k]", {"doc": np.arange(8192) // 512}, ["forward", "delta", "dq", "dkv"]),
+    ],
+)
+def test_the_text_of_short_rows_is_whole(mask, more, kernels):
+    assert names(fk.compile(mask).source(**SHAPE | more)) == kernels
+
+
+def test_the_text_that_jax_runs_is_whole():
+    jnp = pytest.importorskip("jax.numpy")
+    given = [jnp.zeros((1, 8192, 1, 64), jnp.bfloat16)] * 3
+    assert "dkv_sums" not in names(fk.compile("causal").source("triton", *given))
 
 
 @pytest.mark.matrix
