@@ -33,7 +33,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
         p,
         "frisket emit 'causal & window(256)' --backend triton --head-dim 128 --dtype bfloat16",
         "frisket emit causal --score 'softcap(50)' --backend cpp",
-        "frisket emit 'window(4096)' --backend triton --report --q-len 4 --kv-len 2048 --arch sm_90 --dtype float16",
+        "frisket emit causal --backend triton --report --q-len 4 --kv-len 2048 --arch sm_90 --dtype float16",
     )
 
 

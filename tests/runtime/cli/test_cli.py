@@ -306,7 +306,7 @@ def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
 
 def test_emit_reports_what_kernels_take(run, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    argv = "emit window(4096) --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
+    argv = "emit causal --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
     status, out, err = run(*argv, "--json")
     assert (status, err) == (0, "")
     decode, combine = json.loads(out)["kernels"]
