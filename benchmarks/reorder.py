@@ -17,18 +17,23 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from reorder_tables import tables
+from scipy.optimize import nnls
 from store import run_parts
 
 import frisket as fk
+from frisket.runtime.attention.cpu_time import KINDS, LANES, TIMES, work
 from frisket.runtime.attention.order import CPU
 from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
 
 CASES = {  # mask, length, the least gain that is wanted
     "natten2d 13 x 13 on 256 x 256": ("natten2d(256, 256, 13, 13)", 65536, 2.2),
@@ -39,6 +44,18 @@ CASES = {  # mask, length, the least gain that is wanted
     "64 documents, shuffled": ("causal & same(doc)", 16384, 8.0),
     "random 16 x 16 blocks, 3 % visible": ("blocks[q // 16, k // 16]", 8192, 2.0),
 }
+FITTED = {  # masks whose forward, as they come and in order, the model of time is fitted to
+    name: (mask, length)
+    for name, (mask, length, _) in CASES.items()
+    if "random" not in name
+} | {
+    mask: (mask, 8192)
+    for mask in (
+        "causal", "causal & window(256)", "window(1024)", "natten2d(128, 64, 7, 7)", "natten2d(64, 128, 21, 21)",
+        "(q - k) % 8 == 0", "causal & dilated(2048, 8)", "natten3d(8, 32, 32, 3, 3, 3)", "causal & same(doc)",
+        "q // 512 == k // 512 & (q - k) % 3 == 0", "causal & k % 16 == 3", "q // 64 == k // 64 & causal",
+    )
+}  # fmt: skip
 DIRECTIONS = ("forward", "forward and backward")
 WORKER = """
 import sys, time
@@ -135,10 +152,43 @@ def commits(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
             process.wait()
 
 
+def costs(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Nanoseconds of each kind of work, by least squares of the relative errors, none below 0."""
+    native = VARIANTS["native"]
+    for variant in (v for v in TIMES if not lacking(v)):
+        VARIANTS["native"] = VARIANTS[variant]
+        counts, took, moving = [], [], []
+        with tempfile.TemporaryDirectory() as os.environ["FRISKET_CACHE_DIR"]:
+            for mask, length in FITTED.values():
+                given = tables(mask, length)
+                order = fk.reorder(mask, length, block=CPU[0], moving=0, **given)
+                arrays = [torch.randn(1, 1, length, 64) for _ in "qkv"]
+                plain = fk.compile(mask, **given)
+                ways = {"plain": plain}
+                if order.coordinates:
+                    ways |= {"moved": plain.at(**order.coordinates), "all": fk.compile(mask, reorder=order, **given)}
+                calls = {n: lambda att=att, arrays=arrays: att(*arrays) for n, att in ways.items()}
+                times = rounds_of(calls, rounds, clock=processor_seconds)
+                ns = {n: 1e9 * statistics.median(x) for n, x in times.items()}
+                for name, what in (("plain", order.mask), ("moved", order.moved)):
+                    if name in ns:
+                        counts.append(work(what, length, length, LANES.get(variant, 16)))
+                        took.append(ns[name])
+                if "all" in ns:
+                    rows = 2 * length * ((order.queries is not None) + (order.keys is not None))
+                    moving.append((ns["all"] - ns["moved"]) / rows)
+        every, whole = np.array(counts), np.array(took)
+        found = nnls(every / whole[:, None], np.ones(len(whole)))[0]
+        VARIANTS["native"] = native
+        print("guessed / measured", np.round(every @ found / whole, 2))
+        both = (*found.tolist(), statistics.median(moving))
+        yield variant, {"figures": {kind: {"ns": ns} for kind, ns in zip(KINDS, both, strict=True)}}
+
+
 def settings(part: str) -> dict[str, Any]:
     return {"heads": 1, "head_dim": 64, "dtype": "float32", "threads": torch.get_num_threads()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_parts(__doc__, {"orders": orders, "commits": commits}, "reorder", settings)
+    run_parts(__doc__, {"orders": orders, "commits": commits, "costs": costs}, "reorder", settings)

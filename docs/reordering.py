@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import cases  # noqa: E402
 
 import frisket as fk  # noqa: E402
+from frisket.runtime.attention.cpu_time import KINDS  # noqa: E402
 from frisket.runtime.attention.order import Order  # noqa: E402
 
 PAGE = HERE / "reordering.md"
 MARK = re.compile(r"(<!-- table, written by docs/reordering\.py -->\n).*?(<!-- end -->)", re.S)
+TIMES = re.compile(r"(<!-- times, written by docs/reordering\.py -->\n).*?(<!-- end -->)", re.S)
+RESULTS = HERE.parent / "benchmarks" / "results" / "reorder.json"
 LENGTH = 4096
 PICTURES = {"dilated": ("causal & dilated(256, 4)", 1024), "natten": ("natten2d(32, 32, 9, 9)", 1024)}
 
@@ -43,7 +47,20 @@ def table() -> str:
     return "\n".join([*rows, *(row(*found) for found in orders().items())])
 
 
+def times() -> str:
+    """The times that `"auto"` compares on a CPU."""
+    part = json.loads(RESULTS.read_text(encoding="utf-8"))["parts"]["costs"]
+    found = {variant: [x["ns"] for x in row["figures"].values()] for variant, row in part["rows"].items()}
+    rows = [
+        f"| ns of one, measured on {part['machine']['cpu']} | {' | '.join(found)} |",
+        f"| --- |{' ---: |' * len(found)}",
+    ]
+    each = zip(KINDS, *found.values(), strict=True)
+    return "\n".join([*rows, *(f"| {kind} | {' | '.join(f'{x:,.2f}' for x in ns)} |" for kind, *ns in each)])
+
+
 def page(text: str) -> str:
+    text = TIMES.sub(lambda m: f"{m[1]}\n{times()}\n\n{m[2]}", text)
     return MARK.sub(lambda m: f"{m[1]}\n{table()}\n\n{m[2]}", text)
 
 

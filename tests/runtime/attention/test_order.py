@@ -1,5 +1,8 @@
 """Orders of the library's masks: the mask that moves is the mask, tiles are those of the permuted mask, words."""
 
+import json
+from pathlib import Path
+
 import cases
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,12 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.lowering.kernels.cpp.tiles import tiles as tiles_of
+from frisket.lowering.plan import Geometry
+from frisket.runtime.attention import cpu_time
 from frisket.runtime.attention import order as orders
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "reorder.json"
 LENGTH = 64
 ENTRIES = cases.masks(LENGTH)
 BLOCK = (16, 8)
@@ -125,3 +132,35 @@ def test_lengths_and_tiles_that_make_no_sense(lengths, block):
 def test_nothing_to_order():
     assert fk.reorder("causal & k % 4 == 0", 0).gain == 1
     assert fk.reorder("causal & k % 4 == 0", 64, 0).queries is None
+
+
+def test_times_are_those_that_were_measured():
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["parts"]["costs"]["rows"]
+    assert rows.keys() == cpu_time.TIMES.keys()
+    for variant, row in rows.items():
+        assert [round(x["ns"], 2) for x in row["figures"].values()] == [*cpu_time.TIMES[variant]]
+
+
+@pytest.mark.parametrize(
+    "text", ["causal", "full", "causal & k % 4 == 0", "natten2d(16, 32, 5, 5)", "(q - k) % 7 == 0"]
+)
+@pytest.mark.parametrize("length", [500, 512])
+def test_work_of_a_call(text, length, monkeypatch):
+    """Against the dense mask, cell by cell: every border tile is in the sample."""
+    mask = fk.mask(text)
+    seen = mask.dense(length, length)[0, 0]
+    rows, columns = tiles_of(Geometry(1, 1, 1, length, length, 64, 64, 1.0), "float32", False)
+    full = border = scores = values = 0
+    for i in range(0, length, rows):
+        for j in range(0, length, columns):
+            tile = seen[i : i + rows, j : j + columns]
+            if tile.all() and tile.shape == (rows, columns):
+                full += tile.size
+            elif tile.any():
+                border += 1
+                for g in range(0, len(tile), 6):
+                    keys = tile[g : g + 6].any(0)
+                    values += 6 * keys.sum()
+                    scores += 6 * 16 * sum(keys[c : c + 16].any() for c in range(0, len(keys), 16))
+    monkeypatch.setattr(cpu_time, "SAMPLE", border + 1)
+    np.testing.assert_allclose(cpu_time.work(mask, length, length), [full, border, scores, values], rtol=1e-9)

@@ -1,0 +1,63 @@
+"""The time that native CPU kernels take for a mask, from counts of their work and measured times of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.evaluate import evaluate
+from frisket.lowering.kernels.cpp.tiles import tiles
+from frisket.lowering.plan import Geometry
+from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.machine.cpp_cpu import best
+from frisket.runtime.masks.mask import Mask
+
+DIM, GROUP = 64, 6  # of a head; queries that a kernel takes at once
+SAMPLE = 64  # border tiles that are looked at
+LANES = {"avx2": 8, "neon": 4, "scalar": 1}  # others have 16
+# Nanoseconds of each kind of `work`, and of a row of q, k, v or the result that moves; forward, D64, float32, one
+# thread: `python benchmarks/reorder.py costs` measures them.
+KINDS = ("pairs of full tiles", "border tiles", "scores of border tiles", "values of border tiles", "rows moved")
+TIMES = {
+    "avx512": (1.19, 3912.33, 0.58, 0.71, 24.92),
+    "avx2": (1.21, 4186.0, 0.85, 0.2, 23.62),
+}
+
+
+def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
+    """Nanoseconds of the forward of one head of 64 under a mask, where so many rows are moved. Other instruction sets
+    take the times of AVX2."""
+    variant = best()
+    times = TIMES["avx512" if variant.startswith("avx512") else "avx2"]
+    return float(work(mask, q_len, kv_len, LANES.get(variant, 16)) @ times[:-1] + moves * times[-1])
+
+
+def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.float64]:
+    """How much of all `KINDS` but the last a call does. Border tiles are looked at in a sample."""
+    block = tiles(Geometry(1, 1, 1, q_len, kv_len, DIM, DIM, 1.0), "float32", False)
+    found: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
+    counts, pairs = found.counts, block[0] * block[1]
+    share, seen = np.zeros(2), _seen(found, block)
+    if len(seen):
+        seen = seen.reshape(len(seen), -1, GROUP, block[1]).any(2)  # tiles are of whole groups
+        share = np.array([seen.reshape(*seen.shape[:2], -1, lanes).any(-1).mean(), seen.mean()])
+    return np.array([counts.full * pairs, counts.partial, *(counts.partial * pairs * share)])
+
+
+def _seen(found: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
+    """The visible pairs of some border tiles, bool [tiles, queries, keys]."""
+    runs = found.runs
+    width = np.where(runs.kind == 1, runs.stop - runs.start, 0)
+    ends = np.cumsum(width)
+    total = int(width.sum())
+    pick = np.linspace(0, total - 1, min(SAMPLE, total)).astype(np.int64)
+    run = np.searchsorted(ends, pick, side="right")
+    row = np.searchsorted(runs.row_ptr, run, side="right") - 1
+    column = runs.stop[run] - (ends[run] - pick)
+    q = row[:, None, None] * block[0] + np.arange(block[0])[:, None]
+    k = column[:, None, None] * block[1] + np.arange(block[1])
+    where: dict[str, Any] = {"b": 0, "h": 0, "q": np.minimum(q, found.q_len - 1), "k": np.minimum(k, found.kv_len - 1)}
+    seen = evaluate(found.mask, {**found.scope().env, **where}, {n: t.array for n, t in found.tables.items()})
+    return np.asarray(seen & (q < found.q_len) & (k < found.kv_len), bool)
