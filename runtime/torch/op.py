@@ -39,9 +39,8 @@ from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork
 
 from .autograd import refuse_tangents
-from .changing import ChangingTables, changing
 from .engine import EngineReady, engine_call
-from .ready import Ready, readable
+from .ready import ChangingTables, Ready, changing, readable
 
 Tensor = Any
 

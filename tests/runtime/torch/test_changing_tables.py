@@ -7,7 +7,7 @@ import torch
 import frisket as fk
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.torch import op
-from frisket.runtime.torch.changing import ChangingTables
+from frisket.runtime.torch.ready import ChangingTables
 
 pytestmark = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
 S = 200
