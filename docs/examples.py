@@ -27,6 +27,14 @@ printed on two cores of an AMD EPYC that were busy with other work: times of one
 The page is written by `python docs/examples.py`, which runs them.
 """
 OTHERS = """
+## Notebooks
+
+For Jupyter, with their outputs; the tests run them: [quick start](../examples/notebooks/quick_start.ipynb), \
+[a gallery of masks](../examples/notebooks/masks_gallery.ipynb), \
+[packed training](../examples/notebooks/packed_training.ipynb), \
+[serving with KV caches](../examples/notebooks/serving_with_caches.ipynb), \
+[images](../examples/notebooks/vision.ipynb) and [JAX](../examples/notebooks/with_jax.ipynb).
+
 ## Shorter ones
 
 - [`context_parallel.py`](../examples/context_parallel.py): a training step of torch over the processes of a group

@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml: pages of the changelog and of linked source files, sessions coloured."""
+"""Hooks of mkdocs: the changelog, notebooks and linked source files as pages, and coloured sessions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+sys.path.insert(0, str(ROOT / "docs"))
+
+from notebooks import NAMES  # noqa: E402
+from notebooks import page as notebook  # noqa: E402
 from typecheck import link  # noqa: E402
 
 LINK = re.compile(r"\]\(((?:\.\./)+[\w/.-]+)\)")
@@ -50,8 +54,13 @@ def on_files(files: Files, config: Any) -> None:
     written = files.documentation_pages()
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changes))
+    for name in NAMES:
+        text, pictures = notebook(name)
+        files.append(File.generated(config, f"notebooks/{name}.md", content=text.replace("](../../docs/", "](../")))
+        for path, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{path}", content=picture))
     linked = {name for f in written for target in LINK.findall(f.content_string) if (name := outside(f, target))}
-    for name in sorted(linked):
+    for name in sorted(n for n in linked if not n.endswith(".ipynb")):
         path = ROOT / name
         text = f"# {name}\n\n~~~{LANGUAGES.get(path.suffix, '')}\n{path.read_text(encoding='utf-8')}~~~\n"
         files.append(File.generated(config, f"source/{name}.md", content=text))
@@ -70,6 +79,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def moved(found: re.Match[str]) -> str:
         name = outside(page.file, found[1])
         top = "../" * page.file.src_uri.count("/")
+        if name is not None and name.endswith(".ipynb"):
+            return f"]({top}notebooks/{posixpath.basename(name)[:-6]}.md)"
         return found[0] if name is None else f"]({top}source/{name}.md)"
 
     markdown = re.sub(r"^\|.*", bare, LINK.sub(moved, markdown), flags=re.M)

@@ -57,7 +57,8 @@ def test_every_page_has_its_place():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
-    assert sorted(placed) == sorted({*pages, "changelog.md"})
+    notebooks = {f"notebooks/{p.stem}.md" for p in (ROOT / "examples" / "notebooks").glob("*.ipynb")}
+    assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md"})
 
 
 @needs_mkdocs
