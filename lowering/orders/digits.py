@@ -94,10 +94,12 @@ def rank(digits: Sequence[OrderDigit], p: NDArray[np.int64]) -> NDArray[np.int64
 
 def of_rank(digits: Sequence[OrderDigit], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """The positions that have such a `rank`; numbers that no position has are left out."""
-    found, left = np.zeros(numbers.shape, np.int64), numbers
+    found: NDArray[np.int64] = np.zeros(numbers.shape, np.int64)
+    left = numbers
     for d in digits:
         found, left = found + left % d.radix * (d.place * d.step), left // d.radix
-    return found[rank(digits, found) == numbers]
+    known: NDArray[np.int64] = found[rank(digits, found) == numbers]
+    return known
 
 
 def closed(digits: Sequence[OrderDigit], length: int) -> bool:
