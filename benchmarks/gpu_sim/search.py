@@ -5,7 +5,8 @@ is compiled and played with the Triton at hand, the best of them with more and f
 the other Triton, too; the tile is chosen whose worse time is the least. Where the model knows no machine (Blackwell's
 tensor memory, AMD, heads of 256 on the A100), candidates are taken in the order of bytes loaded for a product, then of
 blocks that fit an SM, and the first is chosen that spills nothing. A tile has to compile without a spill in every form
-of the kernel: where a table lists its programs, and with eight heads to a key head, too. What was compiled and played is kept on disk, so that a search that was broken
+of the kernel: where a table lists its programs, and with eight heads to a key head, too. What
+was compiled and played is kept on disk, so that a search that was broken
 off goes on where it was.
 """
 
@@ -139,7 +140,10 @@ def ranked(cell: Cell, tile: Tile) -> float:
     fit = min(
         2, shipped.SHARED[cell.gpu] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
     )
-    return 1 / own + 1e-3 * (2 - fit) + 1e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
+    alone = 1e-2 * (
+        tile.stages == 1 and not cell.arch.startswith("gfx")
+    )  # copies that wait for products: as half a side
+    return 1 / own + alone + 1e-3 * (2 - fit) + 2e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
 
 
 def _evaluated(job: tuple[Cell, Tile]) -> dict[str, Any]:
