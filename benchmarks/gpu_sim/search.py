@@ -5,9 +5,8 @@ is compiled and played with the Triton at hand, the best of them with more and f
 the other Triton, too; the tile is chosen whose worse time is the least. Where the model knows no machine (Blackwell's
 tensor memory, AMD, heads of 256 on the A100), candidates are taken in the order of bytes loaded for a product, then of
 blocks that fit an SM, and the first is chosen that spills nothing. A tile has to compile without a spill in every form
-of the kernel: where a table lists its programs, and with eight heads to a key head, too. What
-was compiled and played is kept on disk, so that a search that was broken
-off goes on where it was.
+of the kernel: where a table lists its programs, and with eight heads to a key head, too. What was
+compiled and played is kept on disk, so that a search that was broken off goes on where it was.
 """
 
 from __future__ import annotations
