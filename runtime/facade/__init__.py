@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from frisket.runtime.attention.order import Order as Order
     from frisket.runtime.attention.order import reorder as reorder
     from frisket.runtime.attention.report import Report as Report
+    from frisket.runtime.attention.warm import Warmed as Warmed
+    from frisket.runtime.attention.warm import warm as warm
     from frisket.runtime.backends.registry import backends as backends
     from frisket.runtime.masks.answers import Answer as Answer
     from frisket.runtime.masks.layout import Layout as Layout
@@ -79,6 +81,7 @@ _HOMES = {
     "frisket.runtime.masks.mask": "Mask Program ScoreMod load mask score",
     "frisket.runtime.attention.merge": "merge",
     "frisket.runtime.attention.report": "Report",
+    "frisket.runtime.attention.warm": "Warmed warm",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")

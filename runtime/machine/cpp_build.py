@@ -57,7 +57,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source,
     dies over it, or there is no directory to write to.
     """
-    key = (source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or "")
+    key = _key(source, variant)
     with _guard:
         if (found := _loaded.get(key)) is not None:
             return found  # type: ignore[no-any-return]
@@ -78,12 +78,26 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     return made
 
 
+def _key(source: str, variant: str) -> tuple[str, ...]:
+    return source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or ""
+
+
+def build_ahead(source: str) -> bool:
+    """Have a library on disk, whatever is loaded already; whether it had to be built. Raises as `library` does."""
+    return not there(source) and bool(_built(source, _sought(source, "native")))
+
+
+def there(source: str) -> bool:
+    """Whether a library is on disk."""
+    return _found(_sought(source, "native")) is not None
+
+
 def fall_back(error: BuildError) -> None:
     """Say once why library calls run in place of a kernel that nobody asked for by name."""
     warn_once(
         "a native kernel could not be built, so library calls run in its place, slower and right; "
         f"backend='native' makes this an error:\n{error}"
-    )
+    )  # fmt: skip
 
 
 def reason() -> str:
@@ -171,7 +185,8 @@ def _ours(folder: Path) -> bool:
     return state.st_uid in (0, os.geteuid()) and not state.st_mode & 0o002
 
 
-def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
+def _sought(source: str, variant: str) -> tuple[str, list[str]]:
+    """The name of a library on disk, and the command that compiles it."""
     if why := lacking(variant):
         raise BackendError(f"variant {variant!r} does not run here: {why}")
     command = compiler()
@@ -184,10 +199,23 @@ def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
     flags = (*FLAGS, *VARIANTS[variant][0])
     machine = identity() if variant == "native" else ""
     words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)
-    name = hashlib.sha256("\0".join(words).encode()).hexdigest()
-    for folder in directories():
-        if _ours(folder) and (found := _load(folder / f"{name}.so", name)) is not None:
-            return found
+    return hashlib.sha256("\0".join(words).encode()).hexdigest(), [*command, *flags]
+
+
+def _found(sought: tuple[str, list[str]]) -> ctypes.CDLL | None:
+    loaded = (_load(folder / f"{sought[0]}.so", sought[0]) for folder in directories() if _ours(folder))
+    return next((x for x in loaded if x is not None), None)
+
+
+def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
+    sought = _sought(source, variant)
+    if (found := _found(sought)) is not None:
+        return found
+    return _built(source, sought)
+
+
+def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
+    name, command = sought
     failed = []
     for folder in directories():
         if not _writable(folder):
@@ -197,7 +225,7 @@ def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
             with _alone(folder / f"{name}.lock"):  # another process that built it meanwhile has left it here
                 if (found := _load(folder / f"{name}.so", name)) is not None:
                     return found
-                _build(source, [*command, *flags], folder, name)
+                _build(source, command, folder, name)
                 found = _load(folder / f"{name}.so", name)
         except OSError as error:  # no space left, say
             failed.append(str(error))

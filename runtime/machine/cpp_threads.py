@@ -61,10 +61,15 @@ def _of_torch() -> tuple[int, int]:
 _kept: list[Any] = []  # pool arguments: functions keep them
 
 
+def source() -> str:
+    """The text of the pool, which every call of torch loads."""
+    text = resources.files(__package__).joinpath("cpp_threads.cpp").read_text(encoding="utf-8")
+    return f"#include <stdint.h>\ntypedef void Real;\n{cpp_call.text()}{text}"
+
+
 @memo(group="once")
 def _library() -> ctypes.CDLL:
-    source = resources.files(__package__).joinpath("cpp_threads.cpp").read_text(encoding="utf-8")
-    pool = library(f"#include <stdint.h>\ntypedef void Real;\n{cpp_call.text()}{source}")
+    pool = library(source())
     if _forked:
         pool.frisket_set_forked()
     return pool

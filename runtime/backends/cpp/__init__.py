@@ -13,6 +13,7 @@ register(Backend(
     reason=lambda framework: str(REASON()),
     tiles=Lazy("frisket.lowering.kernels.cpp.tiles:tiles"),
     text=Lazy("frisket.runtime.backends.cpp.text:text"),
+    ahead=Lazy("frisket.runtime.backends.cpp.text:ahead"),
     executors={
         "torch": Executors(
             Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build"),

@@ -1,9 +1,10 @@
-"""The text of a kernel of C++."""
+"""The texts of kernels of C++."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from frisket.lowering.kernels.cpp.backward import BackwardKernel
 from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
@@ -14,3 +15,9 @@ def text(
 ) -> tuple[str, Target]:  # fmt: skip
     """The forward kernel's text, and its target."""
     return CppKernel(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
+
+
+def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str) -> str:
+    """The text that calls load whose keys have the dtype of queries."""
+    made = (BackwardKernel if kind == "backward" else CppKernel)(plan, target, g.head_dim, g.v_dim, dtype, named=False)
+    return made.source()

@@ -1,0 +1,146 @@
+"""`fk.warm`: native kernels compiled into the cache before the first call that needs them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.registry import automatic, reason
+from frisket.runtime.backends.stages import compiled
+from frisket.runtime.calls.request import Request
+from frisket.runtime.machine.cpp_build import build_ahead
+from frisket.runtime.machine.cpp_threads import source as threads
+from frisket.runtime.machine.integers import as_int
+
+from .attention import Attention
+from .entry import compile
+
+SIZES = {"q_len": 4096, "kv_len": "q_len", "batch": 1, "heads": 1, "kv_heads": "heads", "head_dim": 64,
+         "v_dim": "head_dim", "dtype": "float32"}  # fmt: skip
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+class WarmRow(NamedTuple):
+    """One kernel: `state` is "there", "built", "failed", or "none" where a call loads no native kernel; `seconds` is
+    its compiler's time, `why` a reason why it is not there."""
+
+    kernel: str
+    state: str
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """The report of `frisket.warm`: rows, the number of kernels `built` now, and whether it is `good`: none failed."""
+
+    rows: tuple[WarmRow, ...]
+    built = property(lambda self: sum(row.state == "built" for row in self.rows))
+    good = property(lambda self: all(row.state != "failed" for row in self.rows))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{x.state:6} {x.seconds:4.1f} s  {' '.join([x.kernel, *x.why.split()])}" for x in self.rows)
+
+
+def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framework: str = "torch") -> Warmed:
+    """Compile the native kernels of calls to come into the cache on disk, one compiler for each core.
+
+    >>> import frisket as fk
+    >>> report = fk.warm("causal & window(256)", {"q_len": 1024, "head_dim": 32}, gradients=False)
+    >>> report.good, fk.warm("causal & window(256)", {"q_len": 1024, "head_dim": 32}, gradients=False).built
+    (True, 0)
+
+    Args:
+        masks: an `Attention`, or a mask as `frisket.compile` takes it, with values; or a list of them.
+        shapes: sizes of calls by name: q_len, kv_len, batch, heads, kv_heads, head_dim, v_dim, in tokens, heads and
+            numbers, and dtype; what is left out is as in `Attention.source`. Without any, one call of those sizes.
+        gradients: whether the kernels of gradients are compiled too.
+        framework: "torch" or "jax", whose arrays the calls take.
+
+    Returns:
+        A report with a row for each kernel. A kernel that cannot be compiled has its reason there, and no error.
+    """
+    if framework not in ("torch", "jax"):
+        raise ParameterError(f"framework={framework!r}: write 'torch' or 'jax'")
+    kernels: dict[str, str] = {}
+    rows: list[WarmRow] = []
+    for mask in masks if isinstance(masks, list | tuple) else [masks]:
+        att = mask if isinstance(mask, Attention) else compile(mask)
+        for shape in map(_sizes, shapes or ({},)):
+            for name, source, why in _kernels(att, shape, gradients, framework == "torch"):
+                if source:
+                    kernels.setdefault(source, name)
+                else:
+                    rows.append(WarmRow(name, "failed" if reason("cpp") else "none", 0.0, why))
+    if kernels and framework == "torch":
+        kernels[threads()] = "threads of torch"
+    elif kernels:
+        kernels[import_module("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
+        return Warmed((*rows, *beside.map(_row, kernels.values(), kernels)))
+
+
+def _row(name: str, source: str) -> WarmRow:
+    start = time.perf_counter()
+    try:
+        state, why = "built" if build_ahead(source) else "there", ""
+    except FrisketError as error:
+        state, why = "failed", str(error)
+    return WarmRow(name, state, time.perf_counter() - start, why)
+
+
+def _sizes(shape: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := [*(shape.keys() - SIZES)]:
+        raise ParameterError(f"a shape has no {unknown[0]!r}; it has {', '.join(SIZES)}")
+    found = {n: as_int(shape.get(n, x)) for n, x in SIZES.items()}
+    found |= {n: found[SIZES[n]] for n in ("kv_len", "kv_heads", "v_dim") if shape.get(n) is None}  # type: ignore[index]
+    dtype = found.pop("dtype")
+    for name, size in found.items():
+        if type(size) is not int or size <= 0:
+            raise ParameterError(f"{name}={size!r}: sizes are positive integers")
+    found["dtype"] = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    if found["dtype"] not in DTYPES:
+        raise ParameterError(f"dtype={dtype!r}: write {', '.join(DTYPES)}")
+    return found
+
+
+def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) -> Iterator[tuple[str, str, str]]:
+    """The name and source of each kernel of a call, or a reason why it has none."""
+    name = f"{att!r}, {s['dtype']}, head_dim {s['head_dim']}"
+    if why := reason("cpp"):
+        yield name, "", why
+        return
+    call, engine = (_torch_call if torch else _jax_call)(att, s)
+    ahead = RECORDS[call.backend].ahead
+    if engine is not None and (engine.gradients or not gradients):
+        yield name, "", f"backend {engine.backend!r} runs it"
+    elif ahead is None:
+        yield name, "", f"backend {call.backend!r} has no native kernel"
+    else:
+        made = compiled(call, att.options)
+        for direction in ("forward",) * (engine is None) + ("backward",) * gradients:
+            yield f"{direction} of {name}", ahead(made.work.plan, made.target, call.geometry, s["dtype"], direction), ""
+
+
+def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
+    torch, engine = import_module("torch"), import_module("frisket.runtime.torch.engine")
+    at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
+    call = att.call(Request(*(torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)))
+    proof = engine.engine_call(call, att.options)
+    named = proof is not None and call.backend == proof.backend
+    return replace(call, backend=automatic("torch", "cpu")) if named else call, proof
+
+
+def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
+    jax, found = import_module("jax"), []
+    at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
+    arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
+    jax.eval_shape(lambda *qkv: found.append(att.call(Request(*qkv))), *arrays)
+    return found[0] if att.options.backend else replace(found[0], backend=automatic("jax", "cpu")), None
