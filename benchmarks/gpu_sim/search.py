@@ -3,9 +3,10 @@
 A cell of the table is an architecture, a kernel, a class of masks and a head size, for 16-bit numbers. Every candidate
 is compiled and played with the Triton at hand, the best of them with more and fewer stages, and the best of all with
 the other Triton, too; the tile is chosen whose worse time is the least. Where the model knows no machine (Blackwell's
-tensor memory, AMD), candidates are taken in the order of bytes loaded for a product, then of blocks that fit an SM, and
-the first is chosen that spills nothing. What was compiled and played is kept on disk, so that a search that was broken
-off goes on where it was.
+tensor memory, AMD, heads of 256 on the A100), candidates are taken in the order of bytes loaded for a product, then of
+blocks that fit an SM, and the first is chosen that spills nothing. A tile has to compile without a spill in every form
+of the kernel: where a table lists its programs, and with eight heads to a key head, too. What was
+compiled and played is kept on disk, so that a search that was broken off goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from frisket.runtime.backends.triton import tiles as shipped
+from frisket.runtime.backends.triton.report import ARCHITECTURES as INSTRUCTIONS
 
 from . import full, ours
 from .compiled import ROOT
@@ -51,7 +53,15 @@ class Cell:
 
     @property
     def modelled(self) -> bool:
-        return self.gpu in GPUS
+        # At 256 the A100's blocks of instructions lie in an order that `full.path`, which goes forward, cannot follow.
+        return self.gpu in GPUS and (self.gpu, self.dim) != ("sm_80", 256)
+
+    @property
+    def forms(self) -> tuple[tuple[int, bool], ...]:
+        """The kernels that take the tile: heads of a key head, and whether a table lists the programs, as it may where
+        no formula gives the tiles of a row, and for every column of tiles."""
+        listed = self.kernel == "dkv" or self.mask == "medium"
+        return ((1, False), (8, False), *([(1, True)] * listed))
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -72,16 +82,16 @@ def candidates(cell: Cell, long: Tile | None = None) -> list[Tile]:
     found = []
     amd = cell.arch.startswith("gfx")
     arrays, scores = {"forward": (1, 1), "dq": (1, 2), "dkv": (2, 2)}[cell.kernel]
-    for own in (64, 128):
+    for own in (64, 128) if cell.modelled else (32, 64, 128):
         for walked in (16, 32, 64, 128):
             for warps in (4, 8):
                 held = (arrays * own * cell.dim + scores * own * walked) / (warps * (64 if amd else 32))
-                if not FEWEST <= held <= REGISTERS or walked > own or (walked == 16 and cell.dim < 256):
+                if not FEWEST <= held <= REGISTERS or walked > own or (walked == 16 and cell.dim < 256 and not amd):
                     continue
                 sides = (walked, own) if cell.kernel == "dkv" else (own, walked)
                 for described in cell.reads:
-                    staged = (Tile(*sides, warps, n, described) for n in ((1,) if amd else (3, 2)))
-                    found += [t for t in staged if fits(cell, t)][:1]
+                    staged = (Tile(*sides, warps, n, described) for n in ((1,) if amd else (3, 2, 1)))
+                    found += [t for t in staged if fits(cell, t)][: 1 if cell.modelled else 3]
     if cell.mask == "curved" and long is not None:
         side = 1 if cell.kernel == "dkv" else 0
         like = (long.warps, (long.block_q, long.block_k)[side])
@@ -105,10 +115,16 @@ def fits(cell: Cell, tile: Tile) -> bool:
 def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
     """Seconds by the model, and what the kernel takes; no seconds where it spills or does not fit. Where there is no
     model, seconds are an order: bytes loaded for a product, over the blocks of an SM up to two."""
-    made = ours.compiled(Ours(cell.kernel, CLASSES[cell.mask], cell.dim, arch=cell.gpu), tile)
-    found: dict[str, float] = {"registers": made.registers, "stack": made.stack, "shared": made.shared}
-    if made.stack or made.shared > shipped.SHARED[cell.gpu]:
-        return found
+    found: dict[str, float] = {}
+    for group, listed in cell.forms:
+        form = Ours(cell.kernel, CLASSES[cell.mask], cell.dim, group=group, arch=cell.gpu, listed=listed)
+        made = ours.compiled(form, tile)
+        found = found or {"registers": made.registers, "stack": made.stack, "shared": made.shared}
+        found |= {"stack": max(found["stack"], made.stack), "shared": max(found["shared"], made.shared)}
+        # What asks for more tensor memory than there is compiles to a few instructions without a product.
+        empty = made.text and not re.search(INSTRUCTIONS[cell.gpu][2], made.text)
+        if made.stack or made.shared > shipped.SHARED[cell.gpu] or empty:
+            return found
     if cell.modelled:
         case = Case(CLASSES[cell.mask], cell.dim, arch=cell.gpu)
         return {**found, "seconds": full.ours_time(cell.kernel, case, tile).seconds}
@@ -123,7 +139,10 @@ def ranked(cell: Cell, tile: Tile) -> float:
     fit = min(
         2, shipped.SHARED[cell.gpu] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
     )
-    return 1 / own + 1e-3 * (2 - fit) + 1e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
+    alone = 1e-2 * (
+        tile.stages == 1 and not cell.arch.startswith("gfx")
+    )  # copies that wait for products: as half a side
+    return 1 / own + alone + 1e-3 * (2 - fit) + 2e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
 
 
 def _evaluated(job: tuple[Cell, Tile]) -> dict[str, Any]:

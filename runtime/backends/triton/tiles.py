@@ -77,6 +77,7 @@ KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Keys of a tile of stored keys, of many queries and of few. Scales, page numbers and converted keys take registers:
 # with more keys the compiler spills.
 STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
+STORED_NARROW = {("sm_80", 128): 16, ("gfx942", 256): 16}  # of many queries, where STORED keys spill
 # Tiles of many queries over a cache: block_q, block_k and warps by padded head size and bytes of a key's numbers, and
 # the stages of keys in pages or with scales, and of others. Of those that the model of benchmarks/gpu_sim tried they
 # take the least time. Descriptors cannot read such keys, and by pointers two stages wait for every copy. The number
@@ -145,7 +146,8 @@ def default_target(
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
     if stored and not many:
-        forward = replace(forward, block_k=min(forward.block_k, STORED))
+        most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
+        forward = replace(forward, block_k=min(forward.block_k, most))
     return replace(forward, dq=dq, dkv=dkv, decode=few)
 
 

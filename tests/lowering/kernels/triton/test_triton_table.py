@@ -1,6 +1,7 @@
 """Registers, spills and shared memory of Triton's default tiles, by a compiler that is not an interpreter."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from readme import blocks
 from support.triton.triton_process import run
+from support.triton.triton_spills import listed
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parents[2] / "golden"
@@ -23,6 +25,18 @@ def test_the_table_is_whole():
     lines_of = [*product(masks, kernels), ("stored", "forward"), ("stored", "decode")]
     wanted = [(a, "D", d, *line) for a, d, line in product(architectures, dims, lines_of)]
     assert [tuple(line.split()[:5]) for line in lines] == wanted
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.9"])
+def test_no_default_spills_but_those_that_the_page_lists(version):
+    found, seen = {}, set()
+    for line in (GOLDEN / "triton" / f"report_{version}.txt").read_text().splitlines():
+        arch, _, dim, mask, kernel, *_ = line.split()
+        seen.add(arch)
+        if spilled := int(re.search(r"(\d+) spilled", line)[1]):
+            found[version, arch, int(dim), mask, kernel] = spilled
+    assert seen == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert found == {place: n for place, n in listed().items() if place[0] == version}
 
 
 @pytest.mark.matrix

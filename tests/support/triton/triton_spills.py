@@ -1,0 +1,15 @@
+"""The default tiles that spill, as docs/triton.md lists them."""
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "triton.md"
+ROW = r"\| (sm_\d+|gfx\d+) \| (\d+) \| (\w+) \| `attention_(\w+)` \| (\d+) \| (\d+) \|"
+
+
+def listed():
+    """(version of Triton, architecture, head size, mask, kernel): the bytes that spill."""
+    found = {}
+    for arch, dim, mask, kernel, old, new in re.findall(ROW, PAGE.read_text(encoding="utf-8")):
+        found |= {(v, arch, int(dim), mask, kernel): int(n) for v, n in (("3.6", old), ("3.9", new)) if int(n)}
+    return found
