@@ -1,0 +1,33 @@
+"""`python tests/fuzz TARGET --seed N --cases N --resume FILE`: a campaign of random programs or texts.
+
+The cases of a seed are always the same. FILE holds a line of JSON for each hundred cases: how far the campaign is, the
+distinct programs, the failures. With the same FILE a campaign goes on where it stopped.
+"""
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from fuzz import campaign, targets  # noqa: E402
+
+MEMORY = 8 << 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser.add_argument("target", choices=targets.TARGETS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=1000, help="cases in all, earlier runs with FILE included")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="lines of JSON; made where there is none")
+    args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a text that asks for more fails, and not the machine
+    counts = campaign.run(args.target, args.seed, args.cases, args.resume, show=print)
+    print(counts)
+    return 1 if counts.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

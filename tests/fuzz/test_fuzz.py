@@ -1,0 +1,135 @@
+"""A slice of every target, and that a planted fault is found, made small and printed as a test that fails."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import frisket as fk
+
+from . import campaign, hostile, smaller, targets
+
+# by the name that the modules of this folder import, so that a planted fault reaches what they call
+from outside import programs  # isort: skip
+
+Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
+
+
+@pytest.mark.parametrize(("target", "cases"), [("meaning", 600), ("layout", 200), ("canonical", 600), ("hostile", 300)])
+def test_a_slice(target, cases):
+    failures = [failure for i in range(cases) if (failure := campaign.one(target, 100, i)[1])]
+    assert not failures, "\n".join(f["test"] for f in failures)
+
+
+@pytest.mark.parametrize("target", ["meaning", "layout", "canonical"])
+def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
+    monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
+    failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
+    assert failures
+    shortest = min((f["test"] for f in failures), key=len)
+    assert "q >= k" in shortest
+    assert len(shortest) < 300
+    monkeypatch.undo()  # the test holds what was said to be visible
+    names = {"Problem": Problem, "TARGETS": TARGETS, "rows": rows, "np": np}
+    exec(shortest, names)
+    (test,) = (x for name, x in names.items() if name.startswith("test_"))
+    with pytest.raises(AssertionError):
+        test()
+
+
+def test_a_foreign_error_of_a_text_is_found_and_made_small(monkeypatch):
+    def score(text):
+        if "%" in text:
+            raise ValueError("a fault")
+
+    monkeypatch.setattr(fk, "score", score)
+    failure = next(f for i in range(100) if (f := campaign.one("hostile", 0, i)[1]))
+    assert failure["kind"] == "ValueError"
+    assert "TARGETS['hostile']('%')" in failure["test"]
+
+
+def test_a_text_that_takes_too_long_is_found(monkeypatch):
+    def score(text):
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+
+    monkeypatch.setattr(fk, "score", score)
+    monkeypatch.setattr(targets, "SECONDS", 0.2)
+    assert targets.trouble("hostile", "causal")[0] == "TooLong"
+
+
+def test_tiles_of_wrong_spans_are_found():
+    found = fk.mask("causal").layout(6, 6, block=(2, 2))
+    seen = np.tri(6, dtype=bool)[None, None]
+    targets.tiles(found, seen, (2, 2))
+    spans = found.transposed.spans
+    bounds = spans.bounds.copy()
+    bounds[0, 2, 0] = 0  # no query sees the last column
+    wrong = SimpleNamespace(bounds=bounds, count=spans.count, slice_of=spans.slice_of)
+    with pytest.raises(AssertionError, match="transposed"):
+        targets.tiles(WithColumns(found, wrong), seen, (2, 2))
+
+
+class WithColumns:
+    """A layout with other spans of its columns."""
+
+    def __init__(self, layout, spans):
+        self.layout, self.transposed = layout, SimpleNamespace(spans=spans)
+
+    def __getattr__(self, name):
+        return getattr(self.layout, name)
+
+
+def test_another_mask_is_no_synonym():
+    with pytest.raises(AssertionError, match="synonym"):
+        TARGETS["canonical"](Problem("q >= k", {}, rows("#.", "##"), synonym="q > k"))
+
+
+def test_a_campaign_goes_on_where_it_stopped(tmp_path):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    at_once = campaign.run("canonical", 3, 250, whole)
+    campaign.run("canonical", 3, 100, parts)
+    with parts.open("a") as f:
+        f.write('{"target": "canonical", "se')  # killed while it wrote
+    again = campaign.run("canonical", 3, 250, parts)
+    assert (again.cases, again.failed, again.distinct) == (250, 0, at_once.distinct)
+    done = [json.loads(line)["done"] for line in parts.read_text().splitlines()]
+    assert done == [100, 200, 250]
+    assert [json.loads(line)["done"] for line in whole.read_text().splitlines()] == done
+    with pytest.raises(SystemExit, match="seed 3; name another file"):
+        campaign.run("canonical", 4, 300, parts)
+
+
+def test_failures_are_kept_in_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "meaning.jsonl"
+    monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
+    shown = []
+    counts = campaign.run("meaning", 0, 10, file, show=shown.append)
+    assert counts.failed == len(shown) > 0
+    assert campaign.read(file, "meaning", 0).failed == counts.failed
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert all("def test_meaning_0_" in f["test"] for f in line["failures"])
+
+
+def test_texts_are_of_all_kinds():
+    """Some are accepted, most are refused, and a seed is a text."""
+    texts = [hostile.make_text(seed) for seed in range(300)]
+    assert texts[:5] == [hostile.make_text(seed) for seed in range(5)]
+    accepted = 0
+    for text in texts:
+        try:
+            fk.mask(text)
+        except fk.FrisketError:
+            continue
+        accepted += 1
+    assert 30 < accepted < 200, accepted
+
+
+def test_a_smaller_program_has_the_types_of_the_first():
+    case = programs.make(7)
+    assert [*smaller.steps(case)]
+    for one in smaller.steps(case):
+        fk.mask(one.text, **one.bound)
