@@ -79,9 +79,11 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
                     kernels.setdefault(source, name)
                 else:
                     rows.append(WarmRow(name, "failed" if reason("cpp") else "none", 0.0, why))
-    if kernels and framework == "torch":
+    if not kernels:
+        return Warmed(tuple(rows))
+    if framework == "torch":
         kernels[threads()] = "threads of torch"
-    elif kernels:
+    else:
         kernels[import_module("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
         return Warmed((*rows, *beside.map(_row, kernels.values(), kernels)))

@@ -31,7 +31,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument("--arch", nargs="+", metavar="GPU", help="sm_80, sm_90, sm_100, gfx942; several with --report")
     kernel.add_argument(
-        "--build", action="store_true", help="compile it, and that of gradients, into the cache on disk; for C++"
+        "--build", action="store_true", help="compile the C++ kernels, forward and backward, into the cache on disk"
     )
     kernel.add_argument("--framework", default="torch", choices=("torch", "jax"), help="of --build")
     examples(

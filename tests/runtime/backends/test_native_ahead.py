@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.cli.main import main
 from frisket.runtime.machine import cpp_build, once
 from frisket.runtime.machine.cpp_build import reason
 from tests.support.forget import forget
@@ -181,3 +183,25 @@ def test_words_for_wrong_shapes(given, words):
 def test_words_for_a_wrong_framework():
     with pytest.raises(ParameterError, match="framework='numpy': write 'torch' or 'jax'"):
         fk.warm("causal", framework="numpy")
+
+
+def test_the_command_builds_what_calls_load(machine, capsys):
+    command = ["emit", "causal & window(60)", "--build", "--q-len", "200", "--head-dim", "16"]
+    first, again = [(main([*command, "--json"]), json.loads(capsys.readouterr().out))[1] for _ in range(2)]
+    assert {row["state"] for row in first["kernels"]} == {"built"}
+    assert {row["state"] for row in again["kernels"]} == {"there"}
+    machine.tell("fail")
+    done = machine.script(
+        "import frisket as fk, torch; q, k, v = torch.randn(3, 1, 2, 200, 16, requires_grad=True); "
+        "fk.compile('causal & window(60)', engines=False)(q, k, v).sum().backward()"
+    )
+    assert not done.returncode, done.stderr
+
+
+def test_another_platform_has_a_row_with_the_reason(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setenv("CXX", "another")  # the answer is kept by the environment
+    (row,) = fk.warm("causal", SHAPE).rows
+    assert row.state == "failed"
+    assert "built on Linux only; this is darwin" in row.why
