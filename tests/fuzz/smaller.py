@@ -40,8 +40,9 @@ def steps(case: Case) -> Iterator[Case]:
             if 0 < less < n:
                 yield written_again(replace(case, **{name: less}))
     for i in (0, 1):
-        for less in (1, 2):
-            if less < case.block[i]:
+        n = case.block[i]
+        for less in sorted({1, 2, n // 2, n - 1}):
+            if 0 < less < n:
                 yield replace(case, block=tuple(less if i == j else x for j, x in enumerate(case.block)))
     for body in less_than(case.mask, case):
         yield written_again(replace(case, mask=body))
