@@ -30,7 +30,9 @@ def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
     queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
-    while queries > 24 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS and g.q_len > FEW:
+    if 0 < g.q_len <= FEW:  # a tile that no query is missing of needs no mask where they see all of its keys
+        return g.q_len, keys
+    while queries > 24 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:
         queries //= 2
     return queries, keys
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import frisket as fk
 from frisket.lowering.kernels.cpp import tiles as cpu_tiles
 from frisket.lowering.plan import Geometry
 
@@ -21,7 +22,9 @@ def geometry(q_len, dim=64, batch=1, heads=8):
         (geometry(4096, dim=256), "float32", True, (96, 128)),
         (geometry(256), "float32", False, (24, 128)),
         (geometry(256, batch=32), "float32", False, (96, 128)),
-        (geometry(1), "float32", False, (96, 128)),
+        (geometry(1), "float32", False, (1, 128)),
+        (geometry(16), "float32", False, (16, 128)),
+        (geometry(17), "float32", False, (24, 128)),
     ],
 )
 def test_tiles(g, dtype, narrow, want, monkeypatch):
@@ -36,3 +39,9 @@ def test_a_small_cache_makes_small_tiles(monkeypatch):
 
 def test_the_second_level_is_known():
     assert cpu_tiles.second_level() >= 1 << 15
+
+
+def test_one_query_that_sees_all_keys_needs_no_mask():
+    block = cpu_tiles.tiles(geometry(1), "float32", False)
+    spans = fk.compile("causal").plan(1, 4096, 1, 8, origin=(0, 0, 4095, 0)).rows(block)
+    assert spans.bounds.tolist() == [[[[0, 0, 32, 32]]]]
