@@ -73,9 +73,9 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _of_kind(att, key, tables, request, kept)
     if ready is not None:
-        if not saving and "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
+        if "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
             ready.__dict__["asked_again"] = True
-            _repeat(att, ready, request._replace(q=q, k=k, v=v), settings)
+            _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, saving)
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
@@ -100,33 +100,41 @@ def _held(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if isinstance(x, torch.Tensor) and x._is_zerotensor() else x
 
 
-def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The output of `att(q, k, v)` where a call before differs from it in the arrays alone; None where it does not."""
-    found = att.repeats.get((type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
+def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor, saving: bool = False) -> Any:
+    """The output of `att(q, k, v)` where a call before differs from it in the arrays alone; None where it does not.
+    With `saving` (out, lse, norm), for operators: gradients are their graph's."""
+    found = like_one(att, q, k, v, saving)
+    return None if found is None else found[1](q, k, v, saving)
+
+
+def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, saving: bool) -> Any:
+    """(settings, what runs it, its `Ready`) of a call before that differs from `att(q, k, v)` in the arrays alone."""
+    found = att.repeats.get((saving, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
     if found is None or torch.is_autocast_enabled("cpu"):
         return None
     if (settings := Settings.read()) is not found[0] and settings != found[0]:
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if not saving and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     if forward_ad._current_level >= 0 or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():
         return None
     if torch._C._is_torch_function_mode_enabled() or not (q.is_cpu and k.is_cpu and v.is_cpu):
         return None
-    return None if q.is_neg() or k.is_neg() or v.is_neg() else found[1](q, k, v)
+    return None if q.is_neg() or k.is_neg() or v.is_neg() else found
 
 
-def _repeat(att: Any, ready: Ready, request: Request, settings: Settings) -> None:
+def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, saving: bool) -> None:
     """Keep what `repeated` needs of calls like this one, if it is of q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
+    layout = None if saving and layout == NATURAL["torch"] else layout  # operators have no other
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or params or any(x is not None for x in given):
         return
     if not (ready.live or ready.tables or ready.seed or ready.stored):
-        kinds = type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+        kinds = saving, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
         run = repeat(ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.target)
-        _keep(att.repeats, kinds, (settings, run))
+        _keep(att.repeats, kinds, (settings, run, ready))
 
 
 def kept_ready(att: Any, request: Request) -> Ready:

@@ -1,0 +1,63 @@
+"""What a call costs in a graph of torch.compile beside the eager one: `python benchmarks/graph_overhead.py`.
+
+A causal call of native kernels, [1, 4, S, 64] in float32, on one thread of the CPU, by inductor. "forward" is a call
+without gradients, "with backward" one whose arrays require them, and its backward. "graph" takes what a call like it
+has left; "graph, anew" finds the attention, the keywords and the prepared call again, as every call of a graph did
+once. Medians over rounds that take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from store import run_parts
+
+import frisket as fk
+from frisket.runtime.bench.machine import median_ratio, rounds_of
+from frisket.runtime.torch import running
+
+HEADS, DIM, LENGTHS, CALLS = 4, 64, (64, 256, 1024), 20
+Call = Callable[[], Any]
+
+
+def calls_of(length: int, backward: bool) -> dict[str, Call]:
+    """The contestants, each of CALLS calls."""
+    torch._dynamo.reset()
+    arrays = [torch.randn(1, HEADS, length, DIM, requires_grad=backward) for _ in range(3)]
+    cotangent, bare, att = torch.randn(1, HEADS, length, DIM), running.BARE, fk.compile("causal", engines=False)
+    graph = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, dynamic=False)
+
+    def one(run: Any) -> None:
+        out = run(*arrays)
+        if backward:
+            torch.autograd.grad(out, arrays, cotangent)
+
+    def some(run: Any, names: tuple[str, ...]) -> Call:
+        def calls() -> None:
+            running.BARE = names
+            for _ in range(CALLS):
+                one(run)
+            running.BARE = bare
+
+        return calls
+
+    return {"eager": some(att, bare), "graph": some(graph, bare), "graph, anew": some(graph, ())}
+
+
+def rows(backward: bool, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    torch.set_num_threads(1)
+    for length in LENGTHS:
+        times = rounds_of(calls_of(length, backward), rounds)
+        found = {n: round(1e6 * statistics.median(t) / CALLS, 1) for n, t in times.items()}
+        ratio = median_ratio(times["graph, anew"], times["graph"])
+        yield f"S = {length}", {"figures": {"us": found}, "ratios": {"graph, anew / graph": ratio}}
+
+
+PARTS = {"forward": lambda rounds: rows(False, rounds), "with backward": lambda rounds: rows(True, rounds)}
+
+if __name__ == "__main__":
+    settings = {"shape": [1, HEADS, "S", DIM], "dtype": "float32", "threads": 1, "calls": CALLS}
+    run_parts(__doc__, PARTS, "graph-overhead", lambda part: settings, rounds=61)
