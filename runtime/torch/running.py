@@ -65,11 +65,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if sinks is None and names in BARE:
-        found = repeated(attention_of(spec, ()), q, k, v, saving=True)
-        if found is not None:
-            out, lse, norm = found
-            return out, lse, lse.new_empty(0), norm
+    bare = sinks is None and names in BARE
+    if bare and (found := repeated(attention_of(spec, ()), q, k, v, saving=True)) is not None:
+        out, lse, norm = found
+        return out, lse, lse.new_empty(0), norm
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     wanted, record = wanted_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
