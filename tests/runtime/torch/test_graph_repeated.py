@@ -5,7 +5,7 @@ import torch
 
 import frisket as fk
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.torch import running
+from frisket.runtime.torch import operators, running  # noqa: F401, registers operators
 
 from .test_torch_repeated import attention, drawn
 
