@@ -346,8 +346,8 @@ TOPICS = (
           "is timed is Python. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
           each(("host", "Microseconds of the processor", "us"))),
     Topic("graph-overhead", "What a call costs in a graph of torch.compile", "causal by native kernels, 4 heads of "
-          "64, float32, one thread, inductor. `graph, anew` looks up the prepared call at every call, as graphs did "
-          "once.", "python benchmarks/graph_overhead.py",
+          "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as graphs "
+          "did once.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
     Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
           "python benchmarks/jax_binding.py",

@@ -39,11 +39,24 @@ class WarmRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Warmed:
-    """The report of `frisket.warm`: rows, the number of kernels `built` now, and whether it is `good`: none failed."""
+    """The report of `frisket.warm`: a `WarmRow` for each kernel.
+
+    >>> row = WarmRow("forward of causal", "failed", 0.4, "no space left on device")
+    >>> print(Warmed((row,)))
+    failed  0.4 s  forward of causal no space left on device
+    """
 
     rows: tuple[WarmRow, ...]
-    built = property(lambda self: sum(row.state == "built" for row in self.rows))
-    good = property(lambda self: all(row.state != "failed" for row in self.rows))
+
+    @property
+    def built(self) -> int:
+        """The number of kernels that were compiled now."""
+        return sum(row.state == "built" for row in self.rows)
+
+    @property
+    def good(self) -> bool:
+        """Whether no kernel failed."""
+        return all(row.state != "failed" for row in self.rows)
 
     def __str__(self) -> str:
         return "\n".join(f"{x.state:6} {x.seconds:4.1f} s  {' '.join([x.kernel, *x.why.split()])}" for x in self.rows)

@@ -37,6 +37,11 @@ class PagedKVCache(JaxCache):
     >>> out, cache = cache.attention(fk.compile("causal"), q, k, v)
     >>> cache.lengths.tolist(), pool.available
     ([9, 9], 30)
+    >>> cache.attend(fk.compile("causal"), q[:, :3]).shape  # the last three tokens, as drafts
+    (2, 3, 4, 8)
+    >>> cache = cache.keep(jnp.array([[0], [0]]), drafted=3)  # the first draft was accepted
+    >>> cache.lengths.tolist(), cache.truncate([7, 0]).lengths.tolist()  # tell the pool by `pool.truncate`
+    ([7, 7], [7, 0])
 
     The host decides with a `PagePool`; arrays hold what it decided: `pages` int32 [batch, width], the pages of every
     row in order, `room` int32 [batch], tokens those have place for, `lengths` int32 [batch]. k [pages, page, kv_heads,

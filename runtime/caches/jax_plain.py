@@ -27,6 +27,12 @@ class KVCache(JaxCache):
     >>> out, cache = cache.attention(att, q[:, :1], k[:, :1], v[:, :1])  # a token after it, under the same mask
     >>> out.shape, cache.lengths.tolist()
     ((2, 1, 4, 16), [10, 10])
+    >>> cache = cache.append(k[:, :3], v[:, :3])  # three drafts, a tree: two guesses, and one after the first
+    >>> cache.attend(att, q[:, :3], tree=[-1, -1, 0]).shape
+    (2, 3, 4, 16)
+    >>> cache = cache.keep(jnp.array([[0, 2], [0, 2]]), drafted=3)  # the path that was accepted
+    >>> cache.lengths.tolist(), cache.truncate([4, 0]).lengths.tolist()
+    ([12, 12], [4, 0])
 
     A pytree: `append` and `attention` give a new one, which under `jax.jit` with the old one donated is the same
     memory. Growing changes no shape and does not recompile. k [batch, capacity, kv_heads, head_dim], v likewise with

@@ -30,6 +30,11 @@ class RingKVCache(JaxCache):
     >>> out, cache = cache.attention(fk.compile("causal & window(16)"), q, k, v)
     >>> cache.k.shape, cache.lengths.tolist()
     ((1, 16, 2, 8), [40])
+    >>> cache = cache.append(k[:, :1], v[:, :1])
+    >>> cache.attend(fk.compile("causal & window(16)"), q[:, :1]).shape
+    (1, 1, 4, 8)
+    >>> cache.truncate([0]).lengths.tolist()  # the row is free for another sequence
+    [0]
 
     As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
     back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is

@@ -39,6 +39,9 @@ class ShardedKVCache(JaxCache):
     >>> out, cache = cache.attention(fk.compile("causal"), q, k, v)
     >>> out.shape, cache.lengths.tolist()
     ((1, 9, 4, 8), [9])
+    >>> cache = cache.append(k[:, :1], v[:, :1])
+    >>> cache.attend(fk.compile("causal"), q[:, :1]).shape, cache.truncate([4]).lengths.tolist()
+    ((1, 1, 4, 8), [4])
 
     `append` writes on the device that owns a position alone and sends nothing; `attend` runs on every device over the
     positions it holds, and merges results by collectives of the size of out: one maximum and two sums. Queries and new

@@ -81,7 +81,12 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(values of 8 bits, float32 scales without the last axis): x is about values * scale[..., None].
 
     The largest magnitude of a vector becomes the largest number of the dtype: 127, 448 for float8_e4m3fn, 57344 for
-    float8_e5m2."""
+    float8_e5m2.
+
+    >>> values, scale = quantized(jnp.array([[1.0, -2.54]]), jnp.int8)
+    >>> values.tolist(), round(float(scale[0]), 6)
+    ([[50, -127]], 0.02)
+    """
     x = x.astype(jnp.float32)
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = 127.0 if whole else float(finfo(dtype).max)

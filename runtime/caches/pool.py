@@ -28,8 +28,15 @@ class PagePool:
     >>> pool.table(["prompt", "answer"])
     array([[0, 1, 2],
            [0, 1, 3]], dtype=int32)
+    >>> pool.length("answer"), pool.pages_of("answer"), pool.owned("answer")  # tokens from 32 on are its alone
+    (41, [0, 1, 3], 32)
+    >>> pool.own({"answer": 16})  # tokens from 16 on will be written again: page 1 is shared, so it is copied
+    [(1, 4)]
+    >>> pool.truncate("answer", 16)  # one page is left
     >>> pool.free("prompt"), pool.available
-    (None, 5)
+    (None, 7)
+    >>> PagePool.of(8, 16, {"answer": ([0], 16)}).available  # a pool from stored pages and lengths
+    7
 
     Token t of a sequence is token `t % page` of its page `t // page`. Sequences have names of the caller's, anything
     hashable; lengths are in tokens. A call that asks for more pages than are free raises `CapacityError` and changes

@@ -35,6 +35,14 @@ class PagedKVCache(TorchCache):
     >>> out = cache.attention(fk.compile("causal"), q, k, v)
     >>> cache.pages[:, :3].tolist()  # of the page that both write to, one has a copy
     [[0, 1, 3], [0, 1, 2]]
+    >>> cache.attend(fk.compile("causal"), q).shape  # the last token again
+    torch.Size([2, 4, 1, 16])
+    >>> cache.keep([[0], [0]], drafted=1, counts=[1, 0]).known()  # "b" drops its last token
+    [41, 40]
+    >>> pool.truncate("b", 40), cache.truncate([41, 40]).known()  # the pool is told
+    (None, [41, 40])
+    >>> cache.extra_repr()
+    '2 x 128, kv_heads=2, head_dim=16, float32'
 
     The host decides with a `PagePool`, one for the caches of all layers; buffers hold what it decided: `pages` int32
     [batch, width], the pages of every row in order, `room` int32 [batch], tokens those have place for, `lengths` int32

@@ -319,6 +319,15 @@ class KVCache(TorchCache):
     >>> out = cache.attention(att, q, k, v)  # the prompt
     >>> q, k, v = (x[:, :, -1:] for x in (q, k, v))
     >>> out = cache.attention(att, q, k, v)  # and every token after it, under the same mask
+    >>> q, k, v = (torch.randn(2, heads, 3, 64) for heads in (4, 2, 2))
+    >>> cache.append(k, v).attend(att, q, tree=[-1, -1, 0]).shape  # drafts: two guesses, and one after the first
+    torch.Size([2, 4, 3, 64])
+    >>> cache.keep([[0, 2], [0, 2]], drafted=3).known()  # the path that was accepted
+    [43, 43]
+    >>> cache.truncate([40, 0]).known()
+    [40, 0]
+    >>> cache.extra_repr()
+    '2 x 1024, kv_heads=2, head_dim=64, int8'
 
     Growing changes no shape, does not recompile and moves nothing. Masks and score mods speak of positions in the
     sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.

@@ -28,6 +28,16 @@ class RingKVCache(TorchCache):
     >>> out = cache.attention(att, q, k, v)
     >>> cache.lengths.tolist(), cache.k.shape
     ([100, 100], torch.Size([2, 2, 32, 16]))
+    >>> q, k, v = (x[:, :, -1:] for x in (q, k, v))
+    >>> cache.append(k, v).attend(att, q).shape, cache.known()
+    (torch.Size([2, 4, 1, 16]), [101, 101])
+    >>> cache.truncate(0).known()  # rows are free for other sequences
+    [0, 0]
+    >>> cache.extra_repr()
+    '2 x 32, kv_heads=2, head_dim=16, float32'
+    >>> cache.keep([[0], [0]], drafted=1)
+    Traceback (most recent call last):
+    frisket.dsl.errors.ParameterError: ...
 
     As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
     back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is

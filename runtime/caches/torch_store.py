@@ -30,7 +30,12 @@ def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(stored, scale) with x = stored * scale[..., None], rounded: a float32 scale for every vector, its largest
-    magnitude over the largest number of `dtype`."""
+    magnitude over the largest number of `dtype`.
+
+    >>> values, scale = quantized(torch.tensor([[1.0, -2.54]]), torch.int8)
+    >>> values.tolist(), round(scale.item(), 6)
+    ([[50, -127]], 0.02)
+    """
     stored, scale = divided(x, dtype)
     return stored.to(dtype), scale
 

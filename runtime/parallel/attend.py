@@ -14,6 +14,12 @@ from .deal import Deal, Variant
 def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "ring", **more: Any) -> Any:
     """`fk.parallel.attend(att, q, k, v, deal=deal)`: `att` over a sequence whose tokens are split over ranks.
 
+    >>> import jax, jax.numpy as jnp, frisket as fk
+    >>> mesh = jax.make_mesh((1,), ("sp",))  # one device here; more split the tokens
+    >>> d, q = fk.parallel.deal("causal", 256, ranks=1), jnp.ones((1, 256, 2, 16))
+    >>> fk.parallel.attend(fk.compile("causal"), q, q, q, deal=d, mesh=mesh).shape
+    (1, 256, 2, 16)
+
     q, k and v are this rank's shards, as `deal.permute` lays them out: torch [batch, heads, shard, dim] in the ranks
     of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of
     the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.

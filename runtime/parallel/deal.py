@@ -47,6 +47,9 @@ def deal(
     `batch` entries and `heads` heads, the one that sends least; where no deal is found that even, the most even one:
     `.imbalance` says. Work is O(ranks * tiles + length), never pairs.
 
+    >>> deal("causal & same(doc)", 1024, ranks=2, doc=np.arange(1024) // 300).imbalance < 1.05
+    True
+
     `length` is in tokens, for queries and keys alike. Raises `ShapeError` for lengths, tiles or ranks that make no
     sense, `ParameterError` for a parameter of the mask without a value.
     """
@@ -74,6 +77,19 @@ def _work(layout: Layout, ranks: int) -> TileCosts:
 @dataclass(frozen=True, eq=False)
 class Deal:
     """Tokens over ranks: `fk.parallel.deal(mask, length, ranks)`.
+
+    >>> d = deal("causal", 1000, ranks=2)
+    >>> d.shard, d.owned  # tokens of a rank, padding included; positions of every rank
+    (512, (((0, 128), (256, 384), (768, 1000)), ((128, 256), (384, 768))))
+    >>> tokens = d.permute(np.arange(1000), axis=0)  # rank r holds tokens[r * d.shard : (r + 1) * d.shard]
+    >>> d.positions(1)[:2], d.labels(np.arange(1000))[:2]  # for RoPE; the token that follows each
+    (array([128, 129], dtype=int32), array([1, 2]))
+    >>> np.array_equal(d.unpermute(tokens, axis=0), np.arange(1000))
+    True
+    >>> int(d.bytes(kv_heads=2, head_dim=64, v_dim=64, itemsize=2).sum())  # sent by all ranks in a forward
+    393216
+    >>> d.under("causal & window(64)").needs[1, 0]  # rank 1 needs these places of rank 0 under a window
+    array([  0, 256])
 
     A *place* is where a token stands in the deal's order: rank r holds places r * shard .. (r + 1) * shard. Places
     beyond the length are padding: they hold positions >= length, come last on their rank, see nothing and are not

@@ -17,7 +17,13 @@ from .deal import Deal
 @dataclass(frozen=True)
 class Step:
     """Rank r has keys of rank r - `shift`. `pairs` (from, to) are those that send, `length` tokens each, beginning at
-    place `start[from]`; `reads[r]`: whether rank r sees any of them."""
+    place `start[from]`; `reads[r]`: whether rank r sees any of them.
+
+    >>> import frisket as fk
+    >>> step = steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))[1]
+    >>> step.shift, step.length, step.pairs, step.reads
+    (1, 128, ((0, 1), (1, 2), (2, 3)), (False, True, True, True))
+    """
 
     shift: int
     length: int
@@ -27,7 +33,12 @@ class Step:
 
 
 def steps(deal: Deal) -> tuple[Step, ...]:
-    """The steps in which a rank sees something, a rank's own keys first."""
+    """The steps in which a rank sees something, a rank's own keys first.
+
+    >>> import frisket as fk
+    >>> [s.shift for s in steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))]  # the last two send nothing
+    [0, 1]
+    """
     made = []
     rank = np.arange(deal.ranks)
     for shift in range(deal.ranks):

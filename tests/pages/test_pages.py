@@ -28,6 +28,7 @@ NOT_RUN = {
     (MIGRATING, "flash_attn is for GPUs"),
     (MIGRATING, "Paddle"),
     (MIGRATING, "xformers"),
+    ("reliability.md", "takes a minute, and needs a checkout"),
 }
 
 
