@@ -44,6 +44,8 @@ class Compilation(Protocol):
     def kernel(self) -> tuple[str, Target]: ...
     @property
     def engines(self) -> str: ...
+    @property
+    def awaits(self) -> str: ...
 
 
 def expr(c: Compilation) -> Pair:
@@ -86,4 +88,6 @@ PIPELINE: tuple[Callable[[Compilation], Any], ...] = (expr, simplified, facts, l
 
 def stages(c: Compilation) -> Stages:
     """The record of all stages."""
-    return Stages(**{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules, engines=c.engines)
+    return Stages(
+        **{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules, engines=c.engines, awaits=c.awaits
+    )

@@ -40,7 +40,8 @@ class Stages:
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
     mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the
     `source` of the kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs
-    in the place of a generated one, and why the others do not.
+    in the place of a generated one, and why the others do not; `awaits` the backend that runs once FRISKET_COMPILE has
+    its kernel compiled.
     """
 
     expr: Pair
@@ -52,6 +53,7 @@ class Stages:
     source: str
     rules: Counter[str] = field(default_factory=Counter)
     engines: str = ""
+    awaits: str = ""
 
     def text(self, name: str) -> str:
         """The text of one stage."""
@@ -62,6 +64,8 @@ class Stages:
             if not t.block_q:
                 return self.engines.partition("\n")[0]  # an engine, with tiles of its own
             lines = [f"{t.backend}: {_launch(t)}"]
+            if self.awaits:
+                lines[0] += f", until the kernel of {self.awaits} is compiled"
             lines += [f"    {name}: {_launch(part)}" for name, part in (("dq", t.dq), ("dkv", t.dkv)) if part]
             return "\n".join(lines)
         shown = str(getattr(self, name))

@@ -429,7 +429,8 @@ class Attention:
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),
         )  # fmt: skip
-        return all_stages(found)
+        chose = backend or self.options.backend or Settings.read().backend
+        return all_stages(found if q is None or chose else found.now())
 
     # -- checking ---------------------------------------------------------------------------------
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from frisket.lowering.pipeline import Exprs, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
+from frisket.runtime.machine.cpp_build import there
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
 
 from .base import RECORDS
-from .registry import target_of
+from .registry import library, target_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PlanCompilation:
     learned: Collection[str] = ()
     framework: str = "torch"
     engines: str = ""  # which engine runs, and why the others do not, a line each
+    awaits: str = ""  # the backend whose kernel is being compiled, or will be, while this one runs
 
     @property
     def written(self) -> Exprs:
@@ -65,6 +67,14 @@ class PlanCompilation:
             spans = self.plan if self.framework != "jax" else None  # JAX prints kernels before spans are known
             text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned, spans)
         return text or self.plan.planner, target
+
+    def now(self) -> PlanCompilation:
+        """The compilation of library calls where FRISKET_COMPILE lets no call wait for the kernel; else this one."""
+        ahead = RECORDS[self.backend].ahead
+        if ahead is None or self.geometry.kv_dtype or Settings.read().compile != "background":
+            return self
+        text = ahead(self.work.plan, self.target, self.geometry, self.dtype, "forward")
+        return self if there(text) else replace(self, backend=library("torch"), awaits=self.backend)
 
 
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:

@@ -26,8 +26,8 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import low_of, norm_of
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
-from frisket.runtime.machine.cpp_build import BuildError, fall_back
-from frisket.runtime.machine.parameters import digest
+from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
+from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.device_static import Key
 from frisket.runtime.plans.host import Plan
@@ -157,10 +157,11 @@ class JaxCall:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
-            result: tuple[Any, ...] = executor(backend, "forward")(
-                run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
-                sinks=arrays.get("sinks"), **how,
-            )  # fmt: skip
+            with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
+                result: tuple[Any, ...] = executor(backend, "forward")(
+                    run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
+                    sinks=arrays.get("sinks"), **how,
+                )  # fmt: skip
         except BuildError as error:
             return self.forward(self._instead(error), platform, arrays, plan, low)
         if not low:

@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 
+from . import background
 from .cpp_cpu import VARIANTS, identity, lacking
 from .once import warn_once
 from .settings import Settings, cache_folder
@@ -44,6 +46,11 @@ class BuildError(LoweringError, BackendError):
     """A kernel could not be compiled or kept, though other kernels can be; the text has the compiler's words."""
 
 
+class PendingError(BuildError):
+    """A kernel is being compiled in the background."""
+
+
+_defers: ContextVar[bool] = ContextVar("defers", default=False)
 _loaded = Memo("runtime.machine.cpp_build.library", LOADED)
 _failed = Memo("runtime.machine.cpp_build.refused", LOADED)  # why, in words: an error would hold the arrays of its call
 _building: dict[tuple[str, ...], threading.Lock] = {}
@@ -55,12 +62,14 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
     `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source,
-    dies over it, or there is no directory to write to.
+    dies over it, or there is no directory to write to; `PendingError`: see `deferring`.
     """
     key = _key(source, variant)
     with _guard:
         if (found := _loaded.get(key)) is not None:
             return found  # type: ignore[no-any-return]
+        if _defers.get() and background.underway(key):
+            raise PendingError
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
         try:
@@ -69,7 +78,8 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
             made: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
         except BuildError as error:
             with _guard:
-                _failed.put(key, str(error))
+                if not isinstance(error, PendingError):
+                    _failed.put(key, str(error))
                 _building.pop(key, None)
             raise
         with _guard:
@@ -82,6 +92,13 @@ def _key(source: str, variant: str) -> tuple[str, ...]:
     return source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or ""
 
 
+def _in_thread(source: str, variant: str) -> None:
+    """Build a kernel in the background; calls to come find it, or why it is not there."""
+    _defers.set(False)
+    with suppress(FrisketError):  # the next call has it
+        library(source, variant)
+
+
 def build_ahead(source: str) -> bool:
     """Have a library on disk, whatever is loaded already; whether it had to be built. Raises as `library` does."""
     return not there(source) and bool(_built(source, _sought(source, "native")))
@@ -92,9 +109,22 @@ def there(source: str) -> bool:
     return _found(_sought(source, "native")) is not None
 
 
+@contextmanager
+def deferring(when: bool = True) -> Iterator[None]:
+    """Inside, with FRISKET_COMPILE=background, a kernel that is not on disk is compiled in a thread, and `library`
+    raises `PendingError` until it is there: for callers that have library calls to run meanwhile."""
+    before = _defers.set(when and Settings.read().compile == "background")
+    try:
+        yield
+    finally:
+        _defers.reset(before)
+
+
 def fall_back(error: BuildError) -> None:
     """Say once why library calls run in place of a kernel that nobody asked for by name."""
     warn_once(
+        "native kernels are being compiled in the background, as FRISKET_COMPILE says; library calls run until they "
+        "are there, slower and with other roundings" if isinstance(error, PendingError) else
         "a native kernel could not be built, so library calls run in its place, slower and right; "
         f"backend='native' makes this an error:\n{error}"
     )  # fmt: skip
@@ -211,6 +241,8 @@ def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
     sought = _sought(source, variant)
     if (found := _found(sought)) is not None:
         return found
+    if _defers.get() and background.begin(_key(source, variant), lambda: _in_thread(source, variant)):
+        raise PendingError
     return _built(source, sought)
 
 

@@ -44,6 +44,12 @@ def _engines(text: str) -> bool | tuple[str, ...]:
     return text == "1" if text in ("0", "1") else found
 
 
+def _compile(text: str) -> str:
+    if text != "background":
+        raise ParameterError(f"FRISKET_COMPILE={text}: write background; without it a call waits for its kernel")
+    return text
+
+
 def _switch(name: str) -> Callable[[str], bool]:
     def read(text: str) -> bool:
         if text not in ("0", "1"):
@@ -59,6 +65,7 @@ VARIABLES = (
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
     Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 interpreter"),
     Variable("FRISKET_ENGINES", _engines, "0: no kernels of vendors; names: those, also where they have not run yet"),
+    Variable("FRISKET_COMPILE", _compile, "background: library calls run while a thread compiles a native kernel"),
 )
 
 
@@ -71,6 +78,7 @@ class Settings:
     backend: str | None = None
     check: bool = False
     engines: bool | tuple[str, ...] = True
+    compile: str | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:

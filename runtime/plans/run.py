@@ -17,7 +17,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import named
 from frisket.runtime.jax.arrays import placed
 from frisket.runtime.machine import cpp_build
-from frisket.runtime.machine.cpp_build import BuildError, fall_back
+from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.generated import load
 from frisket.runtime.machine.parameters import traced, unsorted
 from frisket.runtime.machine.settings import Settings
@@ -38,7 +38,8 @@ def spans(
         return run_triton.spans(plan, place, values)
     if _reachable(framework, given, place.device):
         try:
-            return _native(plan, framework, place, values)
+            with deferring(not Settings.read().backend):
+                return _native(plan, framework, place, values)
         except BuildError as error:
             if Settings.read().backend:
                 raise

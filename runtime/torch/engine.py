@@ -54,7 +54,7 @@ class EngineReady(Ready):
             None, None, call.geometry, Target(proof.backend, 0, 0), MappingProxyType({}), MappingProxyType({}), (),  # type: ignore[arg-type]
             False, None, given.layout != NATURAL["torch"], real,
             *_by_plan(prepare(replace(bare, backend=record.name), options)) if record.engine is None else
-            _by_arguments(record), "", None, None, proof, named, lambda: prepare(bare, options),
+            _by_arguments(record), "", None, False, None, proof, named, lambda: prepare(bare, options),
         )  # fmt: skip
 
     @cached_property

@@ -7,6 +7,7 @@ and dtypes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import turned
-from frisket.runtime.machine.cpp_build import BuildError, fall_back
+from frisket.runtime.machine.cpp_build import BuildError, PendingError, deferring, fall_back
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
@@ -137,11 +138,11 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, saving
         _keep(att.repeats, kinds, (settings, run, ready))
 
 
-def kept_ready(att: Any, request: Request) -> Ready:
-    """The prepared call that `att(q, k, v, ...)` runs."""
+def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
+    """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
     found = _of_kind(att, key, tables, request, att.ready)
-    return _remembered(att.call(request), att, request, key, att.ready, tables) if found is None else found
+    return _remembered(att.call(request), att, request, key, att.ready, tables, defers) if found is None else found
 
 
 def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
@@ -192,15 +193,19 @@ def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[
 
 
 def _remembered(
-    call: Call, att: Any, request: Request, key: Any, kept: dict[Any, Any], tables: list[Any]
-) -> Ready:  # fmt: skip
+    call: Call, att: Any, request: Request, key: Any, kept: dict[Any, Any], tables: list[Any], defers: bool = True
+) -> Ready:
     plan = request.plan
-    ready = prepare(call, att.options)
+    ready = prepare(call, att.options, defers)
+    if ready.awaits:
+        return ready
     if tables and not ready.loaded:
         _of_tables(att, key, [x.copy() for x in tables], ready)
         if type(seen := kept.get(key, 0)) is int:
-            steps = changing(att, call, request.params, ready, _built) if seen in CHANGES else None
-            _keep(kept, key, steps or seen + 1)
+            with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
+                made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
+                steps = changing(att, call, request.params, ready, made) if seen in CHANGES else None
+                _keep(kept, key, steps or seen + 1)
     if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
@@ -274,30 +279,32 @@ def _stays(x: Any, device: Any) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
 
-def prepare(call: Call, options: Options) -> Ready:
+def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
     """The prepared executor of calls of these shapes.
 
     An engine runs it where a proof and the costs say so. Library calls replace a native kernel that cannot be built,
-    unless the backend was named."""
+    unless the backend was named, and where it `defers` one that is still being compiled: its result is for one call."""
     proof = engine_call(call, options)
     if proof is not None:
         named = call.backend == proof.backend
         other = replace(call, backend=automatic("torch", call.given.device)) if named else call
         return EngineReady.of_call(other, options, proof, named, _built)
-    return _built(call, options)
+    return _built(call, options, defers)
 
 
-def _built(call: Call, options: Options) -> Ready:
+def _built(call: Call, options: Options, defers: bool = False) -> Ready:
     """The prepared executor of generated kernels, or of library calls."""
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
     if run.build is None or options.backend or Settings.read().backend:
         return ready
     try:
-        run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
+        with deferring(defers):
+            run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
     except BuildError as error:
         fall_back(error)
-        return _prepared(replace(call, backend=library("torch")), options)
-    made: Ready = object.__new__(Ready)
+        made = _prepared(replace(call, backend=library("torch")), options)
+        return replace(made, awaits=True) if isinstance(error, PendingError) else made
+    made = object.__new__(Ready)
     made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward))
     return made
 
@@ -305,7 +312,8 @@ def _built(call: Call, options: Options) -> Ready:
 def _or_library(backward: Callable[..., Any], *given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
     """The gradients of a native backward, or of library calls where the native one cannot be built."""
     try:
-        found: dict[str, Tensor] = backward(*given, norm=norm, **more)
+        with deferring("share" not in more):
+            found: dict[str, Tensor] = backward(*given, norm=norm, **more)
     except BuildError as error:
         fall_back(error)
         found = RECORDS[library("torch")].executor("torch", gradients=True)(*given, **more)

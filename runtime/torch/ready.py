@@ -20,7 +20,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
-from frisket.runtime.machine.cpp_build import BuildError
+from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run import kernel_tables
@@ -56,6 +56,7 @@ class Ready:
     backward: Callable[..., Any]
     rows: str  # what the backward knows of each row beside lse: see `Backend.rows`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
+    awaits: bool = False  # whether library calls run while a native kernel is compiled
     step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
 
     @property
@@ -149,8 +150,9 @@ class Ready:
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing."""
-        if not self.normed and sinks is None:
+        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing, and
+        where in a graph the backward may be the native one, which counts rows another way."""
+        if self.awaits or (not self.normed and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.values(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
@@ -209,16 +211,14 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
 class ChangingTables:
     """A call prepared for any entries of its tables: a planner in C++ makes the spans."""
 
-    def __init__(self, ready: Ready, plan: FlatPlan, kinds: Mapping[str, str]) -> None:
+    def __init__(self, run: Any, ready: Ready, plan: FlatPlan, kinds: Mapping[str, str]) -> None:
         laid, self.ready, self.kinds, self.lock = plan.laid, ready, kinds, Lock()
         self.values, self.longest, self.slices = plan.values, max(laid.full[2:]), laid.slice_of
         reads = [n for n in walk(laid.host.expr) if n.op not in ("var", "param") and n.name in kinds]
         self.ordered = {n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h")))}
         assert laid.planner is not None
-        self.plan = Prepared(
-            function(laid.planner), laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len,
-            (ready.target.block_q, ready.target.block_k), ROOM,
-        )  # fmt: skip
+        given = run, laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len
+        self.plan = Prepared(*given, (ready.target.block_q, ready.target.block_k), ROOM)
 
     def __call__(self, bits: list[Array]) -> Ready | None:
         """The prepared call for tables of these entries, which stay as they are; None where the planner of the host
@@ -242,7 +242,8 @@ class ChangingTables:
 def changing(
     att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready]
 ) -> ChangingTables | None:
-    """A call like this one for any tables, if it reads as few tiles as `host`, which is for these tables."""
+    """A call like this one for any tables, if it reads as few tiles as `host`, which is for these tables. Raises
+    `PendingError` while its planner or its kernel is compiled in the background."""
     tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
     kinds = {n: str(x.dtype).removeprefix("torch.") for n, x in tables.items()}
     given = {n: torch.as_tensor(x) for n, x in tables.items()}
@@ -258,12 +259,16 @@ def changing(
         )
         if plan.given.keys() != given.keys() or plan.laid.planner is None:
             return None
-        ready = prepare(replace(call, plan=plan), att.options)
+        run, ready = function(plan.laid.planner), prepare(replace(call, plan=plan), att.options)
+        if ready.awaits:
+            raise PendingError
+    except PendingError:
+        raise
     except (BuildError, LoweringError, ParameterError):
         return None
     if ready.target != host.target or _read(ready.spans) > WIDER * _read(host.spans):
         return None
-    return ChangingTables(ready, plan, kinds)
+    return ChangingTables(run, ready, plan, kinds)
 
 
 def _read(spans: Spans) -> int:

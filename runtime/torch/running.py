@@ -111,7 +111,7 @@ def attend_backward(
         return [g.contiguous() for g in found if g is not None]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        ready = kept_ready(att, request).taking(sinks, request.top)  # as in the forward
+        ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
         live = [request.params[n] for _, n in ready.live]
         saved = (q, k, v, sinks, out, lse, norm, *live)
         learned = {n for _, n in ready.live}

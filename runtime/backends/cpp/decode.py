@@ -111,12 +111,16 @@ def step_of(
     if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
         return None
     try:
-        step = steps[key] = DecodeCall(att, q, k, v, sizes, live, tables, params)
+        with native_build.deferring(not (att.options.backend or settings.backend)):
+            step = DecodeCall(att, q, k, v, sizes, live, tables, params)
     except native_build.BuildError as error:  # of its planner
         if att.options.backend or settings.backend:
             raise
         native_build.fall_back(error)
         return None
+    if step.ready.awaits:
+        return None
+    steps[key] = step
     while len(steps) > KEPT:
         del steps[next(iter(steps))]
     return step

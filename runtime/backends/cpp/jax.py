@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
@@ -357,7 +358,7 @@ def target_name(
     with _lock:
         if key not in _registered:
             with ThreadPoolExecutor(1) as beside:  # two compilers at once, where the bridge is not there yet
-                bridge = beside.submit(_bridge)
+                bridge = beside.submit(copy_context().run, _bridge)
                 library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = bridge.result()
             handler = capsule(getattr(library, f"frisket_{kind}_xla"))

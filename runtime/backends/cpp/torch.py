@@ -109,8 +109,11 @@ def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
 
 def build(plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> None:
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
-    _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored).function("frisket_forward")
-    of_torch()
+    kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored)
+    try:
+        kernel.function("frisket_forward")
+    finally:  # two compilers at once in the background
+        of_torch()
 
 
 _NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out

@@ -1,4 +1,4 @@
-"""Native kernels before a call needs them, `fk.warm` and `frisket emit --build`."""
+"""Native kernels before a call needs them, and beside calls: `fk.warm`, `frisket emit --build`, FRISKET_COMPILE."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.cli.main import main
-from frisket.runtime.machine import cpp_build, once
+from frisket.runtime.machine import background, cpp_build, once
 from frisket.runtime.machine.cpp_build import reason
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.torch import op
+from frisket.runtime.torch.ready import ChangingTables
 from tests.support.forget import forget
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
@@ -72,8 +78,21 @@ def machine(tmp_path, monkeypatch):
     forget()
     yield made
     (tmp_path / "wait").unlink(missing_ok=True)
+    settled()
     forget()
     gc.collect()
+
+
+def settled():
+    end = time.monotonic() + 120
+    while background._threads and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not background._threads
+
+
+def qkv(length=200, dim=16, gradients=False, heads=2):
+    made = torch.Generator().manual_seed(3)
+    return [torch.randn(1, heads, length, dim, generator=made, requires_grad=gradients) for _ in "qkv"]
 
 
 SHAPE = {"q_len": 200, "head_dim": 16, "heads": 2}
@@ -136,8 +155,6 @@ print("done")
 
 def test_compilers_run_side_by_side(machine):
     machine.tell("wait")
-    import threading
-
     told = threading.Thread(target=lambda: fk.warm("causal", SHAPE, {**SHAPE, "dtype": "bfloat16"}))
     told.start()
     cores, end = len(os.sched_getaffinity(0)), time.monotonic() + 60
@@ -183,6 +200,8 @@ def test_words_for_wrong_shapes(given, words):
 def test_words_for_a_wrong_framework():
     with pytest.raises(ParameterError, match="framework='numpy': write 'torch' or 'jax'"):
         fk.warm("causal", framework="numpy")
+    with pytest.raises(ParameterError, match="FRISKET_COMPILE=later: write background"):
+        Settings.read({"FRISKET_COMPILE": "later"})
 
 
 def test_the_command_builds_what_calls_load(machine, capsys):
@@ -205,3 +224,245 @@ def test_another_platform_has_a_row_with_the_reason(monkeypatch):
     (row,) = fk.warm("causal", SHAPE).rows
     assert row.state == "failed"
     assert "built on Linux only; this is darwin" in row.why
+
+
+# -- in the background --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def behind(machine, monkeypatch):
+    monkeypatch.setenv("FRISKET_COMPILE", "background")
+    machine.tell("wait")
+    return machine
+
+
+def native(att, *arrays, **more):
+    return fk.compile(att.mask, backend="cpp")(*arrays, **more)
+
+
+def test_library_calls_run_until_the_kernel_is_there(behind):
+    att, (q, k, v) = fk.compile("causal & window(61)", engines=False), qkv()
+    assert str(att.stages(q, k, v).text("target")).startswith("aten: ")
+    assert "until the kernel of cpp is compiled" in att.stages(q, k, v).text("target")
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        first = att(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert torch.equal(att(q, k, v), first)
+    assert torch.equal(first, fk.compile(att.mask, backend="aten")(q, k, v)), "library calls"
+    behind.tell("wait", False)
+    settled()
+    later = att(q, k, v)
+    assert torch.equal(later, native(att, q, k, v))
+    assert torch.allclose(later, first, atol=1e-5)
+    assert not torch.equal(later, first), "bits tell which ran"
+    assert att.stages(q, k, v).target.backend == "cpp"
+    assert not behind.left
+    runs = behind.runs
+    assert torch.equal(att(q, k, v), later)
+    assert behind.runs == runs
+
+
+def test_without_the_setting_a_call_waits(machine):
+    att, (q, k, v) = fk.compile("causal & window(62)", engines=False), qkv()
+    assert torch.equal(att(q, k, v), native(att, q, k, v))
+    assert not background._threads
+
+
+@pytest.mark.parametrize("sinks", [None, 0.5])
+def test_gradients_whichever_ran(behind, sinks):
+    att = fk.compile("causal & window(63)", engines=False)
+    given = qkv(gradients=True)
+    more = {} if sinks is None else {"sinks": torch.full((2,), sinks, requires_grad=True)}
+    wanted = [*given, *more.values()]
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        out = att(*given, **more)  # by library calls
+    behind.tell("wait", False)
+    settled()
+    expected = torch.autograd.grad(native(att, *given, **more).square().sum(), wanted)
+    mixed = torch.autograd.grad(out.square().sum(), wanted)
+    again = torch.autograd.grad(att(*given, **more).square().sum(), wanted)
+    for found in (mixed, again):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, 0.5])
+def test_a_graph_whose_kernel_comes_between_forward_and_backward(behind, sinks):
+    att = fk.compile("causal & window(64)", engines=False)
+    given = [x.detach().mul(3).requires_grad_() for x in qkv()]
+    more = {} if sinks is None else {"sinks": torch.full((2,), sinks, requires_grad=True)}
+    wanted = [*given, *more.values()]
+    run = torch.compile(lambda q, k, v, **more: att(q, k, v, **more), backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = run(*given, **more)
+    behind.tell("wait", False)
+    settled()
+    expected = torch.autograd.grad(native(att, *given, **more).square().sum(), wanted)
+    mixed = torch.autograd.grad(out.square().sum(), wanted)
+    after = torch.autograd.grad(run(*given, **more).square().sum(), wanted)
+    for found in (mixed, after):
+        for x, y in zip(found, expected, strict=True):
+            assert (x - y).norm() < 1e-5 * y.norm()
+
+
+def test_a_compiler_that_fails_is_said_once(behind):
+    behind.tell("fail")
+    att, (q, k, v) = fk.compile("causal & window(65)", engines=False), qkv()
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        first = att(q, k, v)
+    behind.tell("wait", False)
+    settled()
+    with pytest.warns(UserWarning, match="could not be built(.|\n)*it does not want to"):
+        assert torch.equal(att(q, k, v), first)
+    runs = behind.runs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(att(q, k, v), first)
+        assert torch.equal(att(q, k, v), first)
+    assert behind.runs == runs
+    assert not behind.left
+
+
+def test_a_named_backend_waits_for_its_kernel(behind):
+    behind.tell("wait", False)
+    att, (q, k, v) = fk.compile("causal & window(66)", backend="cpp"), qkv()
+    att(q, k, v)
+    assert behind.runs
+    assert not background._threads
+
+
+def test_eager_calls_of_jax(behind):
+    jax = pytest.importorskip("jax")
+    att, (q, k, v) = fk.compile("causal & window(67)"), (jax.numpy.asarray(x.detach()).swapaxes(1, 2) for x in qkv())
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        first = att(q, k, v)
+    behind.tell("wait", False)
+    settled()
+    later = att(q, k, v)
+    assert (later == fk.compile("causal & window(67)", backend="cpp")(q, k, v)).all()
+    assert not (later == first).all()
+    assert jax.numpy.allclose(later, first, atol=1e-5)
+    traced = jax.jit(fk.compile("causal & window(68)"))(q, k, v)  # stays as it is traced: it waits
+    assert (traced == fk.compile("causal & window(68)", backend="cpp")(q, k, v)).all()
+
+
+def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
+    behind.tell("wait", False)
+    text, (q, k, v), rng = "causal & same(doc)", qkv(), np.random.default_rng(0)
+    att = fk.compile(text, engines=False)
+
+    def call():
+        doc = np.sort(rng.integers(0, 5, 200))
+        return torch.equal(att(q, k, v, doc=doc), fk.compile(text, backend="cpp")(q, k, v, doc=doc))
+
+    def planners():
+        return [x for x in att.ready.values() if type(x) is ChangingTables]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()
+        settled()
+        assert all(call() for _ in range(op.CHANGES[0]))
+        behind.tell("wait")
+        end = threading.Timer(60, behind.tell, ("wait", False))  # a call that waits fails, and does not hang
+        end.start()
+        try:
+            while not background._threads and end.is_alive():
+                assert call()
+            assert all(call() for _ in range(op.CHANGES[-1]))
+            assert background._threads, "the planner is being compiled"
+            assert not planners()
+        finally:
+            end.cancel()
+        assert (behind.folder / "wait").exists(), "a call waited for a compiler"
+        for _ in range(3):  # the planner, then the kernel of its plan
+            (behind.folder / "wait").unlink(missing_ok=True)
+            settled()
+            assert call()
+    assert len(planners()) == 1
+    assert all(call() for _ in range(4))
+
+
+def test_steps_of_a_cache(behind):
+    from frisket.caches.torch import KVCache
+
+    att = fk.compile("causal & window(69)")
+    q, k, v = qkv(40)
+    more = qkv(1)
+    outs = []
+    behind.tell("wait", False)  # what appends is compiled at once
+    for step in range(3):
+        cache = KVCache.create(batch=1, capacity=64, kv_heads=2, head_dim=16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outs.append((cache.attention(att, q, k, v), cache.attention(att, *more)))
+        if not step:
+            settled()
+    settled()
+    for prompt, last in outs[1:]:
+        torch.testing.assert_close(prompt, outs[0][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(last, outs[0][1], atol=1e-5, rtol=1e-5)
+
+
+CALL = """
+import os, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, frisket as fk
+q, k, v = torch.randn(3, 1, 2, 200, 16)
+att = fk.compile("causal & window(70)", engines=False)
+out = att(q, k, v)
+end = time.monotonic() + 60
+while not os.path.exists({runs!r}) and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+
+
+def test_the_interpreter_ends_after_what_is_compiled(behind):
+    text = (
+        CALL.format(runs=str(behind.folder / "runs"))
+        + """
+import atexit, threading
+os.unlink(sys.argv[1])  # the compiler goes on
+waiting = len([t for t in threading.enumerate() if t.name == "frisket compiler"])
+print("done", waiting)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(behind.folder / "wait")], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("done")
+    cores = max(1, (os.cpu_count() or 1) // 2)
+    assert 1 <= behind.runs <= max(cores, 2)
+    assert len(list((behind.cache / "native").glob("*.so"))) == 1 + behind.runs, "the probe and what was begun, whole"
+    assert not behind.left
+
+
+def test_a_child_of_a_fork_compiles_by_itself(behind):
+    text = (
+        CALL.format(runs=str(behind.folder / "runs"))
+        + """
+from frisket.runtime.machine import background
+child = os.fork()
+if child == 0:
+    same = torch.allclose(att(q, k, v), out, atol=1e-5)
+    os.unlink(sys.argv[1])
+    end = time.monotonic() + 60
+    while background._threads and time.monotonic() < end:
+        time.sleep(0.01)
+    later = att(q, k, v)
+    right = torch.equal(later, fk.compile("causal & window(70)", backend="cpp")(q, k, v))
+    os._exit(0 if same and right and torch.allclose(later, out, atol=1e-5) else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+while background._threads:
+    time.sleep(0.01)
+print(status, torch.allclose(att(q, k, v), out, atol=1e-5), not torch.equal(att(q, k, v), out))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(behind.folder / "wait")], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "0 True True\n", done.stderr
+    assert not behind.left
