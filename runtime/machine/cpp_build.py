@@ -80,7 +80,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
             with _guard:
                 if not isinstance(error, PendingError):
                     _failed.put(key, str(error))
-                _building.pop(key, None)
+                    _building.pop(key, None)
             raise
         with _guard:
             _loaded.put(key, made)

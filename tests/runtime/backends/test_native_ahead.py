@@ -333,6 +333,22 @@ def test_a_named_backend_waits_for_its_kernel(behind):
     assert not background._threads
 
 
+def test_a_call_that_waits_takes_what_the_background_compiles(behind):
+    att, (q, k, v) = fk.compile("causal & window(71)", engines=False), qkv()
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        att(q, k, v)
+    end = time.monotonic() + 60
+    while not behind.runs and time.monotonic() < end:
+        time.sleep(0.02)
+    waits = threading.Thread(target=native, args=(att, q, k, v))
+    waits.start()
+    time.sleep(0.3)
+    behind.tell("wait", False)
+    waits.join()
+    settled()
+    assert behind.runs == len(list((behind.cache / "native").glob("*.so"))) - 1, "each once; the probe is not counted"
+
+
 def test_eager_calls_of_jax(behind):
     jax = pytest.importorskip("jax")
     att, (q, k, v) = fk.compile("causal & window(67)"), (jax.numpy.asarray(x.detach()).swapaxes(1, 2) for x in qkv())
