@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable
 
 _threads: dict[Hashable, threading.Thread] = {}  # of builds that wait or run
+_slots: threading.Semaphore
 
 
 def _reset() -> None:
