@@ -296,13 +296,14 @@ def test_a_graph_whose_kernel_comes_between_forward_and_backward(behind, sinks):
     run = torch.compile(lambda q, k, v, **more: att(q, k, v, **more), backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out = run(*given, **more)
+        out, second = run(*given, **more), run(*given, **more)
     behind.tell("wait", False)
     settled()
     expected = torch.autograd.grad(native(att, *given, **more).square().sum(), wanted)
     mixed = torch.autograd.grad(out.square().sum(), wanted)
     after = torch.autograd.grad(run(*given, **more).square().sum(), wanted)
-    for found in (mixed, after):
+    by_record = torch.autograd.grad(second.square().sum(), wanted)  # of the native call before it
+    for found in (mixed, after, by_record):
         for x, y in zip(found, expected, strict=True):
             assert (x - y).norm() < 1e-5 * y.norm()
 
