@@ -5,32 +5,56 @@ with Server(Analyst({}), page) as server:
     server.serve_forever()
 
 It listens on 127.0.0.1 alone. The path holds a random token; requests that come from another origin, or under
-another name of the host (DNS rebinding), are refused, and so is what is too large or no JSON.
+another name of the host (DNS rebinding), are refused, and so is what is too large or no JSON. Connections are few, and
+each has a deadline. Where all places are taken, a newcomer gets that of the connection that has been silent longest:
+among those that never sent the token, while there are several.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import secrets
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from time import monotonic
 from typing import Any, ClassVar
 
 from .analyst import Analyst
 
 HOST = "127.0.0.1"
+PATH = 2 << 10  # bytes of an address
+HEAD = 64 << 10  # bytes of a request before its body; browsers send the cookies of every local server
 BODY = 256 << 10  # bytes of a question
-IDLE = 60.0  # seconds a connection may be silent
+REQUEST = 10.0  # seconds a whole request may take to come, a connection's first one with the wait for it
+TAKEN = 20.0  # seconds a browser may take to read an answer
+IDLE = 60.0  # seconds between two requests of a connection
 CONNECTIONS = 32
+OF_ONE = 16  # connections of one address; browsers open six
+STRANGERS = 8  # connections that have not sent the token and are waited for before one that has is ended
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 Page = Callable[[str], str]  # of a nonce for its scripts
+
+
+@dataclass
+class ConnectionPlace:
+    """An open connection: whose it is, whether it has sent the token, when it was last active and when it ends."""
+
+    address: str
+    active: float
+    until: float
+    known: bool = False
 
 
 class Server(ThreadingHTTPServer):
@@ -39,11 +63,12 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = False  # `server_close` joins them
     block_on_close = True
-    request_queue_size = CONNECTIONS
+    request_queue_size = 4 * CONNECTIONS
 
     def __init__(self, analyst: Analyst, page: Page, port: int = 0) -> None:
         self.analyst, self.page, self.token = analyst, page, secrets.token_urlsafe(24)
-        self.open: set[socket.socket] = set()
+        self.open: dict[socket.socket, ConnectionPlace] = {}
+        self.leaving: set[socket.socket] = set()  # shut down; their threads are about to end
         self.noting = threading.Lock()
         super().__init__((HOST, port), Handler)
 
@@ -57,27 +82,58 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.noting:
-            full = len(self.open) >= CONNECTIONS
-            if not full:
-                self.open.add(request)
-        if full:
-            self.shutdown_request(request)
-        else:
+            if admitted := self._room(client_address[0]):
+                self.open[request] = ConnectionPlace(client_address[0], now := monotonic(), now + REQUEST)
+        if admitted:
             super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def _room(self, address: str) -> bool:
+        """Whether a connection from `address` has a place, if need be that of one which waits for nothing of ours."""
+        own = [c for c, place in self.open.items() if place.address == address]
+        if len(own) < OF_ONE and len(self.open) < CONNECTIONS:
+            return True
+        crowd = own if len(own) >= OF_ONE else self.open
+        idle = [c for c in crowd if self.open[c].until < math.inf]
+        if not idle or len(self.leaving) >= CONNECTIONS:
+            return False
+        strangers = [c for c in idle if not self.open[c].known]
+        self._end(min(strangers if len(strangers) >= STRANGERS else idle, key=lambda c: self.open[c].active))
+        return True
+
+    def _end(self, connection: socket.socket) -> None:
+        """Wake the thread of a connection, which closes it."""
+        del self.open[connection]
+        self.leaving.add(connection)
+        with suppress(OSError):  # the other side was faster
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over: `serve_forever` asks twice a second."""
+        now = monotonic()
+        with self.noting:
+            for connection in [c for c, place in self.open.items() if place.until < now]:
+                self._end(connection)
+
+    def due(self, connection: socket.socket, seconds: float, known: bool = False) -> None:
+        """A connection has just been active, and has so long for what comes next."""
+        with self.noting:
+            if (place := self.open.get(connection)) is not None:
+                place.active, place.known = monotonic(), place.known or known
+                place.until = place.active + seconds
 
     def shutdown_request(self, request: Any) -> None:
         with self.noting:
-            self.open.discard(request)
+            self.open.pop(request, None)
+            self.leaving.discard(request)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         self.analyst.close()
         with self.noting:
-            for connection in self.open:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the other side was faster
-                    continue
+            for connection in list(self.open):
+                self._end(connection)
         super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -94,11 +150,24 @@ class HttpRefusal(Exception):  # noqa: N818 (not an error of the server)
         self.status, self.why = status, why
 
 
+class HeadReader(io.BufferedReader):
+    """The bytes that a connection sends; the head of a request ends at `HEAD` of them."""
+
+    head = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        before, line = self.head, super().readline(size)
+        self.head += len(line)
+        if before and self.head > HEAD:  # of the first line BaseHTTPRequestHandler sees to it
+            raise LineTooLong("head")  # it answers with 431
+        return line
+
+
 class Handler(BaseHTTPRequestHandler):
     server: Server
+    rfile: HeadReader
     server_version, sys_version = "frisket", ""
     protocol_version = "HTTP/1.1"  # connections stay: a keystroke does not wait for a new one
-    timeout = IDLE
     disable_nagle_algorithm = True
     wbufsize = -1  # head and body leave together
     HEADERS: ClassVar[dict[str, str]] = {
@@ -108,6 +177,19 @@ class Handler(BaseHTTPRequestHandler):
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = HeadReader(self.rfile.detach())
+
+    def handle_one_request(self) -> None:
+        if not self.rfile.peek(1):  # the other side has gone
+            self.close_connection = True
+            return
+        self.server.due(self.connection, REQUEST)
+        self.rfile.head = 0
+        super().handle_one_request()
+        self.server.due(self.connection, IDLE)
 
     def do_GET(self) -> None:
         self.handled(self.get)
@@ -125,6 +207,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def check(self) -> None:
         """Refuse whoever is not our page, or a person who types its address."""
+        if len(self.path) > PATH:
+            raise HttpRefusal(414, f"an address has at most {PATH:,} bytes")
         ours = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         named = self.headers.get_all("Host") or []
         if len(named) != 1 or named[0] not in ours:
@@ -135,6 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         token = self.path.partition("?")[0].strip("/").encode("latin-1", "replace")
         if not secrets.compare_digest(token, self.server.token.encode()):
             raise HttpRefusal(404, "there is nothing here; `frisket explore` prints the whole address, with its token")
+        self.server.due(self.connection, REQUEST, known=True)
 
     def opened(self) -> bool:
         """Whether a person follows a link, say in a terminal that is a page itself: the token is what lets in."""
@@ -161,11 +246,13 @@ class Handler(BaseHTTPRequestHandler):
         page, turn = (asked.pop(n, None) for n in ("page", "turn")) if isinstance(asked, dict) else (None, None)
         if not isinstance(page, str) or len(page) > 64 or type(turn) is not int:
             raise HttpRefusal(400, "a question is an object with a `page` and a `turn`")
+        self.server.due(self.connection, math.inf)  # the analyst has limits of its own
         found = self.server.analyst.ask(page, turn, asked)
         self.send(200, "application/json", json.dumps(found, separators=(",", ":")))
 
     def send(self, status: int, kind: str, text: str, more: dict[str, str] | None = None) -> None:
         body = text.encode()
+        self.server.due(self.connection, TAKEN)
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **self.HEADERS}.items():
             self.send_header(name, value)

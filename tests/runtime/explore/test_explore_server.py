@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import math
 import socket
+import sys
 import threading
 import time
-from contextlib import chdir, closing, contextmanager
+from contextlib import chdir, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -170,21 +172,173 @@ def test_a_body_that_does_not_come_ends_with_the_connection(server):
         assert ask(server)[0] == 200  # others are served meanwhile
 
 
-def test_many_at_once_and_no_more_than_that(monkeypatch):
-    monkeypatch.setattr(server_module, "CONNECTIONS", 8)
+def connected(server, count, source="127.0.0.1"):
+    where = "127.0.0.1", server.server_port
+    return [socket.create_connection(where, 20, (source, 0)) for _ in range(count)]
+
+
+def soon(holds):
+    """Whether `holds` becomes true within some seconds."""
+    end = time.monotonic() + 20
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def ended(connection):
+    """Whether the server ends a connection within 20 seconds, whatever it says before."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def head(server, *lines, token=None):
+    """The head of a question, as bytes."""
+    path = server.token if token is None else token
+    start = [f"POST /{path}/ HTTP/1.1", f"Host: 127.0.0.1:{server.server_port}", "Content-Type: application/json"]
+    return "\r\n".join([*start, *lines, "\r\n"]).encode()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: "])
+def test_idle_connections_do_not_keep_others_out(said):
+    """Nobody waits for their end: the 64 of them would be 10 s each."""
     with serving(Echo()) as server:
-        held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(8)]
-        end = time.monotonic() + 20
-        while len(server.open) < 8 and time.monotonic() < end:
-            time.sleep(0.01)
-        with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
-            ask(server)
-        held.pop().close()
-        while len(server.open) == 8 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert ask(server)[0] == 200
+        held = connected(server, 2 * server_module.CONNECTIONS)
+        for one in held:
+            with suppress(ConnectionError):  # its place is another's by now
+                one.sendall(said)
+        for _ in range(3):
+            assert ask(server)[0] == 200
+        assert len(server.open) <= server_module.OF_ONE
         for one in held:
             one.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is this machine on Linux")
+def test_one_address_does_not_take_the_places_of_others():
+    with serving(Echo()) as server:
+        ours = connected(server, 3)
+        for one in ours:
+            one.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
+            assert one.recv(15) == b"HTTP/1.1 200 OK"
+        theirs = connected(server, 40, "127.0.0.2")
+        assert soon(lambda: len(server.open) == 3 + server_module.OF_ONE and not server.leaving)
+        more = connected(server, 60, "127.0.0.3") + connected(server, 60, "127.0.0.4")
+        assert soon(lambda: not server.leaving)
+        assert len(server.open) <= server_module.CONNECTIONS
+        assert sum(place.known for place in server.open.values()) == 3, "those that sent the token stay"
+        for one in ours + theirs + more:
+            one.close()
+
+
+def test_newcomers_get_time_to_send_the_token(monkeypatch):
+    """Where every place is held with the token, the silent one of them goes, and not the one that has just come."""
+    monkeypatch.setattr(server_module, "OF_ONE", 4)
+    with serving(Echo()) as server:
+        held = connected(server, 4)
+        for one in held:
+            one.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
+            assert one.recv(15) == b"HTTP/1.1 200 OK"
+        new = connected(server, 3)
+        assert soon(lambda: sum(not place.known for place in server.open.values()) == 3)
+        for one in new:
+            one.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
+            assert one.recv(15) == b"HTTP/1.1 200 OK"
+        for one in held + new:
+            one.close()
+
+
+def test_questions_under_way_keep_their_places(monkeypatch):
+    """Where each place has a question under way, a newcomer is refused, and no question is lost."""
+    go, echo = threading.Event(), Echo()
+    monkeypatch.setattr(server_module, "OF_ONE", 4)
+    echo.ask = lambda page, turn, asked: go.wait(20) and {"text": "answered"}
+    with serving(echo) as server:
+        held = connected(server, 4)
+        for one in held:
+            one.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
+        assert soon(lambda: sum(place.until == math.inf for place in server.open.values()) == 4)
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+            ask(server)
+        go.set()
+        for one in held:
+            assert one.recv(15) == b"HTTP/1.1 200 OK"
+            one.close()
+
+
+@pytest.mark.parametrize("trickle", ["silence", "head", "body"])
+def test_a_request_that_comes_slowly_ends_with_its_time(monkeypatch, trickle):
+    monkeypatch.setattr(server_module, "REQUEST", 0.3)
+    with serving(Echo()) as server:
+        (slow,) = connected(server, 1)
+        if trickle == "body":
+            slow.sendall(head(server, "Content-Length: 4000"))
+
+        def drip():
+            with suppress(OSError):
+                for byte in b"GET /" + b"a" * 400 if trickle == "head" else b"{" * 400 if trickle == "body" else b"":
+                    slow.send(bytes([byte]))  # a time limit for each byte would never end it
+                    time.sleep(0.05)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert ended(slow)
+        assert soon(lambda: not server.open and not server.leaving)
+        dripping.join()
+        slow.close()
+        assert server.analyst.asked == []
+
+
+@pytest.mark.parametrize("sips", [0, 1])
+def test_a_reader_that_does_not_read_is_dropped(monkeypatch, sips):
+    """At all, or a byte now and then."""
+    monkeypatch.setattr(server_module, "REQUEST", 60.0)
+    monkeypatch.setattr(server_module, "TAKEN", 0.3)
+    with serving(Echo(), lambda nonce: "x" * (32 << 20)) as server:
+        (lazy,) = connected(server, 1)
+        lazy.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        assert lazy.recv(1) == b"H"
+        if sips:
+            assert soon(lambda: not server.open or not lazy.recv(1))
+        assert soon(lambda: not server.open and not server.leaving)
+        assert ask(server, "POST")[0] == 200
+        lazy.close()
+
+
+def test_a_silent_connection_ends_after_its_answer(monkeypatch):
+    monkeypatch.setattr(server_module, "IDLE", 0.3)
+    with serving(Echo()) as server:
+        (idle,) = connected(server, 1)
+        idle.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
+        assert idle.recv(15) == b"HTTP/1.1 200 OK"
+        assert ended(idle)
+        idle.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (200, {"Cookie": "a" * (server_module.HEAD // 2)}),
+        (431, {"Cookie": "a" * server_module.HEAD}),
+        (431, {f"X_{i}": "a" * (server_module.HEAD // 50) for i in range(60)}),
+        (200, {f"X_{i}": "a" for i in range(60)}),
+        (431, {f"X_{i}": "a" for i in range(120)}),
+        (414, {"path": f"/{'a' * server_module.PATH}/"}),
+        (414, {"path": f"/{'a' * (1 << 17)}"}),
+    ],
+)
+def test_the_address_and_the_head_have_ends(server, status, headers):
+    before = len(server.analyst.asked)
+    try:
+        assert ask(server, **headers)[0] == status
+    except ConnectionError:  # it is refused before it has been sent
+        assert status != 200
+    assert len(server.analyst.asked) == before + (status == 200)
 
 
 def test_closing_ends_connections_that_stay_open():
