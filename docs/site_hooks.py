@@ -54,6 +54,7 @@ def on_files(files: Files, config: Any) -> None:
     written = files.documentation_pages()
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changes))
+    files.append(File.generated(config, "security.md", content=(ROOT / "SECURITY.md").read_text(encoding="utf-8")))
     for name in NAMES:
         text, pictures = notebook(name)
         files.append(File.generated(config, f"notebooks/{name}.md", content=text.replace("](../../docs/", "](../")))

@@ -37,9 +37,9 @@ BODY = 256 << 10  # bytes of a question
 REQUEST = 10.0  # seconds a whole request may take to come, a connection's first one with the wait for it
 TAKEN = 20.0  # seconds a browser may take to read an answer
 IDLE = 60.0  # seconds between two requests of a connection
-CONNECTIONS = 32
-OF_ONE = 16  # connections of one address; browsers open six
-STRANGERS = 8  # connections that have not sent the token and are waited for before one that has is ended
+CONNECTIONS = 64
+OF_ONE = 48  # connections of one address; browsers open six
+STRANGERS = 36  # connections that have not sent the token and are waited for before one that has is ended
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

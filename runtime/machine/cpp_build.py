@@ -188,14 +188,14 @@ def _asked(command: tuple[str, ...], *_state: object) -> str:
 # -- the cache --------------------------------------------------------------------------------------
 
 
-def directories() -> list[Path]:
+def directories(kind: str = "native") -> list[Path]:
     """The folders of libraries, in order: FRISKET_CACHE_DIR or the user's cache, then the temporary directory."""
-    return [cache_folder() / "native", Path(tempfile.gettempdir()) / f"frisket-{os.getuid()}"]
+    return [cache_folder() / kind, Path(tempfile.gettempdir()) / f"frisket-{getattr(os, 'getuid', int)()}"]
 
 
-def writable() -> Path | None:
-    """The first of the directories that can be written to; None where there is none."""
-    return next((d for d in directories() if _writable(d)), None)
+def writable(kind: str = "native") -> Path | None:
+    """The first of the directories that can be written to, by nobody else; None where there is none."""
+    return next((d for d in directories(kind) if _writable(d)), None)
 
 
 def _writable(folder: Path) -> bool:
@@ -203,16 +203,19 @@ def _writable(folder: Path) -> bool:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return False
-    return _ours(folder) and os.access(folder, os.W_OK | os.X_OK)
+    return ours(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
-def _ours(folder: Path) -> bool:
-    """Code is loaded from nowhere that anybody may write to."""
+def ours(path: Path) -> bool:
+    """Whether nobody but this user and root may write to a file or a folder, or has made a link to it: code is loaded
+    from nowhere else. Windows knows no such modes."""
+    if os.name == "nt":
+        return path.exists()
     try:
-        state = folder.stat()
+        named, state = path.lstat(), path.stat()
     except OSError:
         return False
-    return state.st_uid in (0, os.geteuid()) and not state.st_mode & 0o002
+    return {named.st_uid, state.st_uid} <= {0, os.geteuid()} and not state.st_mode & 0o022
 
 
 def _sought(source: str, variant: str) -> tuple[str, list[str]]:
@@ -233,7 +236,7 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
 
 
 def _found(sought: tuple[str, list[str]]) -> ctypes.CDLL | None:
-    loaded = (_load(folder / f"{sought[0]}.so", sought[0]) for folder in directories() if _ours(folder))
+    loaded = (_load(folder / f"{sought[0]}.so", sought[0]) for folder in directories() if ours(folder))
     return next((x for x in loaded if x is not None), None)
 
 
@@ -289,7 +292,7 @@ def _load(path: Path, name: str) -> ctypes.CDLL | None:
     """The library at `path`; None where there is none, or not the one that was built under this name."""
     try:
         held = path.read_bytes()
-        if held[-DIGEST:] != _digest(name, held[:-DIGEST]):
+        if not ours(path) or held[-DIGEST:] != _digest(name, held[:-DIGEST]):
             return None
         with suppress(OSError):  # somebody else's, or on a disk that is read only
             os.utime(path)  # it was used now

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from types import ModuleType
 
-from frisket.runtime.machine.cpp_build import put, sweep
-from frisket.runtime.machine.settings import cache_folder
+from frisket.dsl.errors import BackendError
+from frisket.runtime.machine.cpp_build import ours, put, sweep, writable
 
 
 def load(source: str) -> ModuleType:
@@ -23,11 +23,14 @@ def load(source: str) -> ModuleType:
 def write(source: str) -> Path:
     """The file that holds `source`, named by its hash; rewritten unless it holds just that. Triton and
     tracebacks read it."""
-    folder = cache_folder() / "triton"
+    folder = writable("triton")
+    if folder is None:
+        raise BackendError(
+            "there is no folder for Triton kernels that others cannot write to\n  set FRISKET_CACHE_DIR to another"
+        )
     data = source.encode()
     path = folder / f"attention_{hashlib.sha256(data).hexdigest()[:20]}.py"
-    if not (path.is_file() and path.read_bytes() == data):
-        folder.mkdir(parents=True, exist_ok=True)
+    if not (ours(path) and path.read_bytes() == data):
         put(path, data)
         sweep(folder)
     return path

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -290,6 +291,67 @@ def test_no_place_to_write_to(tmp_path):
     said = python(code, FRISKET_CACHE_DIR=str(file), TMPDIR=str(tmp_path)).splitlines()
     assert said[0].startswith("['nowhere to keep kernels: ")
     assert said[1] == "None"
+
+
+OPENED = {
+    "nothing": lambda so, other: None,
+    "a group writes the folder": lambda so, other: so.parent.chmod(0o770),
+    "anybody writes the folder": lambda so, other: so.parent.chmod(0o702),
+    "a group writes the file": lambda so, other: so.chmod(0o660),
+    "anybody writes the file": lambda so, other: so.chmod(0o606),
+    "the folder is another user's": lambda so, other: other.append(so.parent),
+    "the file is another user's": lambda so, other: other.append(so),
+}
+
+
+@pytest.mark.parametrize("how", OPENED)
+def test_nothing_is_loaded_from_where_others_may_write(how, cache, monkeypatch):
+    """There lies a whole library with its checksum, by somebody who knows how to make one."""
+    library(source(666))
+    (made,) = cache.glob("*.so")
+    content, name = made.read_bytes()[: -native_build.DIGEST], native_build._sought(source(5), "native")[0]
+    forged = cache / f"{name}.so"
+    forged.write_bytes(content + native_build._digest(name, content))
+    forged.chmod(0o600)
+    others: list[Path] = []
+    OPENED[how](forged, others)
+    lstat = Path.lstat
+    theirs = lambda path: os.stat_result([*lstat(path)[:4], 4321, *lstat(path)[5:]])  # noqa: E731
+    monkeypatch.setattr(Path, "lstat", lambda path: theirs(path) if path in others else lstat(path))
+    forget()
+    if how == "the file is another user's":  # the one that is built in its place is ours
+        build = native_build._build
+        monkeypatch.setattr(native_build, "_build", lambda *args: (others.clear(), build(*args)))
+    assert library(source(5)).answer() == (666 if how == "nothing" else 5)
+
+
+def test_a_link_of_another_user_is_no_cache(tmp_path, monkeypatch):
+    """It may lead elsewhere by the time that something is loaded; in a folder such as /tmp anybody makes one."""
+    (tmp_path / "folder").mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to("folder")
+    assert native_build.ours(link)
+    lstat = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result([*lstat(path)[:4], 4321, *lstat(path)[5:]]))
+    assert not native_build.ours(link)
+
+
+def test_triton_sources_are_kept_where_others_cannot_write(tmp_path, monkeypatch):
+    from frisket.runtime.backends.triton.source import write
+
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    text = "x = 1\n"
+    path = write(text)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o666)
+    inode = path.stat().st_ino
+    assert write(text).stat().st_ino != inode, "a file that others write is made anew"
+    path.parent.chmod(0o777)
+    assert write(text).parent == tmp_path / "elsewhere" / f"frisket-{os.getuid()}"
+    write(text).parent.chmod(0o777)
+    with pytest.raises(fk.BackendError, match="no folder for Triton kernels that others cannot write to"):
+        write(text)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])

@@ -1,0 +1,74 @@
+"""The figures of endurance on docs/reliability.md, from benchmarks/results: `python docs/endurance.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "reliability.md"
+RESULTS = PAGE.parents[1] / "benchmarks" / "results"
+
+
+def parts(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["parts"])
+
+
+def machine(part: dict[str, Any]) -> str:
+    m = part["machine"]
+    return f"{m['cores']} cores of an {m['cpu']}, Python {m['python']}, {m['date']}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def explorer() -> str:
+    part = parts("explorer-soak")["soak"]
+    rows, settings = {n: r["figures"] for n, r in part["rows"].items()}, part["settings"]
+    asked, others, before, after = rows["questions"], rows["other clients"]["count"], *list(rows["server"].values())[:2]
+    count, ms = asked["count"], asked["ms"]
+    return f"""\
+`frisket explore` served {settings["pages"]} pages for {settings["minutes"]:g} minutes while {
+        settings["others"]
+    } threads of other clients made
+{sum(others.values()):,} connections: silent, sending a byte now and then, never reading the answer, half a question, no
+token, another origin, another name of the host, too large a head. `python benchmarks/explorer_soak.py` repeats it and
+fails where a question is lost or the server grows ({machine(part)}, with other work on it).
+
+{
+        table(
+            ["", ""],
+            [
+                ["questions answered", f"{count['answered']:,}"],
+                ["asked again on a new connection, as browsers do", f"{count['asked again']:,}"],
+                ["lost", f"{count['lost']:,}"],
+                [
+                    "time of a question: median, 99 %, longest",
+                    f"{ms['median']:.0f}, {ms['99 %']:.0f}, {ms['longest']:.0f} ms",
+                ],
+                [
+                    "memory of the server after a fifth of the time, at the end",
+                    f"{before['MiB']:.1f}, {after['MiB']:.1f} MiB",
+                ],
+                ["open files, then", f"{before['files']}, {after['files']}"],
+            ],
+        )
+    }"""
+
+
+SECTIONS = {"explorer": explorer}
+
+
+def page(text: str) -> str:
+    """The page with its sections as the results have them."""
+    for name, section in SECTIONS.items():
+        start, end = f"<!-- {name}, written by docs/endurance.py -->\n", "<!-- end -->"
+        before, found, rest = text.partition(start)
+        assert found, name
+        text = f"{before}{start}\n{section()}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
