@@ -41,22 +41,24 @@ def run(
     counts = read(file, target, seed) if file else Counts()
     here = commit() if file else ""
     while counts.cases < cases:
-        began, before = time.monotonic(), set(counts.distinct)
+        began, seen = time.monotonic(), set()
         stop = min(cases, counts.cases + AT_ONCE)
         failures = []
         for i in range(counts.cases, stop):
             same, failure = one(target, seed, i)
-            counts.distinct.add(blake2b(same.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest())
+            seen.add(blake2b(same.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest())
             if failure:
                 failures.append(failure)
                 show(f"# case {i}: {failure['why']}\n{failure['test']}")
+        new = seen - counts.distinct
+        counts.distinct |= new
         counts.cases, counts.failed = stop, counts.failed + len(failures)
         counts.seconds += (spent := time.monotonic() - began)
         if file:
-            new = base64.b64encode(b"".join(sorted(counts.distinct - before))).decode()
+            digests = base64.b64encode(b"".join(sorted(new))).decode()
             line = {"target": target, "seed": seed, "done": stop, "commit": here, "seconds": round(spent, 2)}
             with file.open("a", encoding="utf-8") as f:
-                f.write(json.dumps({**line, "failures": failures, "distinct": new}) + "\n")
+                f.write(json.dumps({**line, "failures": failures, "distinct": digests}) + "\n")
     return counts
 
 
