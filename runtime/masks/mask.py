@@ -84,6 +84,12 @@ class Mask(BoundExpr):
     def __bool__(self) -> bool:
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
 
+    if not TYPE_CHECKING:  # which is to know the methods that there are
+
+        def __getattr__(self, name: str) -> Any:
+            of_layout = f"; a layout has it: write mask.layout(q_len, kv_len).{name}" if hasattr(Layout, name) else ""
+            raise AttributeError(f"a mask has no `{name}`{of_layout}", name=name, obj=self)
+
     @counting
     def dense(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> NDArray[np.bool_]:
         """The whole mask, bool [batch, heads, q_len, kv_len], by the interpreter: for looking at, and for checking.

@@ -58,7 +58,7 @@ def test_every_page_has_its_place():
     placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
     notebooks = {f"notebooks/{p.stem}.md" for p in (ROOT / "examples" / "notebooks").glob("*.ipynb")}
-    assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md"})
+    assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md", "security.md"})
 
 
 @needs_mkdocs

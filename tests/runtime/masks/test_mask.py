@@ -136,3 +136,11 @@ def test_programs(tmp_path):
     assert program("score * 2").score == score("score * 2")
     with pytest.raises(ParameterError, match="cannot read"):
         load(tmp_path / "none.frisket")
+
+
+def test_what_a_layout_has_is_named():
+    for name in ("plot", "explain", "counts"):
+        with pytest.raises(AttributeError, match=rf"no `{name}`; .*: write mask.layout\(q_len, kv_len\).{name}$"):
+            getattr(mask("causal"), name)
+    with pytest.raises(AttributeError, match=r"a mask has no `other`$"):
+        _ = mask("causal").other
