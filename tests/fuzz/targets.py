@@ -6,19 +6,22 @@ Programs and their meaning come from tests/outside/programs.py, which evaluates 
 from __future__ import annotations
 
 import pickle
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from outside.programs import EMPTY, FULL, PARTIAL, Array, Case, check_layout, dense, kinds_of, written
+from outside.programs import EMPTY, FULL, PARTIAL, Array, check_layout, kinds_of
 
 import frisket as fk
 from frisket.runtime.masks.mask import program
+
+from .problem import Problem, problem_of, rows
+from .questions import answers, exports
+
+__all__ = ["TARGETS", "Problem", "hostile", "limited", "problem_of", "rows", "tiles", "trouble"]
 
 SECONDS = 20.0  # of processor time, for one case
 
@@ -44,40 +47,6 @@ def limited(seconds: float | None = None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A program as text, its values, the problem's sizes, and which pairs are visible: [batch, heads, q_len, kv_len].
-
-    `synonym` is another text of the same program.
-    """
-
-    text: str
-    bound: dict[str, Any]
-    seen: Array
-    block: tuple[int, int] = (2, 2)
-    synonym: str = ""
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.seen.shape[2:]
-
-    @property
-    def where(self) -> dict[str, int]:
-        return {"batch": self.seen.shape[0], "heads": self.seen.shape[1]}
-
-
-def problem_of(case: Case) -> Problem:
-    other = case.text.splitlines()
-    words = random.Random(case.seed + 1)
-    other[-1] = ("mask = " if other[-1].startswith("mask = ") else "") + written(case.mask, words)
-    return Problem(case.text, case.bound, dense(case), case.block, "\n".join(other))
-
-
-def rows(*lines: str, batch: int = 1, heads: int = 1) -> Array:
-    """A dense mask, drawn: `rows("#.", "##")` is causal over two tokens."""
-    return np.array([[c == "#" for c in line] for line in lines]).reshape(batch, heads, -1, len(lines[0]))
 
 
 # -- targets: each returns what counts as the same case ----------------------------------------------------------
@@ -170,6 +139,8 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "layout": layout,
     "canonical": canonical,
     "hostile": hostile,
+    "answers": answers,
+    "exports": exports,
 }
 
 

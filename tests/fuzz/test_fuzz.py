@@ -17,19 +17,22 @@ from outside import programs  # isort: skip
 Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 
-@pytest.mark.parametrize(("target", "cases"), [("meaning", 600), ("layout", 200), ("canonical", 600), ("hostile", 300)])
+SLICES = {"meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60}
+
+
+@pytest.mark.parametrize(("target", "cases"), SLICES.items())
 def test_a_slice(target, cases):
     failures = [failure for i in range(cases) if (failure := campaign.one(target, 100, i)[1])]
     assert not failures, "\n".join(f["test"] for f in failures)
 
 
-@pytest.mark.parametrize("target", ["meaning", "layout", "canonical"])
+@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports"])
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
     assert failures
     shortest = min((f["test"] for f in failures), key=len)
-    assert "q >= k" in shortest
+    assert "q >= " in shortest
     assert len(shortest) < 300
     monkeypatch.undo()  # the test holds what was said to be visible
     names = {"Problem": Problem, "TARGETS": TARGETS, "rows": rows, "np": np}
