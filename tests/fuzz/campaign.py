@@ -16,10 +16,12 @@ from outside.programs import make
 
 from . import smaller, targets
 from .hostile import make_text
+from .scores import make_score
 
 AT_ONCE = 100  # cases of a line in the file
 APART = 1_000_000_000  # programs of one seed: no two seeds share one
 DIGEST = 8
+MAKERS: dict[str, Callable[[int], Any]] = {"hostile": make_text, "score": make_score}
 
 
 @dataclass
@@ -65,7 +67,7 @@ def run(
 def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:
     """(what counts as the same case, the failure if there is one)"""
     number = seed * APART + i
-    case = make_text(number) if target == "hostile" else make(number)
+    case = MAKERS.get(target, make)(number)
     what = case if isinstance(case, str) else targets.problem_of(case)
     try:
         with targets.limited():

@@ -18,6 +18,7 @@ from outside.programs import EMPTY, FULL, PARTIAL, Array, check_layout, kinds_of
 import frisket as fk
 from frisket.runtime.masks.mask import program
 
+from .attention import gradients, score
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
 
@@ -141,6 +142,8 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "hostile": hostile,
     "answers": answers,
     "exports": exports,
+    "score": score,
+    "gradients": gradients,
 }
 
 

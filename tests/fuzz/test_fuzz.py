@@ -9,7 +9,7 @@ import pytest
 
 import frisket as fk
 
-from . import campaign, hostile, smaller, targets
+from . import campaign, hostile, scores, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -17,7 +17,10 @@ from outside import programs  # isort: skip
 Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 
-SLICES = {"meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60}
+SLICES = {
+    "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
+    "gradients": 100,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "cases"), SLICES.items())
@@ -26,7 +29,7 @@ def test_a_slice(target, cases):
     assert not failures, "\n".join(f["test"] for f in failures)
 
 
-@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports"])
+@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports", "gradients"])
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
@@ -40,6 +43,15 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     (test,) = (x for name, x in names.items() if name.startswith("test_"))
     with pytest.raises(AssertionError):
         test()
+
+
+def test_a_wrong_score_is_found_and_made_small(monkeypatch):
+    monkeypatch.setitem(scores.NAMES, "tanh", scores.NAMES["sin"])
+    failures = [failure for i in range(40) if (failure := campaign.one("score", 0, i)[1])]
+    assert failures
+    shortest = min((f["test"] for f in failures), key=len)
+    assert "tanh(" in shortest
+    assert len(shortest) < 200
 
 
 def test_a_foreign_error_of_a_text_is_found_and_made_small(monkeypatch):

@@ -1,0 +1,96 @@
+"""Targets that attend: outputs and gradients beside dense attention in float64 by torch, without any of frisket."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import frisket as fk
+from frisket.dsl.evaluate import evaluate
+
+from . import scores
+from .problem import Problem
+
+Tensor = Any
+CLOSE = 1e-8  # of float64 beside float64, a part of the largest entry
+SHAPE = 2, 3, 6, 9  # of what a score mod alone is asked about
+DIM = 8
+
+
+def number_of(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def close(name: str, found: Any, wanted: Tensor, allowed: float = CLOSE) -> None:
+    """Equal where `wanted` is infinite, and elsewhere near it: by `allowed` parts of its largest entry, or of 1."""
+    ours, theirs = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert ours.shape == theirs.shape, f"{name}: shape {ours.shape}"
+    finite = np.isfinite(theirs)
+    assert (ours[~finite] == theirs[~finite]).all(), f"{name}: an infinite entry"
+    if finite.any():
+        worst = np.abs(ours[finite] - theirs[finite]).max() / max(1.0, np.abs(theirs[finite]).max())
+        assert worst <= allowed, f"{name}: off by {worst:.3g}"
+
+
+def dense(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the dtype of the arrays; a query that sees no key gives 0 and -inf."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    x = mod(q @ k.mT * DIM**-0.5)
+    seen = seen & (x > -torch.inf)
+    p = torch.where(seen, torch.softmax(torch.where(seen, x, -1e30), -1), 0.0)
+    return p @ v, torch.logsumexp(torch.where(seen, x, -torch.inf).detach(), -1)
+
+
+def arrays(shape: tuple[int, ...], number: int, dtype: Any = torch.float64) -> list[Tensor]:
+    """q, k, v and a cotangent. Key heads are as many as heads, or one."""
+    draw = torch.Generator().manual_seed(number)
+    batch, heads, q_len, kv_len = shape
+    kv_heads = heads if number % 3 else 1
+    sizes = [(heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len)]
+    return [torch.randn(batch, h, n, DIM, generator=draw, dtype=dtype) for h, n in sizes]
+
+
+def score(text: str) -> str:
+    """A score mod: its values by the interpreter; attention with it and all gradients, beside autograd."""
+    number = number_of(text)
+    learned = scores.parameters(text, number)
+    mod = fk.score(text, **{n: x.numpy() for n, x in learned.items()})
+    draw = torch.Generator().manual_seed(number)
+    x = 2 * torch.randn(SHAPE, generator=draw, dtype=torch.float64)
+    at = {n: np.arange(size).reshape([-1 if i == j else 1 for j in range(4)])
+          for i, (n, size) in enumerate(zip("bhqk", SHAPE, strict=True))}  # fmt: skip
+    env = {**at, **{n: t.item() for n, t in learned.items() if not t.ndim}, "score": x.numpy()}
+    tables = {n: t.numpy() for n, t in learned.items() if t.ndim}
+    close("value", np.broadcast_to(evaluate(mod.expr, env, tables), SHAPE), scores.value(text, x, learned))
+    trained(torch.ones(SHAPE, dtype=torch.bool), None, text, number)
+    return str(mod)
+
+
+def gradients(p: Problem) -> str:
+    """A program with a score mod, in float64: out, lse, and gradients of q, k, v and learned values."""
+    m = fk.mask(p.text, **p.bound)
+    number = number_of(p.text)
+    trained(torch.from_numpy(p.seen.copy()), m, scores.make_score(number), number)
+    return str(m)
+
+
+def trained(seen: Tensor, mask: Any, text: str, number: int) -> None:
+    *inputs, cotangent = arrays(tuple(seen.shape), number)
+    learned = scores.parameters(text, number)
+    leaves = [x.requires_grad_() for x in (*inputs, *learned.values())]
+    out, lse = dense(seen, *inputs, lambda x: scores.value(text, x, learned))
+    wanted = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
+    if not all(x.isfinite().all() for x in wanted):
+        return
+    att = fk.compile(mask, score=text, backend="library")
+    ours, ours_lse = att(*inputs, return_lse=True, **learned)
+    close("out", ours.detach(), out.detach())
+    close("lse", ours_lse.detach(), lse)
+    found = torch.autograd.grad(ours, leaves, cotangent, allow_unused=True, materialize_grads=True)
+    for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
+        close(name, a, b)
