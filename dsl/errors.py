@@ -63,6 +63,13 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     >>> fk.mask("causal &")
     Traceback (most recent call last):
     frisket.dsl.errors.MaskSyntaxError: ...
+    >>> problem = Problem("there is no name `causl`", Span(0, 5), "did you mean `causal`?")
+    >>> print(MaskSyntaxError("causl", [problem]).render())
+    there is no name `causl`
+      mask 1:1
+        causl
+        ^^^^^
+      did you mean `causal`?
     """
 
     source: str
@@ -132,7 +139,13 @@ class EvaluationError(FrisketError, ValueError):
 
 
 class LoweringError(FrisketError):
-    """A backend cannot make a kernel for a mask or score mod; the text says why and what can be done."""
+    """A backend cannot make a kernel for a mask or score mod; the text says why and what can be done.
+
+    >>> import frisket as fk
+    >>> fk.compile("causal").source("dense")  # it runs library calls
+    Traceback (most recent call last):
+    frisket.dsl.errors.LoweringError: ...
+    """
 
 
 class BackendError(FrisketError, RuntimeError):
@@ -146,7 +159,11 @@ class BackendError(FrisketError, RuntimeError):
 
 
 class MissingPackageError(ModuleNotFoundError, BackendError):
-    """An optional package is not installed; the text names the extra that brings it."""
+    """An optional package is not installed; the text names the extra that brings it.
+
+    >>> issubclass(MissingPackageError, ImportError) and issubclass(MissingPackageError, BackendError)
+    True
+    """
 
 
 class BackwardError(FrisketError, NotImplementedError):
@@ -154,7 +171,13 @@ class BackwardError(FrisketError, NotImplementedError):
 
 
 class MismatchError(FrisketError, AssertionError):
-    """The result of a kernel differs from the oracle's."""
+    """The result of a kernel differs from the oracle's.
+
+    >>> from frisket import Report
+    >>> Report(out=0.5, lse=0.0, dense_out=1e-7, dense_lse=1e-7, dtype="float32").require()
+    Traceback (most recent call last):
+    frisket.dsl.errors.MismatchError: ...
+    """
 
 
 class ExportError(FrisketError, ValueError):
@@ -178,7 +201,11 @@ class CapacityError(FrisketError, RuntimeError):
 
 
 class PeerError(FrisketError, RuntimeError):
-    """Processes of a group ask for different things, or one of them does not answer; the text names them."""
+    """Processes of a group ask for different things, or one of them does not answer; the text names them.
+
+    >>> issubclass(PeerError, FrisketError) and issubclass(PeerError, RuntimeError)
+    True
+    """
 
 
 class BudgetError(FrisketError):

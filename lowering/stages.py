@@ -36,6 +36,8 @@ class Stages:
     >>> import frisket as fk
     >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
     mask = q >= k & q - k <= 63
+    >>> print(fk.compile("causal").stages(q_len=256).text("expr"))
+    mask = q >= k
 
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
     mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the

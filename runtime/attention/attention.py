@@ -136,6 +136,12 @@ class Attention:
     ) -> Any:  # fmt: skip
         """`att(q, k, v)`; `(out, lse)` with return_lse, `(out, max)` with return_max, `(out, lse, max)` with both.
 
+        >>> import torch, frisket as fk
+        >>> q, k, v = torch.randn(3, 1, 2, 64, 16)
+        >>> out, lse = fk.compile("causal & same(doc)")(q, k, v, doc=torch.arange(64) // 16, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 2, 64, 16]), torch.Size([1, 2, 64]))
+
         lse [batch, heads, q_len] is the natural log of what the softmax divides by, max [batch, heads, q_len] the
         largest visible score of every query after the score mod, without sinks; both float32, float64 beside
         float64, and -inf where a query sees nothing. Gradients flow to q, k, v, sinks and the Float parameters that

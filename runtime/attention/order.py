@@ -52,6 +52,9 @@ class Order:
     (array([0, 4, 8], dtype=int32), dtype('int32'))
     >>> order.undo(order.apply(np.arange(16384), axis=0), axis=0)[:3]
     array([0, 1, 2])
+    >>> figure = order.plot()  # of the tiles after reordering; with a path it writes a file
+    >>> order.moved_beside({"a"}).layout(16384, 16384).counts == order.moved.layout(16384, 16384).counts
+    True
 
     Place i of a reordered array holds position `positions[i]`: `apply` puts an array in order, `undo` puts it back, and
     rotary embeddings of a reordered model take `positions`. `kv_positions` are those of keys and values; the same
@@ -88,7 +91,11 @@ class Order:
         return x if self._still(keys) else take(x, self._index(keys, True), self._axis(x, axis, keys))
 
     def ready(self) -> None:
-        """Work out the places now: a graph of torch cannot."""
+        """Work out the places now: a graph of torch cannot.
+
+        >>> import frisket as fk
+        >>> fk.reorder("causal & dilated(1024, 4)", 16384, 16384).ready()  # before torch.compile(step)
+        """
         for keys in (False, True):
             self._index(keys, False)
 

@@ -32,6 +32,7 @@ class Report:
     >>> report = fk.compile("causal").check(*torch.randn(3, 1, 2, 64, 16))
     >>> report.good, report.out < 1e-5
     (True, True)
+    >>> report.require()  # raises MismatchError where it is not good
 
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
     differentiated, where gradients were asked for; they are sums over rows of any number, so their errors are parts

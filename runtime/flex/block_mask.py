@@ -48,6 +48,9 @@ class BlockMask(theirs.BlockMask):
     ▒▒
     >>> BlockMask.from_kv_blocks(block_mask.kv_num_blocks, block_mask.kv_indices).shape
     (1, 1, 512, 512)
+    >>> block_mask.check_lookups()  # IndexError where a visible position reads outside a table
+    >>> block_mask.lay_out() is block_mask  # its lists are made now, before torch.compile traces a step
+    True
 
     A subclass of torch's BlockMask: every attribute, shape and number is the same, but a mask made by
     `create_block_mask` holds an expression in place of lists. The lists are laid out from it when they are first read,

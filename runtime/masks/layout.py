@@ -71,6 +71,8 @@ class Layout(Tiling):
     ((1, 1, 1024, 1), (128, 128))
     >>> layout.to_block_mask().kv_num_blocks.shape, layout.to_fa4().forward.mask_block_cnt.shape
     (torch.Size([1, 1, 8]), torch.Size([1, 1, 8]))
+    >>> layout.reads_at_most(3)  # tiles of any row
+    True
     >>> figure, page = layout.plot(), layout.to_html()  # with a path, each writes a file
 
     Tiles are `block = (queries, keys)` tokens; the last of a row or column may be cut by the lengths, and what

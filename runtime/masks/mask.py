@@ -49,6 +49,10 @@ class Mask(BoundExpr):
     Mask('q >= k & abs(q - k) < w | k < 4', w=256)
     >>> m == mask(str(m), w=256), m.bind(w=64).params["w"], m.unbound
     (True, 64, ())
+    >>> m.at(q="q + 8")  # of a block of queries that begins at position 8
+    Mask('q + 8 >= k & abs(q + 8 - k) < w | k < 4', w=256)
+    >>> m.require_bound(), m.check_tables(512, 512)  # nothing is raised: every parameter has a value
+    (None, None)
 
     Masks, texts and functions are joined with `&`, `|`, `^` and `-`, and turned round with `~`. A mask is immutable; it
     compares by its expression and values, hashes and pickles. `where` of its questions is any of `batch`, `heads`,
@@ -210,6 +214,11 @@ class ScoreMod(BoundExpr):
     >>> s = score("score + bias[h, q - k] then softcap(c)", c=50.0)
     >>> s.unbound, dict(s.params)
     (('bias',), {'c': 50.0})
+    >>> s.at(q="q + 8").bind(c=30.0)
+    ScoreMod('c * tanh((score + bias[h, q + 8 - k]) / c)', c=30.0)
+    >>> s.require_bound()
+    Traceback (most recent call last):
+    frisket.dsl.errors.ParameterError: ...
 
     Score mods are composed, not added. A -inf branch hides: `where(q >= k, score, -inf)` is the mask `q >= k`.
     Immutable; it compares by its expression and values, hashes and pickles.

@@ -22,6 +22,10 @@ def init_cache(
 ) -> Any:  # fmt: skip
     """`cache = init_cache(2, 1024, 8, 128, dtype="int8")`: an empty cache of `capacity` tokens.
 
+    >>> cache = init_cache(2, 1024, 8, 128, dtype="int8")
+    >>> cache.k.shape, cache.k.dtype, cache.k_scale.shape
+    ((2, 1024, 8, 128), dtype('int8'), (2, 1024, 8))
+
     A `frisket.caches.jax.KVCache`; with int8 (or float8_e4m3fn, float8_e5m2) one float32 scale per (batch, position,
     head) vector is stored beside. With a mesh a `ShardedKVCache`: positions are split over its `axis`, and only the
     device that owns a position writes it; `batch_axis=("dp", "fsdp"), head_axis="tp"` split batch and heads besides."""
@@ -40,6 +44,11 @@ def concatenate_to_cache(
     cache: Cache, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> tuple[Cache, jax.Array]:
     """`cache, mask = concatenate_to_cache(cache, key, value, mask)`: new tokens at the running index of every sequence.
+
+    >>> tokens = jnp.ones((2, 3, 1, 4))
+    >>> cache, mask = concatenate_to_cache(init_cache(2, 8, 1, 4), tokens, tokens)
+    >>> cache.lengths.tolist(), mask[0, 0, 0].astype(int).tolist()
+    ([3, 3], [1, 1, 1, 0, 0, 0, 0, 0])
 
     key [batch, new, kv_heads, head_dim], value likewise. The cache that comes back is whole: `cache.k`, `cache.v`
     [batch, capacity, kv_heads, dim], their scales, and `cache.lengths`, the running index. The mask is bool [batch, 1,

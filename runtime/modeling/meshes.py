@@ -40,7 +40,12 @@ def create_mesh(
 
 
 def names_in_mesh(*names: str) -> bool:
-    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh."""
+    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh.
+
+    >>> with jax.set_mesh(create_mesh((1, -1), ("dp", "tp"))):
+    ...     names_in_mesh("dp", "tp"), names_in_mesh("sp")
+    (True, False)
+    """
     mesh = current_mesh()
     return mesh is not None and {*names} <= {*mesh.axis_names}
 
@@ -71,6 +76,10 @@ def _names(specs: Any) -> Iterable[str]:
 
 def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
     """How processes share a mesh: `mesh`, `mp_node_size` and `dp_node_size`, `mp_node_rank` and `dp_node_rank`.
+
+    >>> found = get_ranks_and_size(create_mesh((1, -1, 1, 1)))  # one process
+    >>> found["mp_node_size"], found["dp_node_size"], found["dp_node_rank"]
+    (1, 1, 0)
 
     A model split over "tp" and "sp" spans `mp_node_size` processes, 1 where one process has all of its devices;
     there are `dp_node_size` such groups. The ranks are this process's place inside its group, and its group's.

@@ -110,12 +110,21 @@ def repeat_kv_bnsh(x: Any, n_rep: int) -> Any:
     """[batch, kv heads, length, head_dim] with each head `n_rep` times in a row: [batch, heads, length, head_dim].
 
     frisket's own attention needs no such copy: query head h reads key head h // n_rep.
+
+    >>> import jax.numpy as jnp
+    >>> repeat_kv_bnsh(jnp.ones((1, 2, 8, 64)), 4).shape
+    (1, 8, 8, 64)
     """
     return _repeated(x, n_rep, 1)
 
 
 def repeat_kv_bsnh(x: Any, n_rep: int) -> Any:
-    """[batch, length, kv heads, head_dim] with each head `n_rep` times in a row: [batch, length, heads, head_dim]."""
+    """[batch, length, kv heads, head_dim] with each head `n_rep` times in a row: [batch, length, heads, head_dim].
+
+    >>> import jax.numpy as jnp
+    >>> repeat_kv_bsnh(jnp.ones((1, 8, 2, 64)), 4).shape
+    (1, 8, 8, 64)
+    """
     return _repeated(x, n_rep, 2)
 
 

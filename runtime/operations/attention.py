@@ -21,7 +21,24 @@ _spec: Any = PartitionSpec
 
 
 class AttentionImpl(BaseOperation, ABC):
-    """Attention under a name: `AttentionRegistry.create(name, metadata)`; subclasses write `forward_native`."""
+    """Attention under a name: `AttentionRegistry.create(name, metadata)`; subclasses write `forward_native`.
+
+    >>> from frisket.operations import AttentionMetadata, AttentionRegistry
+    >>> op = AttentionRegistry.create("frisket", AttentionMetadata(softmax_scale=0.125))
+    >>> q, k = jax.numpy.ones((1, 64, 4, 16)), jax.numpy.ones((1, 64, 2, 16))  # [batch, length, heads, head_dim]
+    >>> op(q, k, k).attention_outputs.shape
+    (1, 64, 4, 16)
+    >>> op.get_mode(q), op.get_mode(q[:, :1])
+    ('__train__', '__autoregressive__')
+    >>> op.repeat_kv_heads(k, k, 2)[0].shape
+    (1, 64, 4, 16)
+    >>> op.get_impl_name(), op.get_impl_metadata().softmax_scale, op.current_backend() == jax.default_backend()
+    (('frisket', 'blocksparse', 'sdpa', 'flash_attn2'), 0.125, True)
+    >>> op.create_stable_sharding(_spec("dp", "sp", "tp"), [0, 2])
+    P('dp', None, 'tp')
+    >>> op.placed(q, _spec("dp")) is q  # without a mesh
+    True
+    """
 
     metadata: AttentionMetadata
 

@@ -20,8 +20,13 @@ class BaseOperation(ABC):
     >>> class Double(BaseOperation):
     ...     def forward_native(self, x):
     ...         return x + x
-    >>> Double()(21)
-    42
+    >>> op = Double()
+    >>> op(21), op.forward_cpu(21), op.forward_tpu(21), op.forward_tt(21)
+    (42, 42, 42, 42)
+    >>> op.forward_gpu(21), op.forward_cuda(21), op.forward_rocm(21)
+    (42, 42, 42)
+    >>> op.get_impl_name(), op.get_impl_metadata(), op.current_backend() == jax.default_backend()
+    ('Double', None, True)
 
     `forward_native` is all that a subclass must write. It stands in for every `forward_...` that a subclass does not
     write, `forward_cuda` and `forward_rocm` by way of `forward_gpu`. The platform is `metadata.backend`, or where JAX
@@ -102,13 +107,20 @@ class OperationRegistry:
     ...         return 3 * x
     >>> OperationRegistry.create("thrice")(14)
     42
+    >>> OperationRegistry.get("triple") is Triple, OperationRegistry.list_implementations()[-2:]
+    (True, ['triple', 'thrice'])
     """
 
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}
 
     @classmethod
     def register(cls, operation: Made) -> Made:
-        """A class decorator: the class under all of its names. Raises `ParameterError` where one is taken."""
+        """A class decorator: the class under all of its names. Raises `ParameterError` where one is taken.
+
+        >>> OperationRegistry.register(int)
+        Traceback (most recent call last):
+        frisket.dsl.errors.ParameterError: <class 'int'> is no subclass of BaseOperation
+        """
         if not (isinstance(operation, type) and issubclass(operation, BaseOperation)):
             raise ParameterError(f"{operation!r} is no subclass of BaseOperation")
         names = operation.get_impl_name()
@@ -145,6 +157,8 @@ class AttentionRegistry(OperationRegistry):
 
     >>> AttentionRegistry.create("frisket")
     FrisketAttention()
+    >>> AttentionRegistry.get("frisket") in {AttentionRegistry.get(n) for n in AttentionRegistry.list_implementations()}
+    True
     """
 
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}

@@ -21,7 +21,11 @@ from .records import Codec, Record, dtype_from_json, dtype_to_json
 
 
 class Backend(StrEnum):
-    """The device that an operation runs on."""
+    """The device that an operation runs on.
+
+    >>> Backend("cuda") is Backend.CUDA, Backend.CPU == "cpu"
+    (True, True)
+    """
 
     TPU = "tpu"
     GPU = "gpu"
@@ -32,7 +36,11 @@ class Backend(StrEnum):
 
 
 class Platform(StrEnum):
-    """The language that kernels are written in: XLA's own operations, Triton, Pallas."""
+    """The language that kernels are written in: XLA's own operations, Triton, Pallas.
+
+    >>> Platform("triton") is Platform.TRITON, Platform.PALLAS == "pallas"
+    (True, True)
+    """
 
     JAX = "jax"
     TRITON = "triton"
@@ -67,6 +75,18 @@ class AttentionMetadata(Record):
 
     >>> AttentionMetadata(runtime_dtype="bfloat16").runtime_dtype
     dtype(bfloat16)
+    >>> made = AttentionMetadata(softmax_scale=0.1)
+    >>> again = AttentionMetadata.from_json(made.to_json())  # in another process too
+    >>> again.softmax_scale, AttentionMetadata.from_dict(made.to_dict()).softmax_scale
+    (0.1, 0.1)
+    >>> made.replace(dropout_prob=0.5).dropout_prob, made.dropout_prob
+    (0.5, 0.0)
+    >>> from types import SimpleNamespace
+    >>> AttentionMetadata.from_config(SimpleNamespace(attn_dtype="bfloat16"), softmax_scale=0.1).runtime_dtype
+    dtype(bfloat16)
+    >>> query, key, _, bias, _, out = made.get_shardings(n.MODE_TRAIN)
+    >>> query, key == out
+    (P(('fsdp', 'dp'), 'sp', 'tp', None), True)
 
     Fields that are not given are taken from `base_config`, any object with attributes of these names (`attn_dtype`
     and `attn_softmax_dtype` for the dtypes), where it has them; then they are:

@@ -27,6 +27,12 @@ class Plan:
     >>> plan = att.plan(64, 64, batch=1, heads=2)
     >>> att(q, k, v, plan=plan).shape
     torch.Size([1, 2, 64, 16])
+    >>> "sdpa: causal" in plan.engines(head_dim=16)
+    True
+    >>> plan.rows((16, 16)).count, plan.columns((16, 16)).count.shape  # runs of tiles in every row and column
+    (array([[1, 1, 1, 1]], dtype=int32), (1, 4))
+    >>> plan.work((16, 16)).layout.counts
+    Counts(empty=12, partial=8, full=12)
 
     Pass it to every layer: `att(q, k, v, plan=plan)`.
     """

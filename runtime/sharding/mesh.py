@@ -9,7 +9,13 @@ from jax._src.mesh import thread_resources  # JAX has no public word for the mes
 
 
 def current_mesh() -> Any:
-    """The mesh of `jax.set_mesh(mesh)` or `with mesh:`, inside of `jax.jit` too; None without one."""
+    """The mesh of `jax.set_mesh(mesh)` or `with mesh:`, inside of `jax.jit` too; None without one.
+
+    >>> mesh = jax.make_mesh((1, 1), ("dp", "tp"))
+    >>> with jax.set_mesh(mesh):
+    ...     current_mesh() == mesh
+    True
+    """
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         try:

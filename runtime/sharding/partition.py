@@ -52,6 +52,8 @@ class PartitionAxis:
     P(('fsdp', 'dp'), 'sp', 'tp')
     >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_DECODE)
     P(('fsdp', 'dp'), None, 'tp')
+    >>> PartitionAxis().resolve_axis([BATCH, HEAD], MODE_TRAIN)
+    [('fsdp', 'dp'), 'tp']
 
     Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes,
     and those after them follow from them where they are not given: batches over the data-parallel axes, lengths over
@@ -138,8 +140,13 @@ class PartitionManager:
     >>> import jax
     >>> from frisket.sharding import AttnQSharding
     >>> mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=2 * (jax.sharding.AxisType.Auto,))
-    >>> PartitionManager(PartitionAxis(), mesh).resolve(AttnQSharding, shape=(4, 64, 8, 32))
+    >>> manager, q = PartitionManager(PartitionAxis(), mesh), jax.numpy.ones((4, 64, 8, 32))
+    >>> manager.resolve(AttnQSharding, shape=q.shape)
     P('dp', None, 'tp', None)
+    >>> manager.shard(q, AttnQSharding).sharding.spec, manager.place(q, _spec("dp", "sp")).sharding.spec
+    (P('dp', None, 'tp', None), P('dp', None))
+    >>> manager.fit(_spec("dp", "sp"), q.shape, mesh)  # the mesh has no axis "sp"
+    P('dp', None)
 
     Without `mesh` it takes the current one: `jax.set_mesh(mesh)`, or `with mesh:`. `with manager:` makes it that of
     `current_partition_manager()`.
@@ -219,7 +226,12 @@ _tokens: ContextVar[tuple[Token[PartitionManager | None], ...]] = ContextVar("to
 
 
 def current_partition_manager() -> PartitionManager | None:
-    """The manager of the innermost `with manager:`."""
+    """The manager of the innermost `with manager:`.
+
+    >>> with PartitionManager() as manager:
+    ...     current_partition_manager() is manager
+    True
+    """
     return _current.get()
 
 
