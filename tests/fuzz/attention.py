@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ Tensor = Any
 CLOSE = 1e-8  # of float64 beside float64, a part of the largest entry
 SHAPE = 2, 3, 6, 9  # of what a score mod alone is asked about
 DIM = 8
+CROPS = 12  # inputs of one compiled mask
 
 
 def number_of(text: str) -> int:
@@ -79,7 +82,7 @@ def gradients(p: Problem) -> str:
     return str(m)
 
 
-def trained(seen: Tensor, mask: Any, text: str, number: int) -> None:
+def trained(seen: Tensor, mask: Any, text: str, number: int, **options: Any) -> None:
     *inputs, cotangent = arrays(tuple(seen.shape), number)
     learned = scores.parameters(text, number)
     leaves = [x.requires_grad_() for x in (*inputs, *learned.values())]
@@ -87,10 +90,96 @@ def trained(seen: Tensor, mask: Any, text: str, number: int) -> None:
     wanted = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
     if not all(x.isfinite().all() for x in wanted):
         return
-    att = fk.compile(mask, score=text, backend="library")
+    att = fk.compile(mask, score=text, backend="library", **options)
     ours, ours_lse = att(*inputs, return_lse=True, **learned)
     close("out", ours.detach(), out.detach())
     close("lse", ours_lse.detach(), lse)
     found = torch.autograd.grad(ours, leaves, cotangent, allow_unused=True, materialize_grads=True)
     for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
         close(name, a, b)
+
+
+def kernels(p: Problem) -> str:
+    """Kernels in float32, of torch and of JAX: whole problems and parts of them, other numbers each time.
+
+    A score mod does not jump here. Errors may be 1e-5, and 8 times what rounding the scores to float32 changes.
+    """
+    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
+    text = scores.make_score(number, smooth=True)
+    learned = {n: x.float() for n, x in scores.parameters(text, number).items()}
+    exact = {n: x.double() for n, x in learned.items()}
+    sizes, draw = tuple(p.seen.shape), random.Random(number)
+    attends = {name: fk.compile(m, score=text, backend=name) for name in ("library", "native", "xla", "cpp")}
+    for i in range(CROPS):
+        q0, k0 = (draw.randrange(n) if i else 0 for n in sizes[2:])
+        shape = (*sizes[:2], *(draw.randint(1, n - at) if i else n for n, at in zip(sizes[2:], (q0, k0), strict=True)))
+        origin = 0, 0, q0, k0
+        q, k, v, _ = (x.float() for x in arrays(shape, number + i))
+        seen = torch.from_numpy(p.seen[:, :, q0 : q0 + shape[2], k0 : k0 + shape[3]].copy())
+        given = seen, q.double(), k.double(), v.double()
+        out, lse = dense(*given, partial(scores.value, text, learned=exact, origin=origin))
+        off, lse_off = (
+            float(np.nanmax(np.abs(np.where(b.isfinite(), a - b, 0))))
+            for a, b in zip(dense(*given, partial(roughly, text, exact, origin)), (out, lse), strict=True)
+        )
+        where = {"origin": origin, "sizes": sizes}
+        for name, att in attends.items():
+            if name in ("xla", "cpp"):
+                if i > 1:  # JAX traces every shape again
+                    continue
+                ours, ours_lse = in_jax(att, (q, k, v), {**where, **{n: x.numpy() for n, x in learned.items()}})
+            else:
+                ours, ours_lse = att(q, k, v, return_lse=True, **where, **learned)
+            close(f"{name} out", ours, out, 1e-5 + 8 * off)
+            close(f"{name} lse", ours_lse, lse, 1e-5 + 8 * lse_off)
+    return str(m)
+
+
+def roughly(text: str, learned: dict[str, Tensor], origin: tuple[int, ...], score: Tensor) -> Tensor:
+    """A score mod between two roundings to float32."""
+    return scores.value(text, score.float().double(), learned, origin).float().double()
+
+
+def in_jax(att: Any, given: tuple[Tensor, ...], more: dict[str, Any]) -> tuple[Any, Any]:
+    """(out, lse) of arrays of torch that JAX attends to, in torch's order of axes."""
+    import jax.numpy as jnp
+
+    q, k, v = (jnp.asarray(x.transpose(1, 2).numpy()) for x in given)
+    out, lse = att(q, k, v, return_lse=True, **more)
+    return np.asarray(out).swapaxes(1, 2), np.asarray(lse)
+
+
+def dropout(p: Problem) -> str:
+    """Weights that survive are the same on every backend and in a part of the problem, and grow by the rate."""
+    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
+    batch, _, q_len, kv_len = sizes = tuple(p.seen.shape)
+    rate, seed = (0.1, 0.25, 0.5, 0.9)[number % 4], number >> 1
+    q, k, _, _ = arrays(sizes, number, torch.float32)
+    v = torch.eye(kv_len).expand(batch, k.shape[1], kv_len, kv_len).contiguous()  # outputs are weights
+    wanted = dense(torch.from_numpy(p.seen.copy()), q.double(), k.double(), v.double(), lambda x: x)[0].numpy()
+    kept = None
+    for name in ("library", "native", "xla", "cpp"):
+        att = fk.compile(m, dropout=rate, backend=name)
+        in_torch = name in ("library", "native")
+        ours = att(q, k, v, seed=seed).numpy() if in_torch else in_jax(att, (q, k, v), {"seed": seed})[0]
+        kept = ours != 0 if kept is None else kept
+        assert ((ours != 0) == kept).all(), f"{name}: drops others"
+        close(name, ours, np.where(kept, wanted / (1 - rate), 0), 1e-5 / (1 - rate))
+        if in_torch:
+            q0, k0 = q_len // 3, kv_len // 2
+            part = att(q[:, :, q0:], k[:, :, k0:], v[:, :, k0:], seed=seed, origin=(0, 0, q0, k0), sizes=sizes)
+            assert ((part.numpy() != 0) == (kept & (np.arange(kv_len) >= k0))[:, :, q0:]).all(), f"{name}, part: others"
+    assert not (kept & ~p.seen).any(), "a hidden position"
+    n = int(p.seen.sum())
+    off = abs(kept.sum() - n * (1 - rate))
+    assert off <= 6 * (n * rate * (1 - rate)) ** 0.5 + 3, f"share: {kept.sum()} of {n} at rate {rate}"
+    return str(m)
+
+
+def reorder(p: Problem) -> str:
+    """Tokens in another order: the same outputs and gradients."""
+    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
+    order = fk.reorder(m, *p.lengths, block=p.block, moving=0.0)
+    text = scores.make_score(number)
+    trained(torch.from_numpy(p.seen.copy()), m, text, number, reorder=order)
+    return str(m)

@@ -43,11 +43,11 @@ FUNCTIONS = {
 NAMES = {n: of_tensors(fn) for n, fn in FUNCTIONS.items()}
 
 
-def value(text: str, score: Tensor, learned: dict[str, Tensor]) -> Tensor:
-    """The score mod of float64 scores [batch, heads, q_len, kv_len], differentiable."""
+def value(text: str, score: Tensor, learned: dict[str, Tensor], origin: tuple[int, ...] = (0, 0, 0, 0)) -> Tensor:
+    """The score mod of float64 scores [batch, heads, q_len, kv_len] from `origin` on, differentiable."""
     shape = score.shape
     at = {
-        name: torch.arange(shape[i], dtype=torch.float64).reshape([-1 if i == j else 1 for j in range(4)])
+        name: origin[i] + torch.arange(shape[i], dtype=torch.float64).reshape([-1 if i == j else 1 for j in range(4)])
         for i, name in enumerate("bhqk")
     }
     tables = {n: Table(x) if x.ndim else x for n, x in learned.items()}

@@ -18,7 +18,7 @@ from outside.programs import EMPTY, FULL, PARTIAL, Array, check_layout, kinds_of
 import frisket as fk
 from frisket.runtime.masks.mask import program
 
-from .attention import gradients, score
+from .attention import dropout, gradients, kernels, reorder, score
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
 
@@ -144,6 +144,9 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "exports": exports,
     "score": score,
     "gradients": gradients,
+    "kernels": kernels,
+    "dropout": dropout,
+    "reorder": reorder,
 }
 
 

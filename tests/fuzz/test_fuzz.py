@@ -19,7 +19,7 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 SLICES = {
     "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
-    "gradients": 100,
+    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1,
 }  # fmt: skip
 
 
@@ -43,6 +43,12 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     (test,) = (x for name, x in names.items() if name.startswith("test_"))
     with pytest.raises(AssertionError):
         test()
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("canonical", "hostile", "score")])
+def test_what_a_program_shows_is_compared(target):
+    with pytest.raises(AssertionError):
+        TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
 
 
 def test_a_wrong_score_is_found_and_made_small(monkeypatch):
