@@ -19,7 +19,7 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
     """A program read at other positions: texts or numbers for some of b, h, q and k, and values of names in the texts.
     A name without a value there is that of the mask or the score mod."""
     texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
-    if not texts:
+    if coordinates and not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
     own, taken = {**program.scalars, **program.tables}, set(program.names)
     given = {n: as_value(n, x) for n, x in coordinates.items() if n not in texts}

@@ -173,7 +173,7 @@ class BoundExpr:
         for name in ir.COORDINATES:
             if name in coordinates:
                 moved[ir.var(name)] = position(name, coordinates[name], params)
-        if not moved:
+        if coordinates and not moved:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
         return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
 

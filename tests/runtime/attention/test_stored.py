@@ -455,6 +455,7 @@ def test_names_of_positions_are_kept_apart():
         att.at(q="q + 1", pos=ORDER)
     with pytest.raises(ParameterError, match=r"at\(\) takes coordinates"):
         att.at(pos=ORDER)
+    assert str(att.at().mask) == "doc[q] == doc[k]"  # the coordinates of an order that moves nothing
 
 
 def test_a_plan_is_for_its_positions():

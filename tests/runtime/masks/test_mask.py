@@ -90,7 +90,8 @@ def test_at():
     assert str(m.at(q="k", k="q")) == "k >= q & abs(k - q) < w"
     moved = mask("causal").at(q="q - off[doc[q]]", off=np.array([0, 2]), doc=doc)
     assert sorted(moved.params) == ["doc", "off"]
-    for bad in ({}, {"q": 1.5}, {"q": "q / 2"}):
+    assert m.at() == m
+    for bad in ({"w": 2}, {"q": 1.5}, {"q": "q / 2"}):
         with pytest.raises(ParameterError):
             m.at(**bad)
 
