@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import frisket as fk
 
-from . import campaign, hostile, scores, smaller, targets
+from . import campaign, corpus, hostile, scores, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -27,6 +28,24 @@ SLICES = {
 def test_a_slice(target, cases):
     failures = [failure for i in range(cases) if (failure := campaign.one(target, 100, i)[1])]
     assert not failures, "\n".join(f["test"] for f in failures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_hour_of_all_targets(target, tmp_path):
+    """Five minutes each, and the rest of the hundred cases."""
+    end, counts, shown = time.monotonic() + 300, campaign.Counts(), []
+    while time.monotonic() < end:
+        counts = campaign.run(target, 101, counts.cases + 100, tmp_path / "cases.jsonl", show=shown.append)
+    assert not counts.failed, "\n".join(shown)
+
+
+@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports", "reorder"])
+def test_the_corpus(target):
+    programs_of_it = corpus.read()
+    assert len(programs_of_it) > 40
+    for p in programs_of_it:
+        TARGETS[target](p)
 
 
 @pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports", "gradients"])
