@@ -24,20 +24,23 @@ Part = dict[str, Any]
 INTRO = """\
 # Performance
 
-Everything here but [predictions](#predicted-never-measured) was measured on {machine},
-by the programs in `benchmarks/`. This page is written from their results by `python docs/performance.py`.
+For readers who want to know where frisket is faster or slower than another library. After this page you can read each
+table and repeat it.
+
+Everything except [predictions](#predicted-never-measured) was measured on {machine},
+by the programs in `benchmarks/`. `python docs/performance.py` writes this page from their results.
 
 > **Never measured: GPUs and TPUs.** No GPU and no TPU has run any of this. The Triton and Pallas kernels are tested in
-> interpreters, compiled ahead of time, and counted tile by tile; how fast they are on a device is not known.
-> `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on yours, and say why where there is none.
+> interpreters, compiled ahead of time, and counted tile by tile. Their speed on a device is not known.
+> `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on your device.
 
-A ratio is *time of the first / time of the second*: `flex / native` is above 1 where our native kernel is faster. All
-contestants of a row run in one process on the same arrays, in an order that changes from round to round, after their
-results were compared; figures are medians over rounds, in brackets the 95 % interval of the median. `native` is the
-generated C++ kernel, `library` the same plan as calls of torch or JAX. The machine was shared while some of this was
-measured: ratios bear that, milliseconds less so.
+A ratio is *time of the first / time of the second*: `flex / native` is above 1 where frisket's native kernel is faster.
+All libraries of a row run in one process on the same arrays, in an order that changes from round to round. Their
+results are compared first. Figures are medians over rounds; brackets hold the 95 % interval of the median. `native` is
+the generated C++ kernel, `library` the same plan as calls of torch or JAX. Other work ran on the machine during some
+measurements: ratios stay comparable, milliseconds less so.
 
-`frisket bench` makes such a table of any mask on your machine, `--chart bench.png` a picture of it:
+`frisket bench` makes such a table for any mask on your machine; `--chart bench.png` draws it:
 
 ```console
 $ frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --framework torch --peers sdpa
@@ -50,9 +53,8 @@ causal & window(64), torch
 
 ## What is slower, and what misses its goal
 
-Every row of the results in which a peer is faster than frisket by more than the interval leaves open, and every
-figure that the design asked for and that was not reached. `library` is not what runs by itself where a C++ compiler is
-installed.
+Every row in which a peer is faster than frisket by more than the interval, and every goal of the design that was
+missed. Where a C++ compiler is installed, `native` runs unless you choose `library`.
 """
 
 
@@ -332,7 +334,7 @@ TOPICS = (
     Topic("cpu-torch", "Attention on the CPU, torch", "Batch 1, 8 heads of 64, 4,096 tokens, float32, two threads.",
           "python benchmarks/cpu.py", of_cpu),
     Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
-          "dense formula for the score mods it has no word for.", "python benchmarks/cpu_jax.py", of_jax),
+          "dense formula for the score mods that it does not have.", "python benchmarks/cpu_jax.py", of_jax),
     Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread. "
           "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
@@ -342,8 +344,8 @@ TOPICS = (
     Topic("decode-overhead", "What a step of decoding costs beside its kernel", "Append one token, plan, attend.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),
-    Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched into nothing: all that "
-          "is timed is Python. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
+    Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched without a device: only "
+          "Python is timed. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
           each(("host", "Microseconds of the processor", "us"))),
     Topic("graph-overhead", "What a call costs in a graph of torch.compile", "causal by native kernels, 4 heads of "
           "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as graphs "

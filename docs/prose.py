@@ -18,7 +18,7 @@ from typing import NamedTuple
 from frisket.runtime.cli.main import COMMANDS, parser
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = 48  # of a sentence, at most
+WORDS = 46  # of a sentence, at most
 MODULES = (
     "frisket",
     *(
@@ -50,6 +50,11 @@ BANNED = {  # a regular expression -> what to write instead
     r"which is right and slower": "still correct, but slower",
     r"(is|are) to be": "must be, or is",
     r"for ever": "forever, without end",
+    r"(is|are|was|were) worked out|worked out (by|from|in|before)": "computed",
+    r"launch(es|ed)? into nothing": "launched without a device",
+    r"(stand|stands|standing) together": "adjacent",
+    r"falls? apart": "what it becomes",
+    r"(said|refused) in words": "an error that gives the reason",
 }
 RULE = re.compile(
     "|".join(rf"(?P<r{i}>\b(?:{pattern})(?!\w))".replace(" ", r"\s+") for i, pattern in enumerate(BANNED)), re.I

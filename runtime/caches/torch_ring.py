@@ -40,7 +40,7 @@ class RingKVCache(TorchCache):
     frisket.dsl.errors.ParameterError: ...
 
     As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
-    back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is
+    back the mask sees is computed from its text, at positions up to 2**20: one that sees more than the ring holds is
     a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
     """
 

@@ -20,6 +20,11 @@ PROSE = script("prose")
         ("Changes are told.", "are told"),
         ("The doors of a module.", "doors"),
         ("The value of `x` is computed anew.", "anew"),
+        ("One value a key, worked out before the kernel.", "worked out before"),
+        ("Steps are\nlaunched into nothing.", "launched into nothing"),
+        ("Equal values stand together.", "stand together"),
+        ("Dilated masks fall apart.", "fall apart"),
+        ("Other sizes are refused in words.", "refused in words"),
     ],
 )
 def test_a_banned_form_is_found(sentence, words):
