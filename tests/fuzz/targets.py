@@ -19,6 +19,7 @@ import frisket as fk
 from frisket.runtime.masks.mask import program
 
 from .attention import dropout, gradients, kernels, reorder, score
+from .caches import caches
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
 
@@ -147,6 +148,7 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "kernels": kernels,
     "dropout": dropout,
     "reorder": reorder,
+    "caches": caches,
 }
 
 

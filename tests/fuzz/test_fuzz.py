@@ -10,7 +10,7 @@ import pytest
 
 import frisket as fk
 
-from . import campaign, corpus, hostile, scores, smaller, targets
+from . import caches, campaign, corpus, hostile, scores, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -20,7 +20,7 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 SLICES = {
     "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
-    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1,
+    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30,
 }  # fmt: skip
 
 
@@ -64,10 +64,16 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
         test()
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("canonical", "hostile", "score")])
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("canonical", "hostile", "score", "caches")])
 def test_what_a_program_shows_is_compared(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
+
+
+def test_what_a_cache_attends_to_is_compared(monkeypatch):
+    monkeypatch.setitem(caches.MASKS, "causal", lambda q, k: q > k)
+    with pytest.raises(AssertionError, match="append: off by"):
+        TARGETS["caches"]("causal; append:3,2")
 
 
 def test_a_wrong_score_is_found_and_made_small(monkeypatch):
