@@ -57,7 +57,55 @@ fails where a question is lost or the server grows ({machine(part)}, with other 
     }"""
 
 
-SECTIONS = {"explorer": explorer}
+def calls() -> str:
+    part = parts("memory")["calls"]
+    held = [
+        [name, *(f"{row['figures']['MiB'][x]:.0f}" for x in ("process", "tables"))]
+        for name, row in part["rows"].items()
+    ]
+    return f"""\
+{part["settings"]["calls"]:,} calls on torch tensors of a CPU, of masks that hardly ever come again: other texts,
+numbers, lengths up to 300, dtypes, tables, with and without gradients. The tables of remembered answers fill up to
+bounds of entries, of bytes for each, and of 256 MiB for all. `python benchmarks/memory.py calls` makes 100,000 calls
+unless told otherwise. It fails where the process grows by 32 MiB more than the tables after the first fifth
+({machine(part)}, with other work on it).
+
+{table(["", "process, MiB", "of them tables, MiB"], held)}"""
+
+
+def plans() -> str:
+    part = parts("memory")["plans"]
+    figures = {name: row["figures"] for name, row in part["rows"].items()}
+    lengths = list(next(iter(figures.values()))["MiB"])
+    rows = [
+        [f"`{n.replace('|', chr(92) + '|')}`", *(f"{f['MiB'][x]:.1f} MiB, {f['s'][x]:.3f} s" for x in lengths)]
+        for n, f in figures.items()
+    ]
+    return f"""\
+The most memory that a process takes for one plan of S tokens, beside what it had before, and the time of the plan.
+`python benchmarks/memory.py plans` repeats it ({machine(part)}, with other work on it).
+
+{table(["mask", *(f"{int(x):,} tokens" for x in lengths)], rows)}
+
+Past a budget of steps the analysis leaves tiles partial: the last plan of `strided` takes less memory than the one
+before."""
+
+
+def versions() -> str:
+    found = json.loads((PAGE.parents[1] / "tests" / "matrix.json").read_text(encoding="utf-8"))
+    shown = ("python", "numpy", "torch", "jax", "triton")
+    rows = []
+    for name, row in found.items():
+        outcome = row.get("why") or f"{row.get('passed', 0):,} passed, {row.get('failed', 0)} failed"
+        rows.append([name, *(row.get("versions", {}).get(x, "") for x in shown), outcome])
+    failed = "".join(f"\n- {name}: `{x}`" for name, row in found.items() for x in row.get("failures", []))
+    return f"""\
+A slice of the tests on a CPU, in environments made for it: `python tests/matrix.py`.
+
+{table(["environment", *shown, "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
+
+
+SECTIONS = {"explorer": explorer, "calls": calls, "plans": plans, "versions": versions}
 
 
 def page(text: str) -> str:

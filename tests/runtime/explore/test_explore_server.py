@@ -244,6 +244,7 @@ def test_newcomers_get_time_to_send_the_token(monkeypatch):
         for one in held:
             one.sendall(head(server, "Content-Length: 22") + b'{"page":"p","turn": 1}')
             assert one.recv(15) == b"HTTP/1.1 200 OK"
+        assert soon(lambda: all(place.until - place.active > server_module.TAKEN for place in server.open.values()))
         new = connected(server, 3)
         assert soon(lambda: sum(not place.known for place in server.open.values()) == 3)
         for one in new:

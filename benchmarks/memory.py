@@ -1,0 +1,143 @@
+"""Memory over many calls, and of plans of long sequences: `python benchmarks/memory.py [calls] [plans]`, on Linux.
+
+"calls" are calls on torch tensors that change from one to the next: the text of the mask and its numbers, lengths,
+batch, heads, dtype, tables, gradients. What the process holds is read after each tenth of them, beside what the tables
+of remembered answers hold (`frisket doctor --caches`). The program fails where memory grows after the first fifth by
+more than these tables do and 32 MiB. Calls of 16 bits have three lengths: torch's oneDNN keeps compiled
+products for each length, also without frisket. "plans" are the most memory that a process takes for one plan, less what
+it had before; each length has a process. Results go to benchmarks/results/memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401
+import torch
+from store import keep
+
+import frisket as fk
+from frisket.grammar.memo import tables
+
+MASKS = (
+    "causal", "causal & window({n})", "prefix({n}) | window(64)", "causal & doc[q] == doc[k]", "causal & k % {n} < 5",
+    "dilated({n}, 4) & causal", "q // {n} >= k // {n}", "param w: int\nmask = causal & q - k < w",
+)  # fmt: skip
+SCORES = (None, None, "softcap({n})", "alibi")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PLANNED = {"causal & window(4096)": None, "causal & doc[q] == doc[k]": "doc", "strided(977) & causal": None}
+TOKENS = (10_000, 100_000, 1_000_000, 10_000_000)
+SLACK = 32  # MiB
+
+
+def resident() -> float:
+    """MiB of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def remembered() -> float:
+    """MiB in the tables of remembered answers, by their own count."""
+    return sum(t.bytes for t in tables()) / 2**20
+
+
+def call(draw: random.Random) -> None:
+    """One call, of a mask that hardly ever comes again; a few kinds by native kernels, each of which is compiled."""
+    n, length, batch, heads = (
+        draw.randrange(6, 500),
+        draw.randrange(1, 300),
+        draw.choice((1, 1, 2)),
+        draw.choice((1, 2)),
+    )
+    text, score = draw.choice(MASKS).format(n=n), draw.choice(SCORES)
+    dtype, train = draw.choice(DTYPES), draw.random() < 0.2
+    native = text.startswith("causal & q" if train else "causal") and score is None and dtype is torch.float32
+    length = length if dtype in DTYPES[:2] else draw.choice((17, 64, 200))  # oneDNN keeps kernels for every length
+    att = fk.compile(text, None if score is None else score.format(n=n), backend=None if native else "aten")
+    q, k, v = (torch.randn(batch, heads, length, 16, dtype=dtype, requires_grad=train) for _ in range(3))
+    given: dict[str, Any] = {"doc": torch.arange(length) // 50} if "doc" in text else {}
+    given |= {"w": n} if "param w" in text else {}
+    out = att(q, k, v, **given)
+    if out.requires_grad:
+        out.float().sum().backward()
+
+
+def many(count: int, seed: int = 0, marks: int = 10) -> Iterator[tuple[int, float, float]]:
+    """(calls so far, MiB of the process, MiB of the tables) after each of equal parts of the calls."""
+    draw = random.Random(seed)
+    for i in range(1, count + 1):
+        call(draw)
+        if i % (count // marks) == 0:
+            gc.collect()
+            yield i, resident(), remembered()
+
+
+def grown(found: list[tuple[int, float, float]]) -> float:
+    """MiB that memory grew after the first fifth, beyond what the tables grew."""
+    (_, before, held), (_, after, holds) = found[len(found) // 5 - 1], found[-1]
+    return after - before - max(0.0, holds - held)
+
+
+def calls(count: int) -> None:
+    start, found = time.monotonic(), []
+    for mark in many(count):
+        found.append(mark)
+        print(*mark, round(time.monotonic() - start), flush=True)
+    rows = {f"{n} calls": {"figures": {"MiB": {"process": a, "tables": b}}} for n, a, b in found}
+    keep("memory", "calls", rows, {"calls": count, "seconds": round(time.monotonic() - start), "rounds": 1})
+    if grown(found) > SLACK:
+        raise SystemExit(f"memory grew by {grown(found):.0f} MiB")
+
+
+def peak(text: str, length: int) -> dict[str, float]:
+    """In this process: MiB and seconds of one plan."""
+    given = {"doc": torch.arange(length) // 4096} if PLANNED[text] else {}
+    att = fk.compile(text)
+    att.plan(1024, 1024, 1, 1, **({"doc": torch.zeros(1024, dtype=torch.int64)} if given else {}))  # imports
+    Path("/proc/self/clear_refs").write_text("5")  # the most from here on
+    before, start = resident(), time.monotonic()
+    plan = att.plan(length, length, 1, 1, **given)
+    spent = time.monotonic() - start
+    most = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+    assert plan is not None
+    return {"MiB": max(0.0, most - before), "s": spent}
+
+
+def plans() -> None:
+    rows: dict[str, Any] = {}
+    for text in PLANNED:
+        made = {}
+        for length in TOKENS:
+            command = [sys.executable, __file__, "--one", text, str(length)]
+            made[length] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            print(text, length, made[length], flush=True)
+        rows[text] = {"figures": {unit: {str(n): found[unit] for n, found in made.items()} for unit in ("MiB", "s")}}
+    keep("memory", "plans", rows, {"tile": 128, "rounds": 1})
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("parts", nargs="*", choices=["calls", "plans", []], help="both, unless named")
+    options.add_argument("--count", type=int, default=100_000, help="of calls")
+    options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.one:
+        print(json.dumps(peak(given.one[0], int(given.one[1]))))
+        return
+    if not given.parts or "plans" in given.parts:
+        plans()
+    if not given.parts or "calls" in given.parts:
+        calls(given.count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The oldest and the newest versions that frisket's extras allow: `python tests/matrix.py [NAME ...] [--list]`.
+
+Each environment is made in a temporary folder, with packages from PyPI, runs a slice of the tests on the CPU, and is
+deleted. Outcomes go to tests/matrix.json, which `python docs/endurance.py` writes on docs/reliability.md. Pythons are
+found on the PATH, or with pyenv. `--python FOLDER/bin/python` runs the slice in an environment that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tests" / "matrix.json"
+TOOLS = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "absl-py", "cloudpickle>=3", "flatbuffers"]
+OLDEST = ["lark==1.2.1", "rich==13.0.0", "platformdirs==4.0.0", "shtab==1.13.0"]
+NEWEST = ["lark", "rich", "platformdirs", "shtab", "numpy", "torch", "jax", "triton"]
+ENVIRONMENTS = {  # name: the Python, and what is installed; JAX 0.10.0 asks for numpy 2
+    "3.11, oldest, no framework": ("3.11", [*OLDEST, "numpy==1.26.0"]),
+    "3.11, oldest": ("3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
+    "3.11, newest": ("3.11", NEWEST),
+    "3.12, newest": ("3.12", NEWEST),
+    "3.13, newest": ("3.13", NEWEST),
+}
+LANGUAGE = [
+    "tests/dsl/test_language.py", "tests/dsl/test_bad_text.py", "tests/dsl/test_library.py",
+    "tests/lowering/test_dense.py", "tests/lowering/analysis/test_layout_exact.py", "tests/runtime/explore",
+]  # fmt: skip
+FRAMEWORKS = [
+    "tests/runtime/attention/test_attention.py", "tests/runtime/attention/test_both_worlds.py",
+    "tests/runtime/attention/test_decode_steps.py", "tests/runtime/torch/test_autograd_torch.py",
+    "tests/runtime/torch/test_torch_compile.py", "tests/runtime/jax/test_jax_transforms.py",
+    "tests/runtime/jax/test_jax_learned.py", "tests/runtime/backends/test_native_torch.py",
+    "tests/runtime/backends/test_native_jax.py", "tests/runtime/flex/test_flex_attention.py",
+    "tests/runtime/caches/test_caches_torch.py", "tests/runtime/caches/test_caches_jax.py",
+    "tests/lowering/kernels/triton/test_triton_interpret.py",
+]  # fmt: skip
+SHOWN = ("numpy", "torch", "jax", "triton", "lark", "rich", "platformdirs", "shtab")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version; None where there is none."""
+    pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    return shutil.which(f"python{version}") or (str(pyenv[-1]) if pyenv else None)
+
+
+def run(name: str, python: str, files: list[str]) -> dict[str, object]:
+    """The slice in an environment: versions, counts of outcomes, the names of what failed."""
+    wanted = (
+        f"import importlib.metadata as m, json, platform; v = {{}}\nfor n in {SHOWN!r}:\n try: v[n] = m.version(n)\n"
+    )
+    wanted += " except m.PackageNotFoundError: pass\nprint(json.dumps({'python': platform.python_version(), **v}))"
+    versions = json.loads(subprocess.run([python, "-c", wanted], capture_output=True, text=True, check=True).stdout)
+    start = time.monotonic()
+    path = os.pathsep.join(
+        [str(ROOT / "benchmarks" / "uninstalled"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files], cwd=ROOT, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+    )  # fmt: skip
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout)}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode not in (0, 1) or not counts:
+        failed.append((done.stdout + done.stderr)[-400:])
+    print(name, versions, counts, *failed[:20], sep="\n  ", flush=True)
+    return {"versions": versions, **counts, "failures": failed, "seconds": round(time.monotonic() - start)}
+
+
+def made(name: str) -> dict[str, object]:
+    """An environment made, tried and deleted; why not, where it cannot be made."""
+    version, packages = ENVIRONMENTS[name]
+    python = interpreter(version)
+    if python is None:
+        return {"why": f"no Python {version} here"}
+    with tempfile.TemporaryDirectory(prefix="frisket-matrix-") as folder:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        inside = f"{folder}/bin/python"
+        done = subprocess.run([inside, "-m", "pip", "install", "-q", *packages, *TOOLS], capture_output=True, text=True)
+        if done.returncode:
+            return {"why": done.stderr.strip()[-400:]}
+        return run(name, inside, LANGUAGE if "no framework" in name else [*LANGUAGE, *FRAMEWORKS])
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("names", nargs="*", metavar="NAME", help="environments; all of them unless named")
+    options.add_argument("--list", action="store_true", help="print the environments")
+    options.add_argument("--python", help="of an environment that is there, for the one NAME")
+    given = options.parse_args()
+    if given.list:
+        raise SystemExit("\n".join(f"{n}: {' '.join(p)}" for n, (_, p) in ENVIRONMENTS.items()))
+    for name in given.names or ENVIRONMENTS:
+        there = run(name, given.python, [*LANGUAGE, *FRAMEWORKS]) if given.python else made(name)
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known[name] = {"date": str(datetime.date.today()), **there}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
