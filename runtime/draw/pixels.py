@@ -1,4 +1,4 @@
-"""The pixels of a layout: a colour for every tile, every few tiles, or every token.
+"""The pixels of a layout: a colour for every tile, every few tiles, every token, or every few tokens.
 
 >>> from frisket.runtime.draw.palette import LIGHT
 >>> from frisket.runtime.masks.mask import mask
@@ -36,7 +36,7 @@ LOOKED_AT = 32  # slices compared, token by token, to find different ones
 @dataclass(frozen=True)
 class Panel:
     """One picture: uint8 [rows, columns, 3], a colour for every cell of `step = (q, k)` tokens. `tiles` is the
-    size of a cell in tiles, (0, 0) where cells are tokens; `slices` are the (b, h) that look like this."""
+    size of a cell in tiles, (0, 0) where cells are parts of a tile; `slices` are the (b, h) that look like this."""
 
     colours: Array
     step: tuple[int, int]
@@ -45,9 +45,10 @@ class Panel:
 
 
 def panels(
-    layout: Tiling, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: bool, cells: int, most: int
+    layout: Tiling, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: int, cells: int, most: int
 ) -> list[Panel]:
-    """The different pictures among these batch entries and heads, at most so many."""
+    """The different pictures among these batch entries and heads, at most so many. `fine` is the side of a cell in
+    tokens, 0 for cells of whole tiles."""
     named = uses(layout.written)
     by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
     found: dict[Any, Panel] = {}
@@ -58,10 +59,10 @@ def panels(
             if place not in looked:
                 if fine and len(looked) == LOOKED_AT:
                     continue
-                looked[place] = seen(layout, b, h).tobytes() if fine else int(layout.spans.slice_of[b, h])
+                looked[place] = seen(layout, b, h, fine).tobytes() if fine else int(layout.spans.slice_of[b, h])
             look = looked[place]
             if look not in found and len(found) < most:
-                found[look] = of_tokens(layout, palette, b, h) if fine else of_tiles(layout, palette, b, h, cells)
+                found[look] = of_tokens(layout, palette, b, h, fine) if fine else of_tiles(layout, palette, b, h, cells)
             if look in found:
                 found[look].slices.append((b, h))
     return list(found.values())
@@ -79,24 +80,34 @@ def of_tiles(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, cells: in
     return Panel(colours, (bq * nq, bk * nk), grid.step)
 
 
-def of_tokens(layout: Tiling, palette: Palette, b: int = 0, h: int = 0) -> Panel:
-    """One batch entry and head with every position of its partial tiles."""
-    bq, bk = layout.block
+def of_tokens(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, step: int = 1) -> Panel:
+    """One batch entry and head with the inside of its partial tiles: a cell of `step` x `step` tokens is from `tint` to
+    `partial` by the share of its pairs that is visible. `step` divides both sides of a tile."""
+    bq, bk = layout.block[0] // step, layout.block[1] // step
     tiles = of_layout(layout, b, h, max(layout.rows, layout.columns))
     kind = np.where(tiles.full, FULL, np.where(tiles.partial, PARTIAL, 0))
-    kind = kind[np.arange(layout.q_len)[:, None] // bq, np.arange(layout.kv_len) // bk]
+    share = seen(layout, b, h, step)
+    kind = kind[np.arange(share.shape[0])[:, None] // bq, np.arange(share.shape[1]) // bk]
     colours = np.stack([rgb(palette.empty), rgb(palette.tint), rgb(palette.full)]).astype(np.uint8)[kind]
-    colours[(kind == PARTIAL) & seen(layout, b, h)] = rgb(palette.partial)
-    return Panel(colours, (1, 1), (0, 0))
+    inside, part = kind == PARTIAL, share[..., None]
+    colours[inside] = np.rint(rgb(palette.tint) * (1 - part) + rgb(palette.partial) * part).astype(np.uint8)[inside]
+    return Panel(colours, (step, step), (0, 0))
 
 
-def seen(layout: Tiling, b: int, h: int) -> NDArray[np.bool_]:
-    """The mask at every position of one slice, bool [q_len, kv_len]."""
-    b0, h0, q0, k0 = layout.origin
-    shape = (1, 1, layout.q_len, layout.kv_len)
-    env = coordinates(*shape, origin=(b0 + b, h0 + h, start(q0, b), start(k0, b)), sizes=layout.sizes)
+def seen(layout: Tiling, b: int, h: int, step: int = 1) -> NDArray[np.float32]:
+    """The share of the pairs of every `step` x `step` tokens of one slice that is visible."""
+    (b0, h0, q0, k0), (n, m) = layout.origin, (layout.q_len, layout.kv_len)
     tables = {name: table.array for name, table in layout.tables.items()}
-    return np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
+    places, bands = np.arange(0, m, step), []
+    for q in range(0, n, step):  # a band of cells at a time: no matrix of all positions
+        shape = (1, 1, min(step, n - q), m) if step > 1 else (1, 1, n, m)
+        env = coordinates(*shape, origin=(b0 + b, h0 + h, start(q0, b) + q, start(k0, b)), sizes=layout.sizes)
+        found = np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
+        if step == 1:
+            return found.astype(np.float32)
+        sums = np.add.reduceat(found.sum(0), places)
+        bands.append(sums / (shape[2] * np.minimum(step, m - places)))
+    return np.stack(bands).astype(np.float32)
 
 
 def start(origin: Any, b: int) -> int:

@@ -1,14 +1,16 @@
-"""A layout as a picture, PNG or SVG: which tiles are full, partial or empty; small masks down to their tokens.
+"""A layout as a picture, PNG or SVG: which tiles are full, partial or empty, and the inside of partial ones.
 
     layout.plot("mask.png")                      # or .svg; without a path, the matplotlib figure
     layout.plot("gallery.svg", compact=True)     # tiles and tokens alone: for many pictures on a page
 
-Drawn from the runs: work and memory follow them and the picture, never the tiles or tokens.
+Up to 4096 x 4096 positions the inside of partial tiles is looked up. Larger masks are drawn from the runs: work and
+memory follow them and the picture, never the tiles or tokens.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from frisket.dsl.ir import uses
 from frisket.runtime.machine.extras import extras
 
 from .palette import DARK, LIGHT, Palette
-from .pixels import Panel, panels, start
+from .pixels import LOOKED_AT, Panel, panels, start
 from .save import save
 from .terminal import tokens as position
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .figure import Figure
 
 TOKENS = 512 * 512  # positions of one picture that shows tokens
+INSIDE = 4096 * 4096  # positions that are looked at to show the inside of partial tiles
 PANELS = 6  # slices drawn side by side
 LINES = 64  # tiles along an axis between which lines are drawn
 TICKS = 8
@@ -56,7 +59,8 @@ def plot(
     """The matplotlib figure of a layout, written to `path` (`.png` or `.svg`) if there is one.
 
     `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to
-    six. `tokens` draws positions instead of tiles: the default where there are few. `size` is the longer side of one
+    six. Up to 4096 x 4096 positions partial tiles show their inside; `tokens=True` asks for every position by itself,
+    `tokens=False` for whole tiles. `size` is the longer side of one
     picture in inches; without it several are drawn smaller than one. Equal layouts give equal bytes. Raises
     `ParameterError` for other suffixes, places that cannot be written and options that do not fit,
     `MissingPackageError` without matplotlib.
@@ -69,8 +73,8 @@ def plot(
     style = Style(DARK if dark else LIGHT, compact, int((size or usual) * dpi), dpi, title)
     if style.pixels < 16:
         raise ParameterError(f"size={size}, dpi={dpi} leaves {style.pixels} pixels: a picture needs 16")
-    fine = _fine(layout, style, tokens)
     batches, heads = _chosen("b", b, layout.batch), _chosen("h", h, layout.heads)
+    fine = _fine(layout, style, tokens, len(batches) * len(heads))
     drawn = panels(layout, style.palette, batches, heads, fine=fine, cells=style.pixels, most=PANELS)
     with extras():
         import matplotlib as mpl
@@ -106,8 +110,8 @@ def _chosen(name: str, at: int | None, n: int) -> Sequence[int]:
     return range(n) if at is None else [at]
 
 
-def _fine(layout: Tiling, style: Style, tokens: bool | None) -> bool:
-    """Whether to draw tokens."""
+def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int:
+    """The side of a cell in tokens: 1 where every token has one, 0 where cells are whole tiles."""
     positions, longest = layout.q_len * layout.kv_len, max(layout.q_len, layout.kv_len)
     fits = positions <= TOKENS and longest <= style.pixels
     if tokens and not fits:
@@ -116,7 +120,14 @@ def _fine(layout: Tiling, style: Style, tokens: bool | None) -> bool:
             f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
             "see `to_html`"
         )
-    return fits if tokens is None else tokens
+    if tokens is not None or fits:
+        return int(tokens is not False)
+    looked = slices if uses(layout.written) & {"b", "h"} else 1
+    if positions * min(looked, LOOKED_AT) > INSIDE:
+        return 0
+    side = math.gcd(*layout.block)
+    steps = (n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels)
+    return next(steps, 0)
 
 
 # -- how it is placed, in pixels from the upper left corner --------------------------------------------
@@ -228,7 +239,7 @@ def _legend(figure: Figure, style: Style, panel: Panel, at: tuple[int, int]) -> 
 def _label(panel: Panel, layout: Tiling) -> str:
     (b, h), *others = panel.slices
     parts = [f"batch {b}"] * (layout.batch > 1) + [f"head {h}"] * (layout.heads > 1)
-    more = f" ({len(others):,} more {'is' if len(others) == 1 else 'are'} the same)" if others else ""
+    more = f" ({len(others):,} more {'looks' if len(others) == 1 else 'look'} the same)" if others else ""
     return ", ".join(parts) + more
 
 
@@ -243,6 +254,8 @@ def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixel
         above[-1] += f", batch {layout.batch:,}, {layout.heads:,} {'head' if layout.heads == 1 else 'heads'}"
     said = [f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty tiles; {100 * layout.density:.3g} % are read"]
     nq, nk = panels[0].tiles
+    if (step := panels[0].step[0]) > 1 and nq == 0:
+        said.append(f"One dot shows {step} × {step} tokens; in partial tiles, deeper where more are visible.")
     if (nq, nk) not in ((0, 0), (1, 1)):
         said.append(
             f"One cell shows {nq} × {nk} tiles: full or empty where all of them are, else partial, "

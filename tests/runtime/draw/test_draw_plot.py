@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.runtime.cli.main import main
 from frisket.runtime.draw.palette import DARK, LIGHT
-from frisket.runtime.draw.pixels import of_tiles, png, rgb
+from frisket.runtime.draw.pixels import of_tiles, panels, png, rgb
 from frisket.runtime.draw.plot import PANELS
 
 WINDOW = fk.mask("causal & window(w)", w=256)
@@ -69,6 +69,27 @@ def test_small_masks_show_their_tokens(tmp_path):
     assert (box.width, box.height) == pytest.approx((90 * 7, 100 * 7))  # a token is 7 pixels, in whole ones
 
 
+@pytest.mark.parametrize("origin", [0, 5])
+def test_partial_tiles_show_their_inside(origin):
+    """A cell of several tokens is the deeper, the more of its pairs are visible; the last ones are cut."""
+    layout = fk.mask("causal & (window(70) | sinks(3))").layout(1000, 900, block=(64, 96), origin=(0, 0, origin, 0))
+    (panel,) = panels(layout, LIGHT, [0], [0], fine=4, cells=512, most=1)
+    assert (panel.step, panel.tiles, panel.colours.shape) == ((4, 4), (0, 0), (250, 225, 3))
+    dense = fk.mask(f"q + {origin} >= k & (abs(q + {origin} - k) < 70 | k < 3)").dense(1000, 900)[0, 0]
+    kinds = layout.kinds()[0, 0].repeat(16, 0).repeat(24, 1)[:250, :225]
+    share = dense.reshape(250, 4, 225, 4).mean((1, 3))[..., None]
+    want = np.array([rgb(LIGHT.empty), rgb(LIGHT.tint), rgb(LIGHT.full)])[kinds]
+    want = np.where(kinds[..., None] == 1, rgb(LIGHT.tint) * (1 - share) + rgb(LIGHT.partial) * share, want)
+    assert np.abs(panel.colours - want).max() <= 0.51
+    assert len({*np.unique(share)}) > 4
+
+
+def test_long_masks_are_drawn_by_tile():
+    assert "One dot" in words(fk.mask("causal").layout(4096, 4096).plot())
+    assert "partial: visible" not in words(fk.mask("causal").layout(4096, 8192).plot())
+    assert "partial: visible" not in words(fk.mask("causal & window(64 << h)").layout(4096, 4096, heads=2).plot())
+
+
 def words(figure):
     return "\n".join(text.get_text() for text in figure.texts)
 
@@ -79,10 +100,13 @@ def test_what_is_said(tmp_path):
         [
             "q >= k & abs(q - k) < w",
             "1,024 × 1,024 tokens in tiles of 128 × 128",
-            "full",
-            "partial",
-            "empty",
+            "full tile",
+            "partial: visible",
+            "hidden",
+            "empty tile",
             "7 full, 14 partial, 43 empty tiles; 32.8 % are read",
+            "One dot shows 2 × 2 tokens; in partial tiles, deeper where more are",
+            "visible.",
         ]
     )
     (axes,) = figure.axes
@@ -131,7 +155,9 @@ def test_cells_of_several_tiles():
 def test_different_slices_side_by_side():
     layout = fk.mask("causal & window(40 * (h + 1))").layout(300, 300, batch=2, heads=3, block=(32, 32))
     figure = layout.plot()
-    assert [axes.get_title() for axes in figure.axes] == [f"batch 0, head {h} (1 more is the same)" for h in range(3)]
+    assert [axes.get_title() for axes in figure.axes] == [
+        f"batch 0, head {h} (1 more looks the same)" for h in range(3)
+    ]
     assert "Drawn" not in words(figure)
     assert len(layout.plot(h=1).axes) == 1
 
