@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
-from frisket.dsl.ir import TRUE, Expr
+from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, substitute, walk
+from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.analysis.decode import DecodeSpans, decode_spans
 from frisket.lowering.analysis.facts import sees_itself
@@ -239,10 +240,33 @@ def fixed_of(program: CallProgram) -> Fixed:
     program.require_bound()
     arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
-    seen, mod = (None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score))
+    parts = [None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score)]
+    seen, mod = _with_numbers(parts, program.scalars)
     seen, mod, laid, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
     return Fixed(program, (seen, mod), laid, rules, sane, program.scalars, arrays, tables, str(program))
+
+
+PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots
+LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 and 1 are parts of a text
+
+
+def _with_numbers(parts: Sequence[Expr | None], scalars: Mapping[str, Any]) -> list[Expr | None]:
+    """Mask and score mod with literals for Int parameters that literals would be lifted for: `window(w)` becomes the
+    kernel of `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
+    nodes = list(walk(*[e for e in parts if e is not None]))
+    spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
+    kept: set[str] = set()
+    for e in nodes:
+        below = frozenset[str]().union(*(spans[a] for a in e.args if a.type is INT))
+        if e.op not in PLAIN:
+            kept |= below
+        spans[e] = below | {e.name} if e.op == "param" and e.type is INT else below
+    known = {
+        e: lit(int(scalars[e.name])) for e in nodes
+        if e.op == "param" and e.type is INT and e.name not in kept and scalars[e.name] >= LEAST
+    }  # fmt: skip
+    return [None if e is None else substitute(e, known) for e in parts] if known else list(parts)
 
 
 @memo(group="plans")  # other values of the parameters are other programs

@@ -239,3 +239,46 @@ def test_a_shape_of_text_is_one_kernel(monkeypatch, nothing_set):
                 out.sum().backward()
                 att.check(q, k, v, **given)
     assert len(texts) == 2
+
+
+@pytest.fixture
+def texts(monkeypatch, nothing_set):
+    """The sources of the kernels that calls ask for."""
+    found = set()
+    monkeypatch.setattr(native_torch, "library", lambda text: found.add(text) or native_build.library(text))
+    native_torch._kernel.memo.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mask", "literal"), [("causal & window(n)", "causal & window(300)"), ("prefix_lm(n)", "prefix_lm(300)")]
+)
+def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
+    """Right with each value, forward and backward; values that a plan does not lift share one kernel of any value."""
+    q, k, v = torch.randn(3, 1, 2, 200, 16)
+    named = fk.compile(f"param n: int\nmask = {mask}", engines=False)
+    fk.compile(literal, engines=False).check(q, k, v)
+    for n in (300, 41, 3, 1 << 20):
+        named.check(q, k, v, n=n)
+    assert len(texts) == 2
+    for n in (2, 1, 0, -1, -70):
+        named.check(q, k, v, n=n)
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("mask", ["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"])
+def test_numbers_that_decide_more_than_a_comparison_stay_parameters(mask, texts):
+    """No value makes another kernel."""
+    q, k, v = torch.randn(3, 1, 2, 60, 16)
+    att = fk.compile(f"param n: int\nmask = {mask}", engines=False)
+    for n in (3, 4, 5, 8):
+        att.check(q, k, v, n=n)
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_literals_of_any_size_are_right_in_one_kernel(dtype, texts):
+    q, k, v = torch.randn(3, 1, 2, 70, 16).to(dtype)
+    for number in ("50.0", "0.3", "-7.3", "1234.9", "0.1000000001"):
+        fk.compile("causal", f"score + {number} * tanh(score)", engines=False).check(q, k, v)
+    assert len(texts) == 2
