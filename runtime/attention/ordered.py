@@ -111,11 +111,12 @@ class OrderedAttention(Attention):
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att = self._at(q.shape[axis], k.shape[axis], _device(q), params)
         options = self._beside(options)
-        k, v = (order.apply(x, axis, keys=True) for x in (k, v))
-        found = att(order.apply(q, axis), k, v, **options)
+        move = order.moved_for_call
+        k, v = (move(x, axis, keys=True) for x in (k, v))
+        found = att(move(q, axis), k, v, **options)
         if not isinstance(found, tuple):
-            return order.undo(found, axis)
-        return order.undo(found[0], axis), *(order.undo(x, 2) for x in found[1:])
+            return move(found, axis, back=True)
+        return move(found[0], axis, back=True), *(move(x, 2, back=True) for x in found[1:])
 
     def _beside(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the attention in order takes: what its order was found by, it holds."""

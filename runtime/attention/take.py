@@ -9,15 +9,18 @@ from numpy.typing import NDArray
 
 from frisket.runtime.calls.arrays import framework_of
 
+Index = NDArray[np.int64]
 
-def take(x: Any, index: NDArray[np.int64], axis: int) -> Any:
-    """`x` at `index` along an axis; gradients flow through."""
+
+def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
+    """`x` at `index` along an axis; gradients flow through, by `inverse` where `index` has one. `scratch`: no user sees
+    the array."""
     if framework_of(x) == "torch":
-        import torch
+        from frisket.runtime.torch.take import take as take_of_torch
 
-        return x.index_select(axis, torch.as_tensor(index, device=x.device))
+        return take_of_torch(x, index, axis, inverse, scratch)
     if framework_of(x) == "jax":
         from frisket.runtime.jax.take import take as take_of_jax
 
-        return take_of_jax(x, index, axis)
+        return take_of_jax(x, index, axis, inverse)
     return np.take(x, index, axis=axis)

@@ -12,6 +12,7 @@ from torch import Tensor
 from frisket.lowering.kernels.cpp.call import OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.runtime.machine.cpp_threads import Threads, of_torch
+from frisket.runtime.machine.pages import LARGE, huge
 
 from .torch import out_of_memory, prepared
 
@@ -38,6 +39,8 @@ def repeat(
         if not q_step == k_step == v_step == 1:
             return None
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
+        if out.nbytes >= LARGE:
+            huge(out)
         lse = q.new_empty(size[:3], dtype=made.real) if saving else None
         norm = None if lse is None else lse.new_empty((*size[:3], 2))
         to_lse, to_norm = (0, 0) if lse is None or norm is None else (lse.data_ptr(), norm.data_ptr())

@@ -22,6 +22,7 @@ from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.machine.cpp_build import library
 from frisket.runtime.machine.cpp_threads import of_torch
+from frisket.runtime.machine.pages import LARGE, huge
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
@@ -45,6 +46,8 @@ def forward(
     copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
+    if out.nbytes >= LARGE:
+        huge(out)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
     rows = torch.empty((*lse.shape, 2), dtype=made.real) if norm else None
@@ -81,6 +84,9 @@ def backward(
     copies: list[Tensor] = []
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
+    for x in found.values():
+        if x.nbytes >= LARGE:
+            huge(x)
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))

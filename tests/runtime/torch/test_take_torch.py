@@ -1,0 +1,90 @@
+"""Rows of tensors in another order, beside torch's own index_select, and their gradients without sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.dsl.errors import BackwardError
+from frisket.runtime.machine.pages import HUGE, LARGE
+from frisket.runtime.torch.take import APART, take
+
+LENGTHS = 96, 12288  # few rows at once, and so many that heads are copied apart, in huge pages
+MASK = "causal & k % 4 == 0"
+
+
+def drawn(length, axis=2, dtype=torch.float32):
+    x = torch.randn((2, 3, length, 32) if axis == 2 else (2, length, 3, 32)).to(dtype)
+    index = np.random.default_rng(length).permutation(length)
+    return x, index, np.argsort(index)
+
+
+def same(x, index, axis, back):
+    """`take` beside index_select: values, and gradients of a cotangent."""
+    mine, theirs = x.detach().requires_grad_(), x.detach().requires_grad_()
+    got, want = take(mine, index, axis, back, True), theirs.index_select(axis, torch.as_tensor(index))
+    assert torch.equal(got, want)
+    assert torch.equal(take(x.detach(), index, axis), want)
+    assert got.is_contiguous()
+    along = torch.randn(want.shape).to(x.dtype)
+    assert torch.equal(*(torch.autograd.grad(o, i, along)[0] for o, i in ((got, mine), (want, theirs))))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_values_and_gradients(length, dtype, axis):
+    x, index, back = drawn(length, axis, dtype)
+    assert (x.nbytes >= LARGE) == (x.nbytes >= 6 * APART) == (length == LENGTHS[1])
+    same(x, index, axis, back)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_strides(length):
+    x, index, back = drawn(length)
+    wide = torch.randn(2, 3, length, 65)
+    for view in (x.transpose(0, 1), wide[..., :32], wide[..., ::2], x[:1].expand(4, -1, -1, -1), x.flip(2)):
+        same(view, index, 2, back)
+    same(torch.complex(x, x).conj().imag, index, 2, back)  # a view that notes its signs
+
+
+def test_the_gradient_is_gathered():
+    """No sums; gradients of gradients too."""
+    x, index, back = drawn(12288)
+    x.requires_grad_()
+    out = take(x, index, 2, back)
+    assert type(out.grad_fn).__name__ == "MovedBackward"
+    (first,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
+    assert torch.equal(torch.autograd.grad(first.sum(), x)[0], 6 * x)
+
+
+def test_no_page_of_a_scratch_tensor_is_small():
+    x, index, back = drawn(12288)
+    assert take(x, index, 2, back, True).data_ptr() % HUGE == 0
+    assert take(x, index, 2, back).untyped_storage().nbytes() == x.nbytes
+
+
+def test_who_records_sees_torchs_own():
+    x, index, back = drawn(12288)
+    moved, want = (lambda x: take(x, index, 2, back)), x.index_select(2, torch.as_tensor(index))
+    assert torch.equal(torch.func.vmap(moved)(x[None])[0], want)
+    assert torch.equal(torch.func.jvp(moved, (x,), (x,))[1], want)
+    assert torch.equal(torch.func.grad(lambda x: (moved(x) ** 2).sum())(x), 2 * x)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(moved)(x)
+    assert "index_select" in graph.code
+    assert take(x.to("meta"), index, 2, back).is_meta
+
+
+def test_gradients_of_jax_are_gathered():
+    order = fk.reorder(MASK, 192, block=(16, 16), moving=0)
+    att, q = fk.compile(MASK, reorder=order), jnp.ones((1, 192, 1, 16))
+    text = str(jax.make_jaxpr(jax.grad(lambda q: att(q, q, q).sum()))(q))
+    assert "scatter" not in text
+    with pytest.raises(BackwardError, match="forward mode is asked for"):
+        jax.jvp(lambda q: att(q, q, q), (q,), (q,))
+    jax.jvp(lambda x: order.apply(x, 1, keys=True), (q,), (q,))
+    batch = jnp.stack([q, 2 * q])
+    mapped = jax.vmap(jax.grad(lambda q: att(q, q, q).sum()))(batch)
+    np.testing.assert_allclose(mapped[0], jax.grad(lambda q: att(q, q, q).sum())(q), atol=1e-6)
