@@ -8,7 +8,9 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
-from frisket.runtime.machine.pages import HUGE, LARGE
+from frisket.runtime.backends.cpp import repeat
+from frisket.runtime.backends.cpp import torch as native
+from frisket.runtime.machine.pages import HUGE, LARGE, huge
 from frisket.runtime.torch.take import APART, take
 
 LENGTHS = 96, 12288  # few rows at once, and so many that heads are copied apart, in huge pages
@@ -88,3 +90,20 @@ def test_gradients_of_jax_are_gathered():
     batch = jnp.stack([q, 2 * q])
     mapped = jax.vmap(jax.grad(lambda q: att(q, q, q).sum()))(batch)
     np.testing.assert_allclose(mapped[0], jax.grad(lambda q: att(q, q, q).sum())(q), atol=1e-6)
+
+
+def test_results_of_native_kernels_are_in_huge_pages(monkeypatch):
+    """First calls, calls like one before, and gradients; small results are left alone."""
+    asked = []
+    for module in (native, repeat):
+        monkeypatch.setattr(module, "huge", lambda x: (asked.append(x.nbytes), huge(x)))
+    att, want = (fk.compile("causal & window(16)", backend=name) for name in ("cpp", "aten"))
+    q = torch.randn(1, 8, 2048, 64, requires_grad=True)
+    for expected in (1, 2, 3):
+        torch.testing.assert_close(att(*[q.detach()] * 3), want(*[q.detach()] * 3))
+        assert asked == expected * [q.nbytes]
+    got, of_want = (torch.autograd.grad((f(q, q, q) ** 2).sum(), q)[0] for f in (att, want))
+    torch.testing.assert_close(got, of_want, atol=1e-4, rtol=1e-4)
+    assert len(asked) == 7
+    att(*[q[:, :1].detach()] * 3)
+    assert len(asked) == 7
