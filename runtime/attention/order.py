@@ -90,7 +90,7 @@ class Order:
         """`x` as it was before `apply`."""
         return x if self._still(keys) else take(x, self._index(keys, True), self._axis(x, axis, keys))
 
-    def moved_for_call(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
+    def _moved(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
         """`apply`, or `undo` where it goes `back`, whose gradient is gathered too; JAX has no forward mode of it."""
         if self._still(keys):
             return x

@@ -111,7 +111,7 @@ class OrderedAttention(Attention):
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att = self._at(q.shape[axis], k.shape[axis], _device(q), params)
         options = self._beside(options)
-        move = order.moved_for_call
+        move = order._moved
         k, v = (move(x, axis, keys=True) for x in (k, v))
         found = att(move(q, axis), k, v, **options)
         if not isinstance(found, tuple):

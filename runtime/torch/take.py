@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
 from frisket.runtime.calls.arrays import in_graph
-from frisket.runtime.machine.pages import HUGE, LARGE, huge
 
 Index = NDArray[np.int64]
 APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call of its own

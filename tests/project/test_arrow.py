@@ -14,7 +14,7 @@ LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
-IN_TORCH = "autograd dtensor engine func fx graph op operators ready running values".split()
+IN_TORCH = "autograd dtensor engine func fx graph op operators ready running take values".split()
 OF_TORCH = {
     "runtime.backends.cpp.decode",
     "runtime.backends.cpp.repeat",

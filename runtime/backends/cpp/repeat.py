@@ -12,9 +12,8 @@ from torch import Tensor
 from frisket.lowering.kernels.cpp.call import OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.runtime.machine.cpp_threads import Threads, of_torch
-from frisket.runtime.machine.pages import LARGE, huge
 
-from .torch import out_of_memory, prepared
+from .torch import LARGE, huge, out_of_memory, prepared
 
 SHORT = 4 << 20  # operations of a call that one thread ends before a second one has begun
 THREADS = struct.Struct("3q")

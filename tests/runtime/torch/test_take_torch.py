@@ -10,7 +10,7 @@ import frisket as fk
 from frisket.dsl.errors import BackwardError
 from frisket.runtime.backends.cpp import repeat
 from frisket.runtime.backends.cpp import torch as native
-from frisket.runtime.machine.pages import HUGE, LARGE, huge
+from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
 from frisket.runtime.torch.take import APART, take
 
 LENGTHS = 96, 12288  # few rows at once, and so many that heads are copied apart, in huge pages
