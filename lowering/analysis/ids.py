@@ -1,28 +1,71 @@
 """Documents that return: whether the queries and the keys of a box have an entry of a table in common.
 
 Each tile has the set of entries that it holds, in bits, and runs of 2, 4, 8, ... tiles have their unions: a box is two
-unions along each axis, where minima and maxima would overlap almost everywhere.
+unions along each axis, where minima and maxima would overlap almost everywhere. Of `T[q] == T[k] & T[q] > 0`, the sets
+leave out queries whose entries are not above 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import Expr, var
+from frisket.dsl.ir import Expr, conj, disj, uses, var
 from frisket.dsl.types import INT
 
+if TYPE_CHECKING:
+    from .tiles import Grid
+
 Array = NDArray[Any]
-BYTES = 1 << 24  # of the sets along an axis
+BYTES = 1 << 25  # of the sets along an axis
+Asked = Callable[
+    [Expr, Mapping[str, Array]], Array | None
+]  # the values of a condition; None: it has none, or costs much
 
 
-def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Any) -> list[tuple[Array, Array]]:
-    """The sets of queries and of keys for each clause `T[q] == U[k]` of a conjunction; b and h may stand before."""
+@dataclass(frozen=True)
+class Clause:
+    """A clause of a mask: a box is EMPTY where no part's sets of queries and of keys have an entry in common, and
+    `rest`, the parts without sets, holds nothing."""
+
+    parts: list[list[tuple[Array, Array]]]
+    rest: Expr | None
+
+    @property
+    def words(self) -> int:
+        """The words of 64 bits that a question about a box reads."""
+        return sum(len(sets) * sets[0][0].shape[-1] for sets in self.parts)
+
+    def shared(self, live: Array) -> Array:
+        """Whether each box has, in some part, an entry in common in all of its sets."""
+        s, r0, r1, c0, c1 = live
+        found = np.zeros(live.shape[1], bool)
+        for part in self.parts:
+            both = ((_union(of_q, s, r0, r1) & _union(of_k, s, c0, c1)).any(axis=1) for of_q, of_k in part)
+            found |= np.logical_and.reduce([*both])
+        return found
+
+
+def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[Clause]:
+    """The clauses of a conjunction with sets for `T[q] == U[k]` in some part; b and h may stand before q and k."""
     made = []
-    for e in mask.args if mask.op == "and" else (mask,):
+    for clause in mask.args if mask.op == "and" else (mask,):
+        sets = {part: _of_part(part, arrays, grid, asked) for part in (clause.args if clause.op == "or" else (clause,))}
+        if any(sets.values()):
+            rest = [part for part, found in sets.items() if not found]
+            made.append(Clause([x for x in sets.values() if x], disj(*rest) if rest else None))
+    return made
+
+
+def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[tuple[Array, Array]]:
+    conditions = part.args if part.op == "and" else (part,)
+    kept = [_kept([e for e in conditions if uses(e) & {"q", "k"} == {name}], name, grid, asked) for name in "qk"]
+    made = []
+    for e in conditions:
         reads = {a.args[-1]: a for a in e.args if a.op == "lookup" and a.type is INT} if e.op == "eq" else {}
         sides = [reads[var(n)] for n in "qk" if var(n) in reads]
         if len(sides) < 2 or not {*sides[0].args[:-1], *sides[1].args[:-1]} <= {var("b"), var("h")}:
@@ -30,26 +73,37 @@ def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Any) -> list[tuple
         found = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
         tiles = max(grid.rows, grid.columns)
         if len(grid.b) * tiles * tiles.bit_length() * len(found) // 8 <= BYTES:
-            made.append((_sets(sides[0], arrays, found, grid, 0), _sets(sides[1], arrays, found, grid, 1)))
+            of_q, of_k = (_sets(side, arrays, found, grid, axis, kept[axis]) for axis, side in enumerate(sides))
+            made.append((of_q, of_k))
     return made
 
 
-def shared(sets: tuple[Array, Array], live: Array) -> Array:
-    """Whether each box has an entry in common."""
-    s, r0, r1, c0, c1 = live
-    return np.asarray((_union(sets[0], s, r0, r1) & _union(sets[1], s, c0, c1)).any(axis=1))
-
-
-def _sets(e: Expr, arrays: Mapping[str, Array], found: Array, grid: Any, axis: int) -> Array:
-    """[levels, slices, tiles, words]: the sets of 1, 2, 4, ... tiles from each tile on."""
-    length, tiles = (grid.q_len, grid.kv_len)[axis], (grid.rows, grid.columns)[axis]
-    at = np.arange(length)
+def _places(grid: Grid, axis: int) -> dict[str, Array]:
+    """b, h, q and k of the positions along an axis: [slices, length] or [slices, 1]."""
+    at = np.arange((grid.q_len, grid.kv_len)[axis])
     starts = {"b": grid.b, "h": grid.h, "q": grid.q, "k": grid.k}
-    where = {var(n): x[:, None] + at * (n in "qk") for n, x in starts.items()}
-    table = arrays[e.name]
-    entry = table[tuple(np.clip(where[a], 0, n - 1) for a, n in zip(e.args, table.shape, strict=True))]
+    return {n: x[:, None] + (at if n == "qk"[axis] else 0) for n, x in starts.items()}
+
+
+def _kept(conditions: list[Expr], name: str, grid: Grid, asked: Asked) -> Array | None:
+    """Where conditions on a position alone hold: [slices, length]; None where nothing is known."""
+    if not conditions:
+        return None
+    places = _places(grid, "qk".index(name))
+    found = asked(conj(*conditions), {n: places[n] for n in ("b", "h", name)})
+    return None if found is None else np.broadcast_to(found, np.broadcast_shapes(*(x.shape for x in places.values())))
+
+
+def _sets(e: Expr, arrays: Mapping[str, Array], found: Array, grid: Grid, axis: int, kept: Array | None) -> Array:
+    """[levels, slices, tiles, words]: the sets of 1, 2, 4, ... tiles from each tile on, of positions that are kept."""
+    tiles, table = (grid.rows, grid.columns)[axis], arrays[e.name]
+    places = _places(grid, axis)
+    where = (places[a.name] for a in e.args)
+    entry = table[tuple(np.clip(x, 0, n - 1) for x, n in zip(where, table.shape, strict=True))]
+    tile = np.arange((grid.q_len, grid.kv_len)[axis]) // grid.block[axis]
+    at = np.broadcast_arrays(np.arange(len(grid.b))[:, None], tile, np.searchsorted(found, entry))
     bits = np.zeros((len(grid.b), tiles, -(-len(found) // 64) * 64), bool)
-    bits[np.arange(len(grid.b))[:, None], at // grid.block[axis], np.searchsorted(found, entry)] = True
+    bits[tuple(at) if kept is None else tuple(x[kept] for x in at)] = True
     levels = [np.packbits(bits, axis=-1).view(np.uint64)]
     for n in range(tiles.bit_length() - 1):
         one, far = levels[-1], np.minimum(np.arange(tiles) + (1 << n), tiles - 1)

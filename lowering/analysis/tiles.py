@@ -10,6 +10,7 @@ open is PARTIAL. Steps depend on the mask and the grid alone, so every machine f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,13 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr, make, uses
+from frisket.dsl.ir import TRUE, Expr, make, uses
 from frisket.dsl.types import BOOL
 from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .ids import common_ids, shared
+from .ids import common_ids
 from .period_cuts import cuts, pieces
 from .questions import always, beyond, mixed, never, some
 from .table import Table
@@ -187,7 +188,10 @@ class _Refined:
         self.mask, self.grid, self.scope, self.look = mask, grid, scope, look
         self.questions = (always(mask), never(mask), mixed(mask))
         self.each = _BOX + steps(make("answers", self.questions))
-        self.common = common_ids(mask, scope.arrays, grid)
+        self.common = [
+            (clause, TRUE if clause.rest is None else never(clause.rest))
+            for clause in common_ids(mask, scope.arrays, grid, self._asked)
+        ]
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
     def refine(self, live: Array, allowance: int) -> int:
@@ -215,6 +219,14 @@ class _Refined:
             live = _split(rest)
         return taken
 
+    def _asked(self, condition: Expr, env: Mapping[str, Array]) -> Array | None:
+        """The values of a condition, if the budget has room for them."""
+        cost = math.prod(np.broadcast_shapes(*(x.shape for x in env.values()))) * steps(condition)
+        try:
+            return self.scope.value(condition, env) if self.scope.afford(cost) else None
+        except EvaluationError:
+            return None
+
     def _leave(self, live: Array) -> None:
         _, r0, r1, c0, c1 = live
         self.scope.undecided += int(((r1 - r0) * (c1 - c0)).sum())
@@ -226,9 +238,12 @@ class _Refined:
 
     def _classified(self, live: Array) -> Array:
         """Add the boxes that are certain and the single tiles to `done`, and return the boxes that are still open."""
-        for sets in self.common:
-            self.scope.spent += live.shape[1] * sets[0].shape[-1]
-            live = live[:, shared(sets, live)]
+        for clause, nothing_else in self.common:
+            self.scope.spent += live.shape[1] * (clause.words + steps(nothing_else))
+            empty = ~clause.shared(live)
+            if nothing_else is not TRUE:
+                empty &= _answers([nothing_else], _corners(self.grid, live), self.scope, live.shape[1])[0]
+            live = live[:, ~empty]
         s, r0, r1, c0, c1 = live
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
         env = {**_corners(self.grid, live), "single": single}

@@ -10,8 +10,14 @@ from frisket.lowering.analysis.tiles import Grid
 MASKS = {
     "same(t)": 1, "causal & same(t)": 1, "t[q] == u[k] & q != k": 1,
     "t[q] == t[k] & u[q] == u[k]": 1, "t[b, q] == t[b, k]": 2, "t[h, k] == t[h, q] & causal": 2,
-    "window(60) & same(t)": 1, "t[q] == t[k] | k < 9": 1,
+    "window(60) & same(t)": 1, "t[q] == t[k] | k < 9": 1, "causal | same(t) & t[q] > 60": 1,
+    "k < 9 | t[q] == u[k] & q % 3 == 0 & u[k] < 40": 1, "(causal | same(t) | same(u) & k < 100) & window(150)": 1,
+    "same(t) & u[q] < 9 | same(u) & t[k] < 9 & 1000 // (k - 40) > 12": 1,
+    "t[b, q] == t[b, k] & t[b, k] > b * 70 | q < 3": 2,
 }  # fmt: skip
+
+
+GRID = Grid(200, 200, (16, 16), *(np.zeros(1, np.int64),) * 4)
 
 
 @pytest.mark.parametrize("text", MASKS)
@@ -50,6 +56,24 @@ def test_documents_that_return_are_exact():
     assert made.counts.empty == int((held @ held.T == 0).sum())
 
 
+def test_tokens_that_see_their_image_are_exact():
+    """All tokens of text have the same entry, which the mask leaves out; what is left of the diagonal is causal."""
+    length = 1 << 15
+    kind = np.repeat(np.where(np.arange(length // 64) % 3 == 1, 1 + np.arange(length // 64), 0), 64)
+    made = fk.mask("causal | same(kind) & kind[q] > 0", kind=kind).layout(length, length)
+    assert made.exact
+    tiles = length // 128
+    assert made.counts.empty == tiles * (tiles - 1) // 2
+    assert made.counts.partial == tiles
+
+
+def test_a_condition_without_values_is_left_out():
+    text, t = "causal | same(t) & q * 9223372036854775807 > 3", np.repeat(np.random.default_rng(0).permutation(40), 5)
+    assert ids.common_ids(fk.mask(text, t=t).expr, {"t": t}, GRID, lambda condition, env: None)
+    with pytest.raises(fk.EvaluationError, match="64 bits"):  # of an element, as without sets
+        fk.mask(text, t=t).layout(200, 200, block=16)
+
+
 def test_tables_of_many_entries_are_left_alone(monkeypatch):
     length = 2000
     table = np.random.default_rng(0).permutation(length)
@@ -64,10 +88,11 @@ def test_every_box_is_asked_rightly():
     tables = {"t": rng.integers(0, 400, 85), "u": rng.integers(0, 400, 101)}
     zero = np.zeros(1, np.int64)
     grid = Grid(85, 101, (8, 8), zero, zero, zero, zero)
-    (asked,) = ids.common_ids(fk.mask("t[q] == u[k] & k < 90", **tables).expr, tables, grid)
+    (clause,) = ids.common_ids(fk.mask("t[q] == u[k]", **tables).expr, tables, grid, lambda condition, env: None)
+    assert clause.rest is None
     runs = [[(a, b) for b in range(n + 1) for a in range(b)] for n in (grid.rows, grid.columns)]
     boxes = np.array([(0, *rows, *columns) for rows in runs[0] for columns in runs[1]]).T
     held = [{n: set(x[8 * n[0] : 8 * n[1]]) for n in run} for run, x in zip(runs, tables.values(), strict=True)]
     want = [bool(held[0][r0, r1] & held[1][c0, c1]) for _, r0, r1, c0, c1 in boxes.T]
     assert 0 < sum(want) < len(want)
-    np.testing.assert_array_equal(ids.shared(asked, boxes), want)
+    np.testing.assert_array_equal(clause.shared(boxes), want)

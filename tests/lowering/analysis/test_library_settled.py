@@ -6,7 +6,6 @@ import cases
 import pytest
 
 REASONS = {
-    "token_types(t)": "documents in pieces: values in one tile that no range tells apart",
     "natten1d(size, n, dilation, stride, is_causal)": "visible keys lie a dilation apart, at the corner of a tile",
     "tiled_natten(rows, cols, kernel_rows, kernel_cols, q_tile_rows, q_tile_cols, k_tile_rows, k_tile_cols)": (
         "tiles of queries and of keys have different sides: a corner of one image tile in one tile of the layout"
@@ -14,7 +13,6 @@ REASONS = {
 }
 WIDE = {  # past the budget at a million tokens: the border itself is a share of all tiles
     "random_keep(seed, p)": "every tile is partial, each on its own",
-    "token_types(t)": "thousands of documents in pieces",
     "eviction(stop)": "every key stops being seen at a query of its own",
     "qk_sparse(kept_q, kept_k)": "queries and keys dropped at random in every tile",
 }
