@@ -28,7 +28,7 @@ Asked = Callable[
 
 
 @dataclass(frozen=True)
-class Clause:
+class CommonIds:
     """A clause of a mask: a box is EMPTY where no part's sets of queries and of keys have an entry in common, and
     `rest`, the parts without sets, holds nothing."""
 
@@ -50,14 +50,14 @@ class Clause:
         return found
 
 
-def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[Clause]:
+def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[CommonIds]:
     """The clauses of a conjunction with sets for `T[q] == U[k]` in some part; b and h may stand before q and k."""
     made = []
     for clause in mask.args if mask.op == "and" else (mask,):
         sets = {part: _of_part(part, arrays, grid, asked) for part in (clause.args if clause.op == "or" else (clause,))}
         if any(sets.values()):
             rest = [part for part, found in sets.items() if not found]
-            made.append(Clause([x for x in sets.values() if x], disj(*rest) if rest else None))
+            made.append(CommonIds([x for x in sets.values() if x], disj(*rest) if rest else None))
     return made
 
 
@@ -86,7 +86,7 @@ def _places(grid: Grid, axis: int) -> dict[str, Array]:
 
 
 def _kept(conditions: list[Expr], name: str, grid: Grid, asked: Asked) -> Array | None:
-    """Where conditions on a position alone hold: [slices, length]; None where nothing is known."""
+    """Whether each position meets conditions on it alone, [slices, length]; None where nothing is known."""
     if not conditions:
         return None
     places = _places(grid, "qk".index(name))
