@@ -1,7 +1,7 @@
-"""Pictures of README and of pages: `python docs/pictures.py` writes docs/plot.png, docs/assets/chart.svg and the five
-pictures of docs/block-sparsity.md.
+"""Pictures of README and of pages: `python docs/pictures.py` writes docs/plot.png, docs/assets/chart.svg, the five
+pictures of docs/block-sparsity.md, and docs/assets/long-run.svg.
 
-Masks are drawn by `Layout.plot`, the chart from benchmarks/results.
+Masks are drawn by `Layout.plot`, charts from benchmarks/results.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ BARS = (
     ("is_causal", "SDPA, is_causal=True", LIGHT.dim),
     ("dense mask", "SDPA, dense mask", LIGHT.dim),
 )
+# runs of benchmarks/long_run.py, and what is written beside their lines
+LINES = {
+    "frisket": "frisket and eager",
+    "halves": "eager, values added in halves, and eager",
+    "threads": "eager on two threads and on one",
+}
 WIDTH, LEFT, BAR, GAP = 800, 260, 18, 16
 
 
@@ -50,6 +56,7 @@ def draw(folder: Path) -> None:
     """Write every picture under `folder`, which stands for docs/."""
     (folder / "assets").mkdir(parents=True, exist_ok=True)
     (folder / "assets" / "chart.svg").write_text(chart(), encoding="utf-8")
+    (folder / "assets" / "long-run.svg").write_text(long_run(), encoding="utf-8")
     readme = fk.mask("causal & (same(doc) & window(w) | sinks(8))", w=96, doc=DOC)
     readme.layout(512, 512, block=32).plot(folder / "plot.png")
     for name, (text, tokens, tile) in FIVE.items():
@@ -87,6 +94,35 @@ def chart() -> str:
         f'font-family="system-ui, sans-serif" font-size="12.5" role="img">\n'
         f'<rect width="{WIDTH}" height="{y}" fill="{LIGHT.paper}"/>\n{body}\n</svg>\n'
     )
+
+
+def long_run() -> str:
+    """How far apart runs of training are, as SVG: the distance of weights over the steps."""
+    from io import StringIO
+
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    parts = json.loads((RESULTS.parent / "long-run.json").read_text(encoding="utf-8"))["parts"]
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams["svg.hashsalt"] = "frisket"
+        figure = Figure((8, 3.4))
+        for axes, (framework, part) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
+            for (run, shown), colour, mark in zip(LINES.items(), (LIGHT.full, LIGHT.partial, LIGHT.dim), "os^"):
+                distance = part["rows"][f"{framework}, {run}"]["figures"]["distance"]
+                drawn = [(int(step), x) for step, x in distance.items() if x]
+                label = shown if drawn else f"{shown} (equal bits)"
+                axes.loglog(*zip(*drawn) if drawn else ([], []), marker=mark, color=colour, label=label)
+            axes.set_title({"torch": "torch", "jax": "JAX"}[framework], color=LIGHT.ink, loc="left")
+            axes.set_xlabel("steps of training", color=LIGHT.dim)
+            axes.legend(frameon=False, fontsize=8, loc="upper left")
+            axes.grid(True, color=LIGHT.dim, alpha=0.25, linewidth=0.6)
+        figure.axes[0].set_ylabel("distance of weights", color=LIGHT.dim)
+        figure.set_facecolor(LIGHT.paper)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
+    return out.getvalue()
 
 
 def text(x: float, y: float, words: str, colour: str, more: str = "") -> str:

@@ -1,0 +1,44 @@
+"""benchmarks/long_run.py: runs of both frameworks begin alike, and distances are those of weights."""
+
+from itertools import islice
+from pathlib import Path
+
+import long_run
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(long_run.__file__).parents[1] / "examples"))
+    monkeypatch.setattr(long_run, "STEPS", 3)
+
+
+@pytest.mark.parametrize("how", ["halves", "frisket"])
+@pytest.mark.parametrize("run", [long_run.by_torch, long_run.by_jax])
+def test_the_first_steps_are_equal_to_rounding(run, how, short):
+    if run is long_run.by_jax:
+        pytest.importorskip("optax")
+    wanted = [x for x, _ in run("eager")][1:]
+    assert len(wanted) == 3
+    np.testing.assert_allclose([x for x, _ in run(how)][1:], wanted, rtol=1e-6)
+
+
+def test_both_frameworks_train_one_model(short):
+    pytest.importorskip("optax")
+    ours, theirs = ([x for x, _ in islice(run("eager"), 4)][1:] for run in (long_run.by_torch, long_run.by_jax))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_distances():
+    start, losses = np.zeros(4), np.arange(1.0, 201.0)
+    runs = {
+        name: {"start": start, "losses": losses + off, "weights": np.full((len(long_run.SEEN), 4), 1.0 + off)}
+        for name, off in (("eager", 0.0), ("threads", 0.0), ("halves", 0.5), ("frisket", 0.25))
+    }
+    rows = dict(long_run.compared("torch", runs))
+    assert rows["torch, frisket"]["figures"]["distance"] == {str(n): 0.25 for n in long_run.SEEN}
+    assert rows["torch, halves"]["figures"]["loss"] == {
+        "largest difference in 20 steps": 0.5, "mean of the last 100 steps": 151.0,
+    }  # fmt: skip
+    assert rows["torch, at the end"]["ratios"] == {"frisket / the further of threads and halves": [0.5]}
