@@ -42,7 +42,8 @@ BARS = (
 # runs of benchmarks/long_run.py, and what is written beside their lines
 LINES = {
     "frisket": "frisket and eager",
-    "halves": "eager, values added in halves, and eager",
+    "third": "eager, first a third of the keys, and eager",
+    "fifth": "eager, first a fifth of the keys, and eager",
     "threads": "eager on two threads and on one",
 }
 WIDTH, LEFT, BAR, GAP = 800, 260, 18, 16
@@ -109,7 +110,9 @@ def long_run() -> str:
         mpl.rcParams["svg.hashsalt"] = "frisket"
         figure = Figure((8, 3.4))
         for axes, (framework, part) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
-            for (run, shown), colour, mark in zip(LINES.items(), (LIGHT.full, LIGHT.partial, LIGHT.dim), "os^"):
+            for (run, shown), colour, mark in zip(
+                LINES.items(), (LIGHT.full, LIGHT.partial, LIGHT.dim, LIGHT.ink), "os^v"
+            ):
                 distance = part["rows"][f"{framework}, {run}"]["figures"]["distance"]
                 drawn = [(int(step), x) for step, x in distance.items() if x]
                 label = shown if drawn else f"{shown} (equal bits)"

@@ -14,7 +14,7 @@ def short(monkeypatch):
     monkeypatch.setattr(long_run, "STEPS", 3)
 
 
-@pytest.mark.parametrize("how", ["halves", "frisket"])
+@pytest.mark.parametrize("how", ["third", "frisket"])
 @pytest.mark.parametrize("run", [long_run.by_torch, long_run.by_jax])
 def test_the_first_steps_are_equal_to_rounding(run, how, short):
     if run is long_run.by_jax:
@@ -34,11 +34,11 @@ def test_distances():
     start, losses = np.zeros(4), np.arange(1.0, 201.0)
     runs = {
         name: {"start": start, "losses": losses + off, "weights": np.full((len(long_run.SEEN), 4), 1.0 + off)}
-        for name, off in (("eager", 0.0), ("threads", 0.0), ("halves", 0.5), ("frisket", 0.25))
+        for name, off in (("eager", 0.0), ("threads", 0.0), ("third", 0.5), ("frisket", 0.25))
     }
     rows = dict(long_run.compared("torch", runs))
     assert rows["torch, frisket"]["figures"]["distance"] == {str(n): 0.25 for n in long_run.SEEN}
-    assert rows["torch, halves"]["figures"]["loss"] == {
+    assert rows["torch, third"]["figures"]["loss"] == {
         "largest difference in 20 steps": 0.5, "mean of the last 100 steps": 151.0,
     }  # fmt: skip
-    assert rows["torch, at the end"]["ratios"] == {"frisket / the further of threads and halves": [0.5]}
+    assert rows["torch, at the end"]["ratios"] == {"frisket / furthest": [0.5]}
