@@ -2,11 +2,12 @@
 it, `torch` or `jax`.
 
 A model of bytes (examples/byte_model.py) takes 2,000 steps on packed documents, from equal weights and in equal order.
-"eager" attends by a dense mask and a softmax, on one thread; "threads" does the same on two; "third" and
-"fifth" add values of the first third or fifth of the keys and those of the rest, so that the order of sums is another;
-"frisket" attends under `causal & same(doc)`. Losses of the first 20 steps must be equal to rounding. After that every difference grows, for
-training is chaotic: weights of "frisket" may be no further from those of "eager" than those of the others are. A
-distance is the norm of the difference of all weights, over the norm of what eager's weights moved from their start.
+"eager" attends by a dense mask and a softmax, on one thread; "threads" does the same on two; "third" and "fifth" add
+values of the first third or fifth of the keys and those of the rest, so that the order of sums is another; "frisket"
+attends under `causal & same(doc)`. Losses of the first 20 steps must be equal to rounding. After that every difference
+grows, for training is chaotic: weights of "frisket" may be no further from those of "eager" than those of the others
+are. A distance is the norm of the difference of all weights, over the norm of what eager's weights moved from their
+start.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ LINES = {
     "fifth": "eager, first a fifth of the keys, and eager",
     "threads": "eager on two threads and on one",
 }
+COLOURS = (LIGHT.full, LIGHT.partial, LIGHT.dim, LIGHT.ink)
 WIDTH, LEFT, BAR, GAP = 800, 260, 18, 16
 
 
