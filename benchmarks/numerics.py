@@ -1,0 +1,258 @@
+"""How far results are from float64 where inputs strain floating point: `python benchmarks/numerics.py`, or a part of
+it: a dtype, or `not finite`.
+
+An error is the largest difference from attention written out in float64 on the same inputs, over the largest number
+that it could sum to: for outputs the largest value, for gradients their sums if nothing cancelled; of q, k and v the
+worst counts. `dense` is attention written out in the dtype of the inputs, `sdpa` torch's scaled_dot_product_attention
+with a dense mask, `flex` torch's flex_attention, compiled, which has no gradients on a CPU. `not finite` counts rows of
+the output that are not those of float64 without the keys that a query does not see.
+
+`bound` is what frisket's backends promise: the rounding of the dtype, once for outputs and twice for gradients, and
+that of float32 in scores, which grows with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from store import Row, run_parts
+from torch.nn.functional import scaled_dot_product_attention
+
+import frisket as fk
+
+LENGTH, HEADS, DIM, MANY = 256, 2, 64, 1 << 20
+OURS = ("cpp", "aten", "xla")
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+Inputs = tuple[torch.Tensor, ...]
+MASK = "causal & q - k < 200 & (q < 32 | q >= 40)"  # queries 32 to 39 see nothing
+
+
+def visible() -> torch.Tensor:
+    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    return (k <= q) & (q - k < 200) & ((q < 32) | (q >= 40))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention written out; hidden keys have no part in it, and a query that sees none has zeros."""
+    seen = visible() if q.shape[-2] == LENGTH else torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    weights = torch.where(seen.any(-1, keepdim=True), scores, 0.0).softmax(-1) * seen
+    return weights @ v
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    mask = visible() if q.shape[-2] == LENGTH else None
+    return scaled_dot_product_attention(q, k, v, mask)
+
+
+@cache
+def _flex(q_len: int, kv_len: int) -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < 200) & ((q < 32) | (q >= 40))
+
+    tiles = create_block_mask(mask, None, None, q_len, kv_len, device="cpu") if q_len == LENGTH else None
+    return torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=tiles), dynamic=False)
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _flex(q.shape[-2], k.shape[-2])(q, k, v)
+
+
+@cache
+def _ours(mask: str, backend: str) -> fk.Attention:
+    return fk.compile(mask, backend=backend)
+
+
+def ours(backend: str) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v: _ours(MASK if q.shape[-2] == LENGTH else "full", backend)(q, k, v)
+
+
+def by_jax(backend: str) -> Callable[..., torch.Tensor]:
+    """As `ours`, through JAX; its gradients come from `gradients`."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        att = _ours(MASK if q.shape[-2] == LENGTH else "full", backend)
+        return _to_torch(att(*(_to_jax(x) for x in (q, k, v))))
+
+    return run
+
+
+def _to_jax(x: torch.Tensor) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.asarray(x.detach().float().numpy(), str(x.dtype).removeprefix("torch.")).swapaxes(1, 2)
+
+
+def _to_torch(x: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(x.astype("float32"))).transpose(1, 2)
+
+
+def _jax_gradients(backend: str, given: Inputs, cotangent: torch.Tensor) -> Inputs:
+    import jax
+
+    att = _ours(MASK if given[0].shape[-2] == LENGTH else "full", backend)
+    _, back = jax.vjp(lambda q, k, v: att(q, k, v), *(_to_jax(x) for x in given))
+    return tuple(_to_torch(x) for x in back(_to_jax(cotangent)))
+
+
+RUNS: dict[str, Callable[..., torch.Tensor]] = {
+    "dense": dense, "sdpa": sdpa, "flex": flex, "cpp": ours("cpp"), "aten": ours("aten"), "xla": by_jax("xla"),
+}  # fmt: skip
+
+
+def drawn(length: int = LENGTH, queries: int = LENGTH) -> Inputs:
+    g = torch.Generator().manual_seed(7)
+    sizes = (queries, length, length)
+    return tuple(torch.randn(1, HEADS, n, DIM, generator=g, dtype=torch.float64) for n in sizes)
+
+
+def scores_of(size: float) -> Callable[[], Inputs]:
+    def draw() -> Inputs:
+        q, k, v = drawn()
+        return q * size**0.5, k * size**0.5, v
+
+    return draw
+
+
+def tiny() -> Inputs:
+    q, k, v = drawn()
+    return q * 1e-20, k * 1e-21, v * 1e-39
+
+
+def one_hot() -> Inputs:
+    q, k, v = drawn()
+    k[..., 0, :] = 0
+    q[..., 0], k[..., 0, 0] = 8.0, 100.0  # the score of key 0 is 100
+    return q, k, v
+
+
+def equal() -> Inputs:
+    q, k, v = drawn()
+    return q * 0, k, v
+
+
+def overflow() -> Inputs:
+    q, k, v = drawn()
+    return q * 300, k * 300, v
+
+
+def many() -> Inputs:
+    return drawn(MANY, 1)
+
+
+TINY = "numbers of 1e-39"  # below what float32 and bfloat16 hold in full: some processors and compilers take it as 0
+DRAWS: dict[str, Callable[[], Inputs]] = {
+    **{f"scores of {size:g}": scores_of(size) for size in (1e-3, 1.0, 1e2, 1e4, 1e30)},
+    TINY: tiny, "one key has it all": one_hot, "equal scores": equal, "scores past 65504": overflow,
+    "1,048,576 keys": many,
+}  # fmt: skip
+TOO_LARGE = {("scores of 1e+30", "float16"), (TINY, "float16")}
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor, most: float) -> float:
+    """The largest difference over `most`; inf for NaN."""
+    error = (found.double() - wanted).abs().max().item()
+    return math.inf if math.isnan(error) else error / most
+
+
+class Measured:
+    """A draw in a dtype, with its results in float64."""
+
+    def __init__(self, title: str, dtype: str) -> None:
+        self.given = tuple(x.to(getattr(torch, dtype)) for x in DRAWS[title]())
+        exact = tuple(x.double().requires_grad_() for x in self.given)
+        self.out = dense(*exact)
+        g = torch.Generator().manual_seed(9)
+        self.cotangent = torch.randn(self.out.shape, generator=g).to(self.given[0].dtype)
+        self.grads = torch.autograd.grad(self.out, exact, self.cotangent.double())
+        q, k, v = (x.detach() for x in exact)
+        rows, keys = (DIM * x.abs().max().item() for x in (self.cotangent.double(), v))
+        steep = rows * keys / DIM * DIM**-0.5  # the largest derivative by a score, times the scale of scores
+        self.most = tuple(max(x, 2.0**-149) for x in (
+            v.abs().max().item(), steep * k.abs().max().item(), steep * q.abs().max().item(),
+            self.grads[2].abs().max().item(),
+        ))  # fmt: skip
+        self.bound = [n * EPSILON[dtype] + min(1.0, 4 * 2.0**-23 * (1 + self.largest(q, k))) for n in (1, 2)]
+
+    def largest(self, q: torch.Tensor, k: torch.Tensor) -> float:
+        """The largest score."""
+        return (q @ k.mT).abs().max().item() / math.sqrt(DIM)
+
+    def errors(self, name: str) -> tuple[float, float | None]:
+        """Of the output, and of gradients where there are any."""
+        leaves = tuple(x.clone().requires_grad_(name not in ("flex", "xla")) for x in self.given)
+        out = RUNS[name](*leaves)
+        error = off(out.detach(), self.out.detach(), self.most[0])
+        if name == "flex":
+            return error, None
+        if name == "xla":
+            found = _jax_gradients(name, self.given, self.cotangent)
+        else:
+            found = torch.autograd.grad(out, leaves, self.cotangent.to(out.dtype))
+        return error, max(map(off, found, self.grads, self.most[1:]))
+
+
+def part(dtype: str) -> Callable[[int], Iterator[tuple[str, Row]]]:
+    def run(rounds: int) -> Iterator[tuple[str, Row]]:
+        torch.set_num_threads(1)
+        for title in DRAWS:
+            if (title, dtype) in TOO_LARGE:
+                continue
+            case = Measured(title, dtype)
+            found = {name: case.errors(name) for name in RUNS}
+            figures, goals = {}, {}
+            for i, what in enumerate(("output", "gradients")):
+                figures[what] = {n: x for n, both in found.items() if (x := both[i]) is not None and x < math.inf}
+                if title != TINY:
+                    figures[what]["bound"] = case.bound[i]
+                    goals[what] = dict.fromkeys(OURS, case.bound[i])
+            lost = [n for n in RUNS if n not in figures["output"]]
+            notes = {"notes": {"NaN or inf": ", ".join(lost)}} if lost else {}
+            yield title, {"figures": figures, "goals": {"at most": goals}, **notes}
+
+    return run
+
+
+# -- NaN and inf ------------------------------------------------------------------------------------
+
+
+def rows_off(found: torch.Tensor, given: Inputs) -> int:
+    """Rows that are not those of float64 without the keys that a query does not see."""
+    q, k, v = (x.double() for x in given)
+    seen, wrong = visible(), 0
+    for row in range(LENGTH):
+        keys = seen[row]
+        wanted = torch.zeros(1, HEADS, 1, DIM, dtype=torch.float64)
+        if keys.any():
+            scores = q[:, :, row : row + 1] @ k[:, :, keys].mT / math.sqrt(DIM)
+            wanted = scores.softmax(-1) @ v[:, :, keys]
+        same = torch.isclose(found[:, :, row : row + 1].double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+        wrong += not same.all()
+    return wrong
+
+
+def not_finite(rounds: int) -> Iterator[tuple[str, Row]]:
+    torch.set_num_threads(1)
+    for what in ("k", "v"):
+        for number in (math.nan, math.inf, -math.inf):
+            q, k, v = (x.float() for x in drawn())
+            (k if what == "k" else v)[..., 100, :] = number  # queries 100 to 299 see it
+            figures = {name: rows_off(run(q, k, v), (q, k, v)) for name, run in RUNS.items()}
+            yield f"{what}[100] is {number}", {"figures": {f"wrong rows of {LENGTH}": figures}}
+
+
+def settings(part: str) -> dict[str, Any]:
+    more = {"dtype": "float32"} if part == "not finite" else {"dtype": part, "epsilon": EPSILON[part]}
+    return {"heads": HEADS, "length": LENGTH, "head_dim": DIM, "mask": MASK, **more}
+
+
+if __name__ == "__main__":
+    parts = {dtype: part(dtype) for dtype in EPSILON}
+    run_parts(__doc__, {**parts, "not finite": not_finite}, "numerics", settings, rounds=1)
