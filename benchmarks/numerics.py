@@ -148,10 +148,11 @@ def many() -> Inputs:
 
 
 TINY = "numbers of 1e-39"  # below what float32 and bfloat16 hold in full: some processors and compilers take it as 0
+LONG = "1,048,576 keys"
 DRAWS: dict[str, Callable[[], Inputs]] = {
     **{f"scores of {size:g}": scores_of(size) for size in (1e-3, 1.0, 1e2, 1e4, 1e30)},
     TINY: tiny, "one key has it all": one_hot, "equal scores": equal, "scores past 65504": overflow,
-    "1,048,576 keys": many,
+    LONG: many,
 }  # fmt: skip
 TOO_LARGE = {("scores of 1e+30", "float16"), (TINY, "float16")}
 
