@@ -165,7 +165,13 @@ def environment(framework: str, threads: int) -> dict[str, str]:
     several = str(threads > 1).lower()
     flags = f"--xla_cpu_multi_thread_eigen={several}" if framework == "jax" else ""
     paths = os.pathsep.join([str(HERE.parents[1] / "examples"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "XLA_FLAGS": flags, "PYTHONPATH": paths}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": paths,
+    }
 
 
 def compared(framework: str, runs: dict[str, Any]) -> Iterator[tuple[str, Row]]:

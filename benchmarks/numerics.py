@@ -180,7 +180,7 @@ class Measured:
             v.abs().max().item(), steep * k.abs().max().item(), steep * q.abs().max().item(),
             self.grads[2].abs().max().item(),
         ))  # fmt: skip
-        self.bound = [n * EPSILON[dtype] + min(1.0, 4 * 2.0**-23 * (1 + self.largest(q, k))) for n in (1, 2)]
+        self.bound = [n * EPSILON[dtype] + min(1.0, 8 * 2.0**-23 * (1 + self.largest(q, k))) for n in (1, 2)]
 
     def largest(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """The largest score."""

@@ -105,7 +105,71 @@ A slice of the tests on a CPU, in environments made for it: `python tests/matrix
 {table(["environment", *shown, "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
 
 
-SECTIONS = {"explorer": explorer, "calls": calls, "plans": plans, "versions": versions}
+def numbers() -> str:
+    found = parts("numerics")
+    runs = ("dense", "sdpa", "flex", "cpp", "aten", "xla", "bound")
+    tables = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        for what in ("output", "gradients"):
+            shown = [n for n in runs if not (what == "gradients" and n == "flex")]
+            rows = [
+                [title, *(f"{x:.1e}" if (x := row["figures"][what].get(n)) is not None else "–" for n in shown)]
+                for title, row in found[dtype]["rows"].items()
+            ]
+            tables.append(f"**{dtype}, {what}**\n\n{table([dtype, *shown], rows)}")
+    ((quantity, _),) = next(iter(found["not finite"]["rows"].values()))["figures"].items()
+    rows = [[t, *(str(x) for x in r["figures"][quantity].values())] for t, r in found["not finite"]["rows"].items()]
+    several = "\n\n".join(tables)
+    return f"""\
+Errors from float64 for 256 queries and keys of 64 numbers under `{found["float32"]["settings"]["mask"]}`, and
+for one query over 1,048,576 keys. An error is relative to the largest number that its sums can reach. `dense` is a
+softmax written out in the dtype, `sdpa` torch's with a dense mask, `flex` torch's flex_attention, compiled. `cpp`,
+`aten` and `xla` are frisket's, and `bound` is what frisket promises for them: tests hold it. A dash is NaN or infinity.
+Numbers below 1e-38 may become 0, so those have no bound. `python benchmarks/numerics.py` repeats it
+({machine(found["float32"])}).
+
+{several}
+
+A key that is NaN or infinite reaches no query that does not see it. A value that some query sees must be finite, as in
+dense attention: 0 times infinity is NaN. {quantity[0].upper()}{quantity[1:]}:
+
+{table(["", *runs[:-1]], rows)}
+
+Equal calls give equal bits on one machine. Another number of threads, another length, another batch or another backend
+may round differently."""
+
+
+def training() -> str:
+    found = parts("long-run")
+    steps = ("1", "20", "200", "500", "1000", "2000")
+    rows, losses = [], []
+    for framework, part in found.items():
+        for name, row in part["rows"].items():
+            run = name.removeprefix(f"{framework}, ")
+            loss = row.get("figures", {}).get("loss")
+            if loss and run != "eager":
+                rows.append([name, *(f"{row['figures']['distance'][n]:.1e}" for n in steps)])
+            if loss:
+                losses.append([name, *(f"{x:.3g}" for x in loss.values())])
+    part = found["torch"]
+    return f"""\
+A model of bytes takes 2,000 steps on packed documents: two layers, {part["settings"]["length"]} tokens a step, float32,
+AdamW, equal weights at the start. `eager` is attention written out with a dense mask, on one thread. `threads` is
+`eager` on two threads; `third` and `fifth` add the first third or fifth of the keys by themselves, so their sums round
+in another order. A distance is the norm of the difference from `eager`'s weights, over the norm of what those have
+moved. `python benchmarks/long_run.py` repeats it ({machine(part)}).
+
+![Distance of weights over the steps of training](assets/long-run.svg)
+
+{table(["distance after so many steps", *(f"{int(n):,}" for n in steps)], rows)}
+
+{table(["loss, nats a byte", "largest difference in 20 steps", "mean of the last 100 steps"], losses)}"""
+
+
+SECTIONS = {
+    "explorer": explorer, "calls": calls, "plans": plans, "numbers": numbers, "training": training,
+    "versions": versions,
+}  # fmt: skip
 
 
 def page(text: str) -> str:

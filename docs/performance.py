@@ -351,20 +351,6 @@ TOPICS = (
           "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as graphs "
           "did once.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
-    Topic("numerics", "Errors beside float64", "Inputs that strain floating point, 256 queries and keys of 64 numbers "
-          "under `causal & q - k < 200`, eight of the queries without a key, and one query over 1,048,576 keys. An "
-          "error is relative to the largest number that its sums can reach; `bound` is what frisket promises. Numbers "
-          "below 1e-38 may become 0. A dense formula in float16 overflows at scores past 65504.",
-          "python benchmarks/numerics.py",
-          each(*((dtype, f"{dtype}, {what}", what) for dtype in ("float32", "bfloat16", "float16")
-                 for what in ("output", "gradients")),
-               ("not finite", "Keys and values that are not finite", "wrong rows of 256"))),
-    Topic("long-run", "Training for 2,000 steps", "A small model of bytes on packed documents: how far its weights are "
-          "from those of attention written out, over how far those moved. `third` and `fifth` are attention written "
-          "out that adds the first third or fifth of the keys by itself, `threads` is it on two threads.",
-          "python benchmarks/long_run.py",
-          each(*((framework, f"{name}, after so many steps", "distance")
-                 for framework, name in (("torch", "torch"), ("jax", "JAX"))))),
     Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
           "python benchmarks/jax_binding.py",
           each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),
@@ -399,8 +385,8 @@ TOPICS = (
 
 
 def topics() -> list[Topic]:
-    """Those above, and files that nobody has written a section for."""
-    known = {t.file for t in TOPICS}
+    """Those above, and files that nobody has written a section for; docs/endurance.py has sections of its own."""
+    known = {t.file for t in TOPICS} | {"explorer-soak", "long-run", "memory", "numerics"}
     others = sorted(p.stem for p in RESULTS.glob("*.json") if p.stem not in known)
     return [*TOPICS, *map(of_file, others)]
 

@@ -108,7 +108,7 @@ def long_run() -> str:
     parts = json.loads((RESULTS.parent / "long-run.json").read_text(encoding="utf-8"))["parts"]
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams["svg.hashsalt"] = "frisket"
+        mpl.rcParams |= {"svg.hashsalt": "frisket", "svg.fonttype": "none", "font.family": "sans-serif"}
         figure = Figure((8, 3.4))
         for axes, (framework, part) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
             for (run, shown), colour, mark in zip(
@@ -116,12 +116,13 @@ def long_run() -> str:
             ):
                 distance = part["rows"][f"{framework}, {run}"]["figures"]["distance"]
                 drawn = [(int(step), x) for step, x in distance.items() if x]
-                label = shown if drawn else f"{shown} (equal bits)"
+                label = shown if drawn else f"{shown}: equal bits"
                 axes.loglog(*zip(*drawn) if drawn else ([], []), marker=mark, color=colour, label=label)
             axes.set_title({"torch": "torch", "jax": "JAX"}[framework], color=LIGHT.ink, loc="left")
             axes.set_xlabel("steps of training", color=LIGHT.dim)
-            axes.legend(frameon=False, fontsize=8, loc="upper left")
             axes.grid(True, color=LIGHT.dim, alpha=0.25, linewidth=0.6)
+        lines, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(lines, labels, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2)
         figure.axes[0].set_ylabel("distance of weights", color=LIGHT.dim)
         figure.set_facecolor(LIGHT.paper)
         out = StringIO()

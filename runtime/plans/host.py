@@ -27,7 +27,7 @@ class Plan:
     >>> plan = att.plan(64, 64, batch=1, heads=2)
     >>> att(q, k, v, plan=plan).shape
     torch.Size([1, 2, 64, 16])
-    >>> "sdpa: causal" in plan.engines(head_dim=16)
+    >>> "generated kernels" in plan.engines(head_dim=16)  # which engine takes such calls, or why none does
     True
     >>> plan.rows((16, 16)).count, plan.columns((16, 16)).count.shape  # runs of tiles in every row and column
     (array([[1, 1, 1, 1]], dtype=int32), (1, 4))
