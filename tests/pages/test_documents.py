@@ -69,7 +69,7 @@ def test_pictures_of_block_sparsity_are_drawn(tmp_path):
     drawn = {p.name for p in tmp_path.rglob("*.*")}
     page = (ROOT / "docs" / "block-sparsity.md").read_text(encoding="utf-8")
     shown = re.findall(r"\(assets/(.*?)\)", page)
-    assert {*shown, "plot.png", "chart.svg"} == drawn
+    assert {*shown, "plot.png", "chart.svg", "long-run.svg"} == drawn
     assert len(shown) == 5
 
 
