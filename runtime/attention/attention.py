@@ -142,25 +142,30 @@ class Attention:
         >>> out.shape, lse.shape
         (torch.Size([1, 2, 64, 16]), torch.Size([1, 2, 64]))
 
-        lse [batch, heads, q_len] is the natural log of what the softmax divides by, max [batch, heads, q_len] the
-        largest visible score of every query after the score mod, without sinks; both float32, float64 beside
-        float64, and -inf where a query sees nothing. Gradients flow to q, k, v, sinks and the Float parameters that
-        only the score mod reads, from out and lse, not from max.
+        - out: [batch, heads, q_len, v_dim] for torch, [batch, q_len, heads, v_dim] for JAX, zeros where a query sees
+          nothing.
+        - lse [batch, heads, q_len]: the natural log of what the softmax divides by.
+        - max [batch, heads, q_len]: the largest visible score of a query after the score mod, without sinks.
 
-        `params` are scalars and tables without a value yet, or to be replaced for this call. `origin` is
-        (b, h, q, k), where the arrays begin in the whole problem, of lengths `sizes`. `sinks` [heads], or one number,
-        are logits beside every query's scores that have no value. `seed`, 0 <= seed < 2**31, decides what dropout
-        drops: equal seeds drop the same positions of the whole problem on every backend; torch draws one from its
-        default generator when there is none, JAX needs one. There is no training mode: dropout is applied whenever
-        it is not 0.
+        lse and max are float32, float64 beside float64, and -inf where a query sees nothing. Gradients flow from out
+        and lse to q, k, v, sinks and the Float parameters that only the score mod reads.
 
-        Keys and values may be as a cache stores them: int8, float8_e4m3fn or float8_e5m2 beside q of any Float, and
-        meant times `k_scale` and `v_scale`, float32 with the axes of k and v without the last, one number for every
-        token and head. With `pages` int32 [batch, pages of a sequence] k and v are pools: torch [pages, kv_heads,
-        tokens, dim], JAX [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple; key i of batch entry b
-        is token i % tokens of page pages[b, i // tokens], and a number that is no page of the pool is taken for the
-        nearest. Where nothing is visible anything may stand in k, v and scales. Other values of scales and pages plan
-        and compile nothing. Such calls have no gradients.
+        - `params`: scalars and tables that have no value yet, or another one for this call.
+        - `plan`: what `att.plan` made for these lengths.
+        - `origin`, `sizes`: (b, h, q, k) where the arrays begin in the whole problem, and its lengths.
+        - `sinks`: [heads] or one number, logits beside every query's scores that have no value.
+        - `seed`: 0 <= seed < 2**31, decides what dropout drops. Equal seeds drop the same positions of the whole
+          problem on every backend. Without one torch draws it from its default generator; JAX needs one. Dropout is
+          applied whenever it is not 0: there is no training mode.
+        - `layout`: "bhsd" or "bshd", the order of axes where it is not the framework's own.
+        - `k_scale`, `v_scale`: keys and values may be int8, float8_e4m3fn or float8_e5m2 beside q of any Float. They
+          are multiplied with these, float32 with the axes of k and v but the last: one number for a token and head.
+        - `pages`: int32 [batch, pages of a sequence]. k and v are pools then: torch [pages, kv_heads, tokens, dim], JAX
+          [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple. Key i of batch entry b is token
+          i % tokens of page pages[b, i // tokens]. A number that is no page of the pool is taken for the nearest.
+
+        Where nothing is visible anything may stand in stored k, v and scales. Other values of scales and pages plan and
+        compile nothing. Calls on stored keys have no gradients.
         """
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
@@ -318,6 +323,10 @@ class Attention:
     ) -> AnyPlan:  # fmt: skip
         """Tables and layout built once, for any number of calls with these lengths.
 
+        >>> import frisket as fk
+        >>> fk.compile("causal & same(doc)").plan(64, 64, heads=2, doc=[0] * 40 + [1] * 24).work((16, 16)).layout.counts
+        Counts(empty=16, partial=14, full=2)
+
         Tables that are traced (under `jax.jit`) or live on an accelerator (torch) are planned where they are, with
         fixed shapes and no copy; `flat=True` asks for that for any table of a framework, `flat=False` copies.
         Float tables that only the score mod reads are not part of a plan: it holds the arrays themselves, and
@@ -348,11 +357,13 @@ class Attention:
         >>> fk.compile("causal").at(q="q + start[b]")
         Attention(mask = q + start[b] >= k)
 
-        Place q of the arrays holds the position that the text says, and mask, score mod and dropout are those of
-        positions: what the result is where the arrays are put in order, attended, and put back. Texts or ints for some
-        of b, h, q and k; further keywords are values of names in the texts, which a call may give too:
-        `att(q, k, v, start=start)` with a table that is traced, or lives on a device. `origin` moves places; positions
-        are then those of the moved ones. Lengths of the problem that are not those of the arrays are given by `sizes`.
+        Place q of the arrays holds the token at the position that the text gives. Mask, score mod and dropout are those
+        of positions. So the result is that of arrays that are put in order, attended, and put back.
+
+        - Keywords b, h, q and k: texts or Ints. Others are values of names in the texts. A call may give those too, a
+          table that is traced or lives on a device, say: `att(q, k, v, start=start)`.
+        - `origin` moves places. Positions are then those of the moved places.
+        - `sizes` gives the lengths of the problem where they are not those of the arrays.
         """
         texts = tuple(coordinates.items())
         if not all(isinstance(x, str | int) for _, x in texts):

@@ -47,22 +47,28 @@ def compile(
     >>> att(q, k, v).shape
     torch.Size([1, 8, 128, 16])
 
-    `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
-    `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
-    make another attention for inference. `reorder` moves tokens into an order in which the mask visits fewer tiles, for
-    each call: one that `frisket.reorder` found, or "auto". `enable_gqa` lets query heads share key heads, in groups.
-    `sinks` [heads], or one number, are logits beside every query's scores that have no value; a call may bring others.
-    `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
-    two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
-    (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
-    A kernel of a vendor (an engine) runs where it provably computes this mask and score mod, has run on the platform
-    under frisket, and is known to be faster. `engines="flash, cudnn"` names those that take part, also where they have
-    not run yet; `engines=False` keeps to generated kernels. FRISKET_ENGINES says the same: names, or 0.
+    - `mask`, `score`: texts, Python functions, or what `frisket.mask` and `frisket.score` give. Values of their names
+      follow as `**params`, here or at a call.
+    - `scale`: what products of queries and keys are multiplied with, 1 / sqrt(head_dim) unless given.
+    - `enable_gqa`: whether query heads may share key heads, in groups.
+    - `dropout`: the share of weights to drop, in [0, 1), at every call. Make another attention for inference.
+    - `sinks`: [heads] or one number, logits beside every query's scores that have no value. A call may bring others.
+    - `backend`: one of `frisket.backends()`, "library" or "native".
+    - `tile`: the (queries, keys) of a tile, in tokens.
+    - `engines`: a kernel of a vendor (an engine) runs where it provably computes this mask and score mod, has run on
+      the platform under frisket, and is known to be faster. False keeps to generated kernels. Names, "flash, cudnn",
+      are the engines that take part, also where they have not run yet. FRISKET_ENGINES says the same: names, or 0.
+    - `reorder`: an order that `frisket.reorder` found, or "auto": tokens are moved, for each call, so that the mask
+      visits fewer tiles.
+    - `deterministic`: False allows gradients of tables whose sums change from run to run. Triton's then take one pass
+      instead of two where the place in a table is neither a function of the distance nor known to be a query's and
+      key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` comes first.
 
-    A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
-    the call, or captured by a function: it is read again at every call. A mask reads it as it is now, like any table:
-    no gradient flows through a mask. What is compiled serves every length, batch and number of heads. Raises what
-    `mask` and `score` raise, and `BackendError` for a backend that is not there.
+    A torch tensor that requires a gradient is learned where only the score mod reads it: given here, given to the call,
+    or captured by a function. Every call reads it again. No gradient flows through a mask, which reads such a tensor as
+    it is now. One attention serves every length, batch and number of heads.
+
+    Raises what `frisket.mask` and `frisket.score` raise, and `BackendError` for a backend that is not there.
     """
     check_name(backend)
     options = Options(

@@ -70,15 +70,13 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
     >>> report.good, fk.warm("causal & window(256)", {"q_len": 1024, "head_dim": 32}, gradients=False).built
     (True, 0)
 
-    Args:
-        masks: an `Attention`, or a mask as `frisket.compile` takes it, with values; or a list of them.
-        shapes: sizes of calls by name: q_len, kv_len, batch, heads, kv_heads, head_dim, v_dim, in tokens, heads and
-            numbers, and dtype; what is left out is as in `Attention.source`. Without any, one call of those sizes.
-        gradients: whether the kernels of gradients are compiled too.
-        framework: "torch" or "jax", whose arrays the calls take.
+    - `masks`: an `Attention`, or a mask as `frisket.compile` takes it, with values; or a list of them.
+    - `shapes`: sizes of calls by name: q_len, kv_len, batch, heads, kv_heads, head_dim, v_dim, in tokens, heads and
+      numbers, and dtype. What is left out is as in `Attention.source`. Without any, one call of those sizes.
+    - `gradients`: whether the kernels of gradients are compiled too.
+    - `framework`: "torch" or "jax", whose arrays the calls take.
 
-    Returns:
-        A report with a row for each kernel. A kernel that cannot be compiled has its reason there, and no error.
+    The report has a row for each kernel. A kernel that cannot be compiled has its reason there, and no error.
     """
     if framework not in ("torch", "jax"):
         raise ParameterError(f"framework={framework!r}: write 'torch' or 'jax'")
