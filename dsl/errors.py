@@ -135,7 +135,13 @@ class ShapeError(FrisketError, ValueError):
 
 
 class EvaluationError(FrisketError, ValueError):
-    """An expression has no value at these positions."""
+    """An expression has no value at these positions.
+
+    >>> import frisket as fk
+    >>> fk.mask("q * 9223372036854775807 > k").dense(4, 4)
+    Traceback (most recent call last):
+    frisket.dsl.errors.EvaluationError: an integer leaves 64 bits
+    """
 
 
 class LoweringError(FrisketError):
@@ -209,7 +215,13 @@ class PeerError(FrisketError, RuntimeError):
 
 
 class BudgetError(FrisketError):
-    """An exact answer would cost more than the stated budget."""
+    """An exact answer would cost more than the stated budget.
+
+    >>> import frisket as fk
+    >>> fk.mask("any(i in 0..4000: any(j in 0..4000: (q * i + j) % 7 == k))").dense(256, 256)
+    Traceback (most recent call last):
+    frisket.dsl.errors.BudgetError: ...
+    """
 
 
 class Undecided(FrisketError):  # noqa: N818 (a public name)

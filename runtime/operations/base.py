@@ -21,8 +21,8 @@ class BaseOperation(ABC):
     ...     def forward_native(self, x):
     ...         return x + x
     >>> op = Double()
-    >>> op(21), op.forward_cpu(21), op.forward_tpu(21), op.forward_tt(21)
-    (42, 42, 42, 42)
+    >>> op(21), op.forward_native(21), op.forward_cpu(21), op.forward_tpu(21), op.forward_tt(21)
+    (42, 42, 42, 42, 42)
     >>> op.forward_gpu(21), op.forward_cuda(21), op.forward_rocm(21)
     (42, 42, 42)
     >>> op.get_impl_name(), op.get_impl_metadata(), op.current_backend() == jax.default_backend()

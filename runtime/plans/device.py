@@ -72,9 +72,22 @@ class DeviceWork:
 
 
 class FlatPlan:
-    """A plan made on a device: `att.plan(..., doc=doc)` where `doc` lives on a device or is traced. A `FlatPlan` is
-    used like a `Plan` and gives equal results; `exact` there is `overflow` here, an array that is true where some row
-    of tiles had more runs than there was room for and reads more tiles than it has to.
+    """A plan made on a device: `att.plan(..., doc=doc)` where `doc` lives on a device or is traced.
+
+    >>> import torch, frisket as fk
+    >>> att, q = fk.compile("causal & same(doc)"), torch.ones(1, 2, 64, 16)
+    >>> plan = att.plan(64, 64, heads=2, flat=True, doc=torch.arange(64) // 40)  # as on a device
+    >>> att(q, q, q, plan=plan).shape, bool(plan.overflow)
+    (torch.Size([1, 2, 64, 16]), False)
+    >>> plan.rows((16, 16)).count, plan.columns((16, 16)).count.shape  # runs of tiles in every row and column
+    (tensor([[1, 1, 1, 1]], dtype=torch.int32), torch.Size([1, 4]))
+    >>> plan.slots(), {name: x.shape for name, x in plan.tables().items()}, plan.work((16, 16)).slots
+    ({}, {'t0': torch.Size([64])}, {})
+    >>> plan.again({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
+    torch.Size([1, 4, 2, 4])
+
+    It is used like a `Plan` and gives equal results; `exact` there is `overflow` here, an array that is true where some
+    row of tiles had more runs than there was room for and reads more tiles than it has to.
 
     On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans again from the
     tables as they then are whenever it is replayed."""
