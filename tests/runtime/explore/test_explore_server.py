@@ -413,7 +413,7 @@ def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts memory")
 def test_an_answer_takes_only_so_much_memory():
     large = {"text": "morton(1024, 1024, 13, 13)", "q_len": 1 << 20, "kv_len": 1 << 20, "block": [128, 128]}
-    with Analyst({}, limit=60, memory=64 << 20) as analyst:
+    with Analyst({}, limit=60, memory=32 << 20) as analyst:
         found, process = analyst.ask("p", 1, large), analyst.worker.process
         assert found["error"] == "MemoryError"
         assert found["message"].startswith("not enough memory\n")
