@@ -271,18 +271,23 @@ class Operators:
         if sign == "~":
             self.narrow(frame, inner, value, {BOOL, INT})
             self.prefer(value, BOOL)
-            if value.expr is not None and value.expr.type is INT:
-                return Value(build("bitnot", value.expr), value.flex)
+            if value.expr is not None and value.expr.type is not FLOAT:
+                return Value(build("not" if value.expr.type is BOOL else "bitnot", value.expr), value.flex)
         e = self.boolean(frame, inner, value, f"`{sign}`")
-        return ERROR if e is None else Value(build("not", e), value.flex if sign == "~" else frozenset())
+        return ERROR if e is None else Value(build("not", e))
 
     def choose(self, frame: Frame, parts: Sequence[Part], label: str) -> Value:
         (cn, c), (yn, y), (nn, n) = parts
         cond = self.boolean(frame, cn, c, f"the condition of {label}")
         if y.expr is None or n.expr is None:
             return ERROR
+        number = any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex)
         for node, value, other in ((yn, y, n), (nn, n, y)):
-            if value.flex and not other.flex and other.expr is not None:
+            if value.flex and other.flex and number:  # an undeclared name that is computed with: `y + k`
+                self.narrow(frame, node, value, NUMBERS)
+            elif value.flex and other.flex and other.expr.type is BOOL:
+                self.prefer(value, BOOL)
+            elif value.flex and not other.flex:
                 self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
         types = {y.expr.type, n.expr.type}
         if types == {BOOL}:

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from frisket.dsl.errors import MaskSyntaxError
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.program import parse_expression, read
 from frisket.dsl.show import show
@@ -202,3 +203,22 @@ def test_reading_a_mask_imports_neither_torch_nor_jax_nor_lark():
 def test_an_undeclared_name_that_is_computed_with_makes_bits_of_a_sign(text):
     """`y * 3` is a number, so `x | (y * 3)` is of bits, though nothing declares x or y."""
     assert read(text, kind="mask").mask is not None
+
+
+SIGNS_OF_EITHER = ["x & x", "~x", "x | y", "x ^ z", "x & z if q > 2 else ~x", "where(q > 1, x | z, z)"]
+NUMBERS_OR_EITHER = ["k + y", "min(y, k)", "y / 2", "y % 2", "sum(j in 0..3: y)", "y", "~y", "y & z"]
+
+
+@pytest.mark.parametrize("either", SIGNS_OF_EITHER)
+@pytest.mark.parametrize("other", NUMBERS_OR_EITHER)
+def test_a_definition_that_nobody_calls_may_be_of_bits(either, other):
+    """`x & x` may be bits, so it may stand in one branch and `k + y` in the other; a call then says what x is."""
+    for a, b in ((either, other), (other, either)):
+        for body in (f"({a}) if q > k else ({b})", f"where(q > k, {a}, {b})", f"max(({a}) if q > k else ({b}), 3)"):
+            assert read(f"def f(x, y, z) = {body}\nmask = q >= k", kind="mask").mask is not None
+
+
+@pytest.mark.parametrize("body", ["x & (k > 1) if q > k else y + k", "(x and y) if q > k else y + k"])
+def test_a_definition_that_fits_no_call_is_refused_though_nobody_calls_it(body):
+    with pytest.raises(MaskSyntaxError):
+        read(f"def f(x, y, z) = {body}\nmask = q >= k", kind="mask")

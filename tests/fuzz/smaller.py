@@ -44,6 +44,7 @@ def steps(case: Case) -> Iterator[Case]:
         for less in sorted({1, 2, n // 2, n - 1}):
             if 0 < less < n:
                 yield replace(case, block=tuple(less if i == j else x for j, x in enumerate(case.block)))
+    yield from without_definition(case)
     for body in less_than(case.mask, case):
         yield written_again(replace(case, mask=body))
     for name, (params, body) in case.definitions.items():
@@ -72,19 +73,17 @@ def is_bool(n: Node, case: Case) -> bool:
     if n.op == "reduce":
         return n.held[0] != "sum"
     if n.op == "lookup":
-        return case.tables[n.held].dtype == bool
+        return n.held == "flag"  # a definition that nobody calls may read a table that the case is without
     if n.op == "call":
         return n.held in LIBRARY or is_bool(case.definitions[n.held][1], case)
     return n.op in ("and", "or", "xor", "not", "chain", "at", "<", "<=", ">", ">=", "==", "!=")
 
 
 def written_again(case: Case) -> Case:
-    """With its text, and without definitions, values and tables that nothing reads."""
-    needed = called(case.mask, case)
+    """With its text, and without values and tables that the mask does not read."""
     read = names(case.mask, case.definitions)
     case = replace(
         case,
-        definitions={n: d for n, d in case.definitions.items() if n in needed},
         **{
             key: {n: x for n, x in getattr(case, key).items() if n in read} for key in ("scalars", "tables", "defaults")
         },
@@ -93,11 +92,15 @@ def written_again(case: Case) -> Case:
     return case
 
 
-def called(n: Node, case: Case) -> set[str]:
-    own = (
-        {n.held} | called(case.definitions[n.held][1], case) if n.op == "call" and n.held in case.definitions else set()
-    )
-    return own.union(*(called(x, case) for x in n.args))
+def without_definition(case: Case) -> Iterator[Case]:
+    trees = {"": case.mask, **{name: body for name, (_, body) in case.definitions.items()}}
+    for name in case.definitions:
+        if not any(name in called(tree) for other, tree in trees.items() if other != name):
+            yield written_again(replace(case, definitions={n: d for n, d in case.definitions.items() if n != name}))
+
+
+def called(n: Node) -> set[str]:
+    return set().union({n.held} if n.op == "call" else (), *(called(x) for x in n.args))
 
 
 def same_failure(target: str, kind: str) -> Callable[[Any], bool]:

@@ -179,3 +179,23 @@ def test_a_smaller_program_has_the_types_of_the_first():
     assert [*smaller.steps(case)]
     for one in smaller.steps(case):
         fk.mask(one.text, **one.bound)
+
+
+def test_a_definition_that_nobody_calls_is_made_small():
+    """Its body reads a table that the case is without, since the mask does not read it."""
+    case = programs.make(38)
+    assert case.definitions.keys() - smaller.called(case.mask)
+
+    def fails(one):
+        return any("flag[" in line for line in one.text.splitlines() if line.startswith("def"))
+
+    assert fails(case)
+    less = smaller.smaller_case(case, fails)
+    assert len(less.text) < len(case.text) / 2, less.text
+    assert smaller.smaller_case(case, lambda one: True).definitions == {}
+
+
+@pytest.mark.parametrize(("target", "seed", "i"), [("meaning", 3000, 191959)])
+def test_what_campaigns_have_found(target, seed, i):
+    failure = campaign.one(target, seed, i)[1]
+    assert failure is None, failure
