@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 BYTES = 1 << 25  # of the sets along an axis
+PART = 1 << 16  # positions whose entries are looked up at once
 Asked = Callable[
     [Expr, Mapping[str, Array]], Array | None
 ]  # the values of a condition; None: it has none, or costs much
@@ -78,9 +79,8 @@ def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) 
     return made
 
 
-def _places(grid: Grid, axis: int) -> dict[str, Array]:
-    """b, h, q and k of the positions along an axis: [slices, length] or [slices, 1]."""
-    at = np.arange((grid.q_len, grid.kv_len)[axis])
+def _places(grid: Grid, axis: int, at: Array) -> dict[str, Array]:
+    """b, h, q and k of positions along an axis: [slices, positions] or [slices, 1]."""
     starts = {"b": grid.b, "h": grid.h, "q": grid.q, "k": grid.k}
     return {n: x[:, None] + (at if n == "qk"[axis] else 0) for n, x in starts.items()}
 
@@ -89,7 +89,8 @@ def _kept(conditions: list[Expr], name: str, grid: Grid, asked: Asked) -> Array 
     """Whether each position meets conditions on it alone, [slices, length]; None where nothing is known."""
     if not conditions:
         return None
-    places = _places(grid, "qk".index(name))
+    axis = "qk".index(name)
+    places = _places(grid, axis, np.arange((grid.q_len, grid.kv_len)[axis]))
     found = asked(conj(*conditions), {n: places[n] for n in ("b", "h", name)})
     return None if found is None else np.broadcast_to(found, np.broadcast_shapes(*(x.shape for x in places.values())))
 
@@ -97,18 +98,22 @@ def _kept(conditions: list[Expr], name: str, grid: Grid, asked: Asked) -> Array 
 def _sets(e: Expr, arrays: Mapping[str, Array], found: Array, grid: Grid, axis: int, kept: Array | None) -> Array:
     """[levels, slices, tiles, words]: the sets of 1, 2, 4, ... tiles from each tile on, of positions that are kept."""
     tiles, table = (grid.rows, grid.columns)[axis], arrays[e.name]
-    places = _places(grid, axis)
-    where = (places[a.name] for a in e.args)
-    entry = table[tuple(np.clip(x, 0, n - 1) for x, n in zip(where, table.shape, strict=True))]
-    tile = np.arange((grid.q_len, grid.kv_len)[axis]) // grid.block[axis]
-    at = np.broadcast_arrays(np.arange(len(grid.b))[:, None], tile, np.searchsorted(found, entry))
-    bits = np.zeros((len(grid.b), tiles, -(-len(found) // 64) * 64), bool)
-    bits[tuple(at) if kept is None else tuple(x[kept] for x in at)] = True
-    levels = [np.packbits(bits, axis=-1).view(np.uint64)]
-    for n in range(tiles.bit_length() - 1):
-        one, far = levels[-1], np.minimum(np.arange(tiles) + (1 << n), tiles - 1)
-        levels.append(one | one[:, far])
-    return np.stack(levels)
+    length, words = (grid.q_len, grid.kv_len)[axis], -(-len(found) // 64)
+    levels = np.empty((tiles.bit_length(), len(grid.b), tiles, words), np.uint64)
+    bits = np.zeros((len(grid.b), tiles, words * 64), bool)
+    for start in range(0, length, PART):
+        at = np.arange(start, min(start + PART, length))
+        places = _places(grid, axis, at)
+        where = (places[a.name] for a in e.args)
+        entry = table[tuple(np.clip(x, 0, n - 1) for x, n in zip(where, table.shape, strict=True))]
+        slices = np.arange(len(grid.b))[:, None]
+        put = np.broadcast_arrays(slices, at // grid.block[axis], np.searchsorted(found, entry))
+        bits[tuple(put) if kept is None else tuple(x[kept[:, at]] for x in put)] = True
+    levels[0] = np.packbits(bits, axis=-1).view(np.uint64)
+    for n in range(1, len(levels)):
+        far = np.minimum(np.arange(tiles) + (1 << n - 1), tiles - 1)
+        np.bitwise_or(levels[n - 1], levels[n - 1][:, far], out=levels[n])
+    return levels
 
 
 def _union(sets: Array, s: Array, first: Array, end: Array) -> Array:
