@@ -14,7 +14,9 @@ Int is int64 here and leaving 64 bits is an error; Float is float64. A division 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -197,13 +199,16 @@ def _within(estimate: Array) -> None:
         raise EvaluationError("an integer leaves 64 bits")
 
 
-def _checked(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """Int arithmetic that refuses to wrap: the same operation in floating point detects the overflow."""
+def _checked(fn: Callable[..., Any]) -> Callable[..., Array]:
+    """Int arithmetic that refuses to wrap. Each of these operations is largest at ends of its operands' ranges; where
+    that says too little, the same operation in floating point detects the overflow."""
 
     def run(*args: Array) -> Array:
         if args[0].dtype == np.int64:
-            _within(fn(*(x.astype(np.float64) for x in args)))
-        return fn(*args)
+            ends = [(int(x.min()), int(x.max())) for x in args if x.size]
+            if len(ends) == len(args) and any(abs(fn(*corner)) >= _INT_LIMIT / 2 for corner in product(*ends)):
+                _within(fn(*(x.astype(np.float64) for x in args)))
+        return np.asarray(fn(*args))
 
     return run
 
@@ -216,11 +221,19 @@ def _pow(x: Array, y: Array) -> Array:
 
 
 def _floordiv(x: Array, y: Array) -> Array:
+    if y.ndim == 0 and y > 0:
+        return x >> int(y).bit_length() - 1 if _power_of_two(y) else np.floor_divide(x, y)
     return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
 
 
 def _mod(x: Array, y: Array) -> Array:
+    if y.ndim == 0 and y > 0:
+        return x & y - 1 if _power_of_two(y) else x - np.floor_divide(x, y) * y
     return np.where(y == 0, 0, np.remainder(x, np.where(y == 0, 1, y)))
+
+
+def _power_of_two(y: Array) -> bool:  # of y above 0
+    return bool(y & y - 1 == 0)
 
 
 def _shl(x: Array, y: Array) -> Array:
@@ -268,8 +281,8 @@ def uniform(*counters: Array) -> Array:
 
 
 OPERATORS: dict[str, Callable[..., Array]] = {
-    "neg": _checked(np.negative), "abs": _checked(np.abs), "sign": np.sign,
-    "add": _checked(np.add), "sub": _checked(np.subtract), "mul": _checked(np.multiply),
+    "neg": _checked(operator.neg), "abs": _checked(abs), "sign": np.sign,
+    "add": _checked(operator.add), "sub": _checked(operator.sub), "mul": _checked(operator.mul),
     "min": np.minimum, "max": np.maximum, "pow": _pow, "div": np.divide,
     "floordiv": _floordiv, "mod": _mod,
     "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert,
