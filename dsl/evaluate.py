@@ -228,7 +228,7 @@ def _floordiv(x: Array, y: Array) -> Array:
 
 def _mod(x: Array, y: Array) -> Array:
     if y.ndim == 0 and y > 0:
-        return x & y - 1 if _power_of_two(y) else x - np.floor_divide(x, y) * y
+        return np.asarray(x & y - 1 if _power_of_two(y) else x - np.floor_divide(x, y) * y)
     return np.where(y == 0, 0, np.remainder(x, np.where(y == 0, 1, y)))
 
 

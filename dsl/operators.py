@@ -283,11 +283,13 @@ class Operators:
             return ERROR
         number = any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex)
         for node, value, other in ((yn, y, n), (nn, n, y)):
-            if value.flex and other.flex and number:  # an undeclared name that is computed with: `y + k`
+            if other.expr is None or not value.flex:
+                continue
+            if other.flex and number:  # an undeclared name that is computed with: `y + k`
                 self.narrow(frame, node, value, NUMBERS)
-            elif value.flex and other.flex and other.expr.type is BOOL:
+            elif other.flex and other.expr.type is BOOL:
                 self.prefer(value, BOOL)
-            elif value.flex and not other.flex:
+            elif not other.flex:
                 self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
         types = {y.expr.type, n.expr.type}
         if types == {BOOL}:

@@ -64,8 +64,7 @@ def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked
 
 def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[tuple[Array, Array]]:
     conditions = part.args if part.op == "and" else (part,)
-    kept = [_kept([e for e in conditions if uses(e) & {"q", "k"} == {name}], name, grid, asked) for name in "qk"]
-    made = []
+    pairs = []
     for e in conditions:
         reads = {a.args[-1]: a for a in e.args if a.op == "lookup" and a.type is INT} if e.op == "eq" else {}
         sides = [reads[var(n)] for n in "qk" if var(n) in reads]
@@ -74,8 +73,14 @@ def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) 
         found = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
         tiles = max(grid.rows, grid.columns)
         if len(grid.b) * tiles * tiles.bit_length() * len(found) // 8 <= BYTES:
-            of_q, of_k = (_sets(side, arrays, found, grid, axis, kept[axis]) for axis, side in enumerate(sides))
-            made.append((of_q, of_k))
+            pairs.append((sides, found))
+    if not pairs:
+        return []
+    kept = [_kept([e for e in conditions if uses(e) & {"q", "k"} == {name}], name, grid, asked) for name in "qk"]
+    made = []
+    for sides, found in pairs:
+        of_q, of_k = (_sets(side, arrays, found, grid, axis, kept[axis]) for axis, side in enumerate(sides))
+        made.append((of_q, of_k))
     return made
 
 
