@@ -76,6 +76,25 @@ def test_irregular_masks_at_a_million_tokens(name, transposed):
         assert made.counts.empty > 0.49 * 8192**2  # what causal hides is known all the same
 
 
+KINDS = np.random.default_rng(0).integers(0, 1500, MILLION, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "tables"),
+    [("block_diffusion(524288, 32)", 14, {}), ("causal | same(kind) & kind[q] > 0", 100, {"kind": KINDS})],
+)
+def test_memory_of_layouts_at_a_million_tokens(text, most, tables):
+    """Megabytes: positions are held one by one where a table asks for it, and then in parts."""
+    mask = fk.mask(text, **tables)
+    tracemalloc.start()
+    try:
+        mask.layout(MILLION, MILLION)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most << 20
+
+
 def test_small_grids_are_looked_at():
     for text in (LONG, "sum(i in 0..40: sum(j in 0..40: (q * i + k * j) % 7)) > 4790"):
         mask = fk.mask(text)
