@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ FLAGS = (
     "--param=avoid-fma-max-bits=0",
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
+DEFINED = re.compile(r'extern "C" [\w ]+[ *](\w+)\([^;{]*\) \{')  # functions that a library is to have
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
 LOADED = 256  # libraries found without looking at the disk
@@ -256,12 +258,17 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
         if not _writable(folder):
             failed.append(f"{folder} cannot be written to")
             continue
+        kept = folder / f"{name}.so"
         try:
             with _alone(folder / f"{name}.lock"):  # another process that built it meanwhile has left it here
-                if (found := _load(folder / f"{name}.so", name)) is not None:
+                if (found := _load(kept, name)) is not None:
                     return found
                 _build(source, command, folder, name)
-                found = _load(folder / f"{name}.so", name)
+                try:
+                    found = _opened(kept, name)
+                finally:
+                    if found is None:  # the next process would not load it, either
+                        kept.unlink(missing_ok=True)
         except OSError as error:  # no space left, say
             failed.append(str(error))
             continue
@@ -291,14 +298,18 @@ def _alone(path: Path) -> Iterator[None]:
 def _load(path: Path, name: str) -> ctypes.CDLL | None:
     """The library at `path`; None where there is none, or not the one that was built under this name."""
     try:
-        held = path.read_bytes()
-        if not ours(path) or held[-DIGEST:] != _digest(name, held[:-DIGEST]):
-            return None
-        with suppress(OSError):  # somebody else's, or on a disk that is read only
-            os.utime(path)  # it was used now
-        return ctypes.CDLL(str(path))
+        return _opened(path, name)
     except OSError:  # also from a directory without the right to execute
         return None
+
+
+def _opened(path: Path, name: str) -> ctypes.CDLL | None:
+    held = path.read_bytes()
+    if not ours(path) or held[-DIGEST:] != _digest(name, held[:-DIGEST]):
+        return None
+    with suppress(OSError):  # somebody else's, or on a disk that is read only
+        os.utime(path)  # it was used now
+    return ctypes.CDLL(str(path))
 
 
 def _digest(name: str, content: bytes) -> bytes:
@@ -315,11 +326,27 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
         said = subprocess.run([*command, "-o", made, str(text)], capture_output=True, text=True)
         if said.returncode:
             raise _refusal(said, command[0], text)
-        content = Path(made).read_bytes()
+        content = Path(made).read_bytes() if os.path.exists(made) else b""
     finally:
-        os.unlink(made)
+        Path(made).unlink(missing_ok=True)  # a linker that fails deletes it
+    if lost := _lacks(content, source):
+        raise BuildError(
+            f"{command[0]} reports no error, and what it makes of {text} is no library: {lost}\n"
+            "  set CXX to another compiler"
+        )
     put(folder / f"{name}.so", content + _digest(name, content))
     _evict(folder)
+
+
+def _lacks(content: bytes, source: str) -> str:
+    """What a file lacks to be the library of a source; the loader may crash over a part of a file."""
+    if not content:
+        return "the file is empty"
+    table, size, count = (int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    if not content.startswith(b"\x7fELF") or table + size * count > len(content):  # section headers come last
+        return "the file is no ELF file, or not all of one"
+    lost = [x for x in DEFINED.findall(source) if x.encode() + b"\0" not in content]
+    return f"there is no {lost[0]}() in it" if lost else ""
 
 
 def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path) -> OSError | BuildError:
@@ -344,7 +371,7 @@ def put(path: Path, content: bytes) -> None:
             file.write(content)
         os.replace(made, path)
     except BaseException:
-        os.unlink(made)
+        Path(made).unlink(missing_ok=True)
         raise
 
 

@@ -239,6 +239,42 @@ def test_a_compiler_that_fails_over_a_kernel(does, cache, monkeypatch, tmp_path)
     assert again.value is not caught.value  # an error that is kept would hold the arrays of the call it ended
 
 
+LIES = {  # what a compiler leaves while it reports no error -> what is said of it
+    "rm -f $out": "reports no error, and what it makes of .* is no library: the file is empty",
+    ": > $out": "the file is empty",
+    "head -c 5000 /dev/urandom > $out": "the file is no ELF file",
+    "echo 'int other;' | CXX -x c++ -shared -fPIC -o $out -": r"there is no answer\(\) in it",
+    'CXX "$@" && head -c 6000 $out > $out.half && mv $out.half $out': "not all of one",
+    'CXX "$@" && head -c -1 $out > $out.half && mv $out.half $out': "not all of one",
+}
+
+
+@pytest.mark.parametrize("does", LIES)
+def test_a_compiler_that_lies(does, cache, monkeypatch, tmp_path):
+    """Nothing of it is kept, so the same compiler is believed once it works."""
+    lying, right = tmp_path / "lying", native_build.compiler()[0]
+    head = '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\nfor x; do [ "$last" = -o ] && out=$x; last=$x; done\n'
+    lying.write_text(head + does.replace("CXX", right) + "\n")
+    lying.chmod(0o755)
+    monkeypatch.setenv("CXX", str(lying))
+    monkeypatch.setattr(native_build, "_failed", Memo("tests", 9))
+    with pytest.raises(native_build.BuildError, match=LIES[does]):
+        library(source(6))
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".so", ".tmp", ".lock", ".half")]
+    lying.write_text(head + f'exec {right} "$@"\n')
+    native_build._failed.clear()
+    assert library(source(6)).answer() == 6
+
+
+def test_the_words_of_a_linker_are_kept(cache, monkeypatch):
+    """A linker that fails deletes the file that it was to write."""
+    monkeypatch.setenv("CXX", f"{native_build.compiler()[0]} -lnowhere")
+    with pytest.raises(native_build.BuildError, match="does not compile") as caught:
+        library(source(8))
+    assert "-lnowhere" in str(caught.value)
+    assert "FRISKET_CACHE_DIR" not in str(caught.value)
+
+
 # -- machines without ---------------------------------------------------------------------------------
 
 
