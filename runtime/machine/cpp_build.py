@@ -339,7 +339,7 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
 
 
 def _lacks(content: bytes, source: str) -> str:
-    """What a file lacks to be the library of a source; the loader may crash over a part of a file."""
+    """Say what the content of a library lacks, "" if nothing: the loader may crash over a part of a file."""
     if not content:
         return "the file is empty"
     table, size, count = (int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
