@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: the changelog, notebooks and linked source files as pages, and coloured sessions."""
+"""Hooks of mkdocs: pages of the root, notebooks and linked source files as pages, and coloured sessions."""
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import sys
@@ -21,7 +22,7 @@ from notebooks import NAMES  # noqa: E402
 from notebooks import page as notebook  # noqa: E402
 from typecheck import link  # noqa: E402
 
-LINK = re.compile(r"\]\(((?:\.\./)+[\w/.-]+)\)")
+LINK = re.compile(r"\]\(((?:\.\./)+[\w/.-]+)(#[\w-]+)?\)")
 SOURCE = re.compile(
     r"""<(?:script|img|iframe|source|audio|video)\b[^>]*\bsrc=["']?(https?:)?//"""
     r"""|<link\b(?![^>]*\brel=["']?canonical)[^>]*\bhref=["']?(https?:)?//"""
@@ -31,9 +32,12 @@ SOURCE = re.compile(
 # how much a page counts in a search beside others; 0: it is not searched
 BOOST = {
     "glossary.md": 2, "recipes.md": 3, "caches.md": 3, "parallel.md": 3, "sharding.md": 2, "block-sparsity.md": 2,
-    "tour.md": 0.2, "design-notes.md": 0.3, "changelog.md": 0.2, "performance.md": 0.3, "compatibility.md": 0.3,
+    "tour.md": 0.2, "design-notes.md": 0.3, "changelog.md": 0.2, "contributing.md": 0.2, "performance.md": 0.3,
+    "compatibility.md": 0.3,
     "gallery/from-test-suites-masks.md": 0.2, "gallery/from-test-suites-score-mods.md": 0.2,
 }  # fmt: skip
+# pages that stand in the root of the repository, where people look for them
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "cpp"}
 
 
@@ -48,20 +52,23 @@ def on_startup(command: str, dirty: bool) -> None:
 def on_config(config: Any) -> None:
     if not config["repo_url"]:  # links to edit a page lead nowhere without a repository
         config["edit_uri"] = None
+    if "MIKE_DOCS_VERSION" in os.environ:  # mike writes a folder for each version: the theme shows a list of them
+        config["extra"]["version"] = {"provider": "mike"}
 
 
 def on_files(files: Files, config: Any) -> None:
+    for name, page in ROOT_PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?!https?:|#)", "](../", text).replace("](../docs/", "](")
+        files.append(File.generated(config, page, content=text))
     written = files.documentation_pages()
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    files.append(File.generated(config, "changelog.md", content=changes))
-    files.append(File.generated(config, "security.md", content=(ROOT / "SECURITY.md").read_text(encoding="utf-8")))
     for name in NAMES:
         text, pictures = notebook(name)
         files.append(File.generated(config, f"notebooks/{name}.md", content=text.replace("](../../docs/", "](../")))
         for path, picture in pictures.items():
             files.append(File.generated(config, f"notebooks/{path}", content=picture))
-    linked = {name for f in written for target in LINK.findall(f.content_string) if (name := outside(f, target))}
-    for name in sorted(n for n in linked if not n.endswith(".ipynb")):
+    linked = {name for f in written for target, _ in LINK.findall(f.content_string) if (name := outside(f, target))}
+    for name in sorted(n for n in linked if not n.endswith(".ipynb") and n not in ROOT_PAGES):
         path = ROOT / name
         text = f"# {name}\n\n~~~{LANGUAGES.get(path.suffix, '')}\n{path.read_text(encoding='utf-8')}~~~\n"
         files.append(File.generated(config, f"source/{name}.md", content=text))
@@ -80,9 +87,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def moved(found: re.Match[str]) -> str:
         name = outside(page.file, found[1])
         top = "../" * page.file.src_uri.count("/")
-        if name is not None and name.endswith(".ipynb"):
-            return f"]({top}notebooks/{posixpath.basename(name)[:-6]}.md)"
-        return found[0] if name is None else f"]({top}source/{name}.md)"
+        if name is None:
+            return found[0]
+        notebook = name.endswith(".ipynb")
+        to = f"notebooks/{posixpath.basename(name)[:-6]}.md" if notebook else ROOT_PAGES.get(name, f"source/{name}.md")
+        return f"]({top}{to}{found[2] or ''})"
 
     markdown = re.sub(r"^\|.*", bare, LINK.sub(moved, markdown), flags=re.M)
     return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.M)

@@ -47,9 +47,11 @@ SHOWN = ("numpy", "torch", "jax", "triton", "lark", "rich", "platformdirs", "sht
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version; None where there is none."""
+    """A Python of this version; None where there is none. pyenv puts programs on the PATH that only say they fail."""
     pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(pyenv[-1]) if pyenv else None)
+    named = [found] if (found := shutil.which(f"python{version}")) else []
+    runs = (x for x in [*named, *map(str, pyenv)] if not subprocess.run([x, "-c", ""], capture_output=True).returncode)
+    return next(runs, None)
 
 
 def run(name: str, python: str, files: list[str]) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""`python tests/release.py DIST`: the source archive and the wheel are built, installed and tried outside the tree.
+"""`python tests/release.py DIST [all]`: the source archive and the wheel are built, installed and tried elsewhere.
 
-The wheel goes into an empty environment without extras, one with [torch] and one with [jax]: each does what it can, and
-refuses the rest in words that name the extra. The source archive is installed too, and what is built from it is the
-wheel, file by file. Type checkers read tests/types against the wheel. Needs `build`, mypy and pyright.
+The wheel goes into an empty environment without extras, one with [torch] and one with [jax]; with `all`, into one for
+each extra that needs no GPU. Each does what it can, and refuses the rest in words that name the extra. The source
+archive is installed too, and what is built from it is the wheel, file by file. twine reads README and the metadata as
+PyPI does. Type checkers read tests/types against the wheel. Needs `build`, twine, mypy and pyright.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -37,6 +39,48 @@ NEEDS = {
     "import frisket as fk; fk.mask('causal').layout(256, 256).plot('mask.png')": "plot",
 }
 TEXT, SCORE = "causal & window(100)", "softcap(20)"
+FRAMEWORKS = ("torch", "jax")
+EVERY = ("", "torch", "jax", "triton", "plot", "flax", "quantized", "transformers", "all")
+# what an extra is for, as a program that fails without it
+USES = {
+    "triton": """
+from frisket.runtime.cli.main import main
+main(["emit", "causal & window(100)", "--backend", "triton", "--arch", "sm_90", "--report"])
+""",
+    "plot": """
+import frisket as fk
+fk.mask("causal & window(100)").layout(256, 256).plot("mask.png")
+assert open("mask.png", "rb").read(8) == bytes([137, *b"PNG\\r\\n", 26, 10])
+""",
+    "flax": """
+import jax.numpy as jnp
+from flax import nnx
+from frisket.integrations.flax import attention_fn
+ours, theirs = (nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0), **{"attention_fn": f} if f else {})
+                for f in (attention_fn("causal"), None))
+x = jnp.sin(jnp.arange(320.0)).reshape(1, 20, 16)
+assert jnp.allclose(ours(x), theirs(x, mask=nnx.make_causal_mask(x[..., 0])), atol=1e-5)
+""",
+    "quantized": """
+import jax.numpy as jnp
+from flax import nnx
+from frisket.modeling import get_dot_general_by_bits
+x = jnp.sin(jnp.arange(128.0)).reshape(2, 64)
+ours, exact = (nnx.Linear(64, 8, **more, rngs=nnx.Rngs(0))(x) for more in (get_dot_general_by_bits(8, "convert"), {}))
+assert 0 < jnp.abs(ours - exact).max() < 0.1
+""",
+    "transformers": """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from frisket.integrations.transformers import register
+register()
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM._from_config(config, attn_implementation="frisket")
+ours = model(torch.arange(40)[None]).logits
+model.set_attn_implementation("eager")
+assert torch.allclose(ours, model(torch.arange(40)[None]).logits, atol=1e-4)
+""",
+}
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -49,6 +93,13 @@ def run(*command: object, cwd: Path) -> str:
 
 
 # -- what is in the archives ----------------------------------------------------------------------
+
+
+def brings(extra: str) -> set[str]:
+    """The extras that come with an extra, itself among them."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    inner = [name for x in listed.get(extra, []) if "[" in x for name in x.split("[")[1].split("]")[0].split(",")]
+    return {extra, *inner}.union(*map(brings, inner)) - {""}
 
 
 def files(wheel: Path) -> dict[str, int]:
@@ -93,12 +144,13 @@ def trial(work: Path, extra: str, wheel: Path, sdist: Path) -> str:
     python = environment(work, extra, wheel)
     outside = work / f"outside-{extra}"
     outside.mkdir()
-    said = run(python, "-I", __file__, "inside", extra, cwd=outside)
-    if extra:
-        return said
-    check_types(python, outside)
-    install(python, work, "--no-deps", "--force-reinstall", sdist)
-    return said + run(python, "-I", __file__, "inside", extra, cwd=outside)
+    said = run(python, "-I", __file__, "inside", extra, *brings(extra), cwd=outside)
+    if not extra:
+        check_types(python, outside)
+        install(python, work, "--no-deps", "--force-reinstall", sdist)
+        said += run(python, "-I", __file__, "inside", extra, cwd=outside)
+    shutil.rmtree(work / (extra or "none"))
+    return said
 
 
 def check_types(python: Path, outside: Path) -> None:
@@ -111,7 +163,7 @@ def check_types(python: Path, outside: Path) -> None:
 # -- inside an environment ------------------------------------------------------------------------
 
 
-def inside(extra: str) -> None:
+def inside(extra: str, brought: set[str]) -> None:
     """What this environment can do, done; what it cannot, refused."""
     import numpy as np
 
@@ -128,22 +180,26 @@ def inside(extra: str) -> None:
     assert np.abs(wanted - dense(q, k, v)).max() < 1e-12
     assert not {"torch", "jax"} & set(sys.modules)
 
-    refused = subprocess.run([frisket, "plot", "causal", "-o", "mask.png"], capture_output=True, text=True)
-    assert refused.returncode == 2, refused
-    assert "pip install 'frisket-attention[plot]'" in refused.stderr, refused.stderr
+    if "plot" not in brought:
+        refused = subprocess.run([frisket, "plot", "causal", "-o", "mask.png"], capture_output=True, text=True)
+        assert refused.returncode == 2, refused
+        assert "pip install 'frisket-attention[plot]'" in refused.stderr, refused.stderr
     for statement, needed in NEEDS.items():
         said = refusal(statement)
-        assert (f"pip install 'frisket-attention[{needed}]'" in said) == (needed != extra), (statement, said)
-    tiers = {"": [], "torch": ["library"], "jax": ["library"]}[extra]
-    if extra and not fk.backends()["cpp"]:
-        tiers.append("native")
-    for tier in tiers:
-        att = fk.compile(TEXT, SCORE, backend=tier)
-        out = np.asarray(attend(att, extra, q, k, v))
-        assert np.abs(out - wanted).max() < 1e-5, (tier, np.abs(out - wanted).max())
-    if extra == "torch":
+        assert (f"pip install 'frisket-attention[{needed}]'" in said) == (needed not in brought), (statement, said)
+    for name in brought:
+        if name in USES:
+            run(sys.executable, "-I", "-c", USES[name], cwd=here)
+    did = ["text and layouts", *sorted(brought & USES.keys())]
+    for framework in [x for x in FRAMEWORKS if x in brought]:
+        for tier in ["library"] + ["native"] * (not fk.backends()["cpp"]):
+            att = fk.compile(TEXT, SCORE, backend=tier)
+            out = np.asarray(attend(att, framework, q, k, v))
+            assert np.abs(out - wanted).max() < 1e-5, (tier, np.abs(out - wanted).max())
+            did.append(f"{tier} ({framework})")
+    if "torch" in brought:
         flex(q, k, v)
-    print(f"frisket {fk.__version__} with {extra or 'no extra'}: {', '.join(['text and layouts', *tiers])}")
+    print(f"frisket {fk.__version__} with {extra or 'no extra'}: {', '.join(did)}")
 
 
 def refusal(statement: str) -> str:
@@ -192,16 +248,20 @@ def flex(q: Any, k: Any, v: Any) -> None:
     assert torch.allclose(*results, atol=1e-5)
 
 
-def main(dist: Path) -> None:
+def main(dist: Path, tried: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=2) as pool:
         work = Path(name)
         run(sys.executable, "-m", "build", "--outdir", dist.resolve(), ROOT, cwd=work)
         (wheel,), (sdist,) = dist.resolve().glob("*.whl"), dist.resolve().glob("*.tar.gz")
-        jobs = [pool.submit(trial, work, extra, wheel, sdist) for extra in ("torch", "", "jax")]
+        jobs = [pool.submit(trial, work, extra, wheel, sdist) for extra in tried]
         check_archives(wheel, sdist, work)
+        run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=work)
         for job in jobs:
-            print(job.result(), end="")
+            print(job.result(), end="", flush=True)
 
 
 if __name__ == "__main__":
-    inside(sys.argv[2]) if sys.argv[1] == "inside" else main(Path(sys.argv[1]))
+    if sys.argv[1] == "inside":
+        inside(sys.argv[2], {*sys.argv[3:]})
+    else:
+        main(Path(sys.argv[1]), EVERY if sys.argv[2:] == ["all"] else ("torch", "", "jax"))

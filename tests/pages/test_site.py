@@ -58,7 +58,7 @@ def test_every_page_has_its_place():
     placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
     notebooks = {f"notebooks/{p.stem}.md" for p in (ROOT / "examples" / "notebooks").glob("*.ipynb")}
-    assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md", "security.md"})
+    assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md", "contributing.md", "security.md"})
 
 
 @needs_mkdocs
@@ -80,9 +80,17 @@ def test_what_comes_from_elsewhere_is_found(tmp_path):
 @needs_mkdocs
 @pytest.mark.parametrize(("address", "left"), [(None, None), ("https://a.b/c/d", "edit/main/docs/")])
 def test_edit_links_are_for_a_known_repository(address, left):
-    config = {"repo_url": address, "edit_uri": "edit/main/docs/"}
+    config = {"repo_url": address, "edit_uri": "edit/main/docs/", "extra": {}}
     script("site_hooks").on_config(config)
-    assert config["edit_uri"] == left
+    assert config == {"repo_url": address, "edit_uri": left, "extra": {}}
+
+
+@needs_mkdocs
+def test_a_site_of_several_versions_lists_them(monkeypatch):
+    monkeypatch.setenv("MIKE_DOCS_VERSION", "0.2.0")
+    config = {"repo_url": None, "edit_uri": None, "extra": {}}
+    script("site_hooks").on_config(config)
+    assert config["extra"] == {"version": {"provider": "mike"}}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +98,8 @@ def site(tmp_path_factory):
     """The folder of the site, built by its one command, where nothing of a network answers."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    # not with --quiet: mkdocs then counts no warnings, and --strict lets them pass
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder

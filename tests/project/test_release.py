@@ -73,11 +73,13 @@ def test_actions_are_pinned_and_tokens_read(name):
     assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
 
 
-def test_only_publishing_may_ask_for_an_identity():
+def test_only_publishing_may_ask_for_an_identity_and_only_the_site_may_write():
     jobs = WORKFLOWS["release.yml"]["jobs"]
-    assert {name for name, job in jobs.items() if "permissions" in job} == {"publish"}
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert jobs["publish"]["needs"] == "build"
+    assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
+        "publish": {"id-token": "write"},
+        "site": {"contents": "write"},
+    }
+    assert (jobs["publish"]["needs"], jobs["site"]["needs"]) == ("build", "publish")
     assert WORKFLOWS["release.yml"][True] == {"push": {"tags": ["v*"]}}  # `on` is a boolean of YAML 1.1
 
 
