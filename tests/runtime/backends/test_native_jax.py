@@ -373,7 +373,8 @@ def test_a_kernel_that_fails():
 
 def child(code, timeout=120, **environment):
     """Run in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu", **environment}
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))  # frisket may come from there
+    env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
