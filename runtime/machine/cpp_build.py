@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -37,10 +38,13 @@ FLAGS = (
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 DEFINED = re.compile(r'extern "C" [\w ]+[ *](\w+)\([^;{]*\) \{')  # functions that a library is to have
+KILLED = re.compile("Killed signal|terminated with signal 9")  # in the words of a driver
+STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 1))
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
 LOADED = 256  # libraries found without looking at the disk
 ORPHANED = 3600.0  # seconds after which a temporary file is nobody's
+RETRY = 60.0  # seconds after which a kernel is tried again that lacked memory or space
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -48,13 +52,26 @@ class BuildError(LoweringError, BackendError):
     """A kernel could not be compiled or kept, though other kernels can be; the text has the compiler's words."""
 
 
-class PendingError(BuildError):
+class LaterError(BuildError):
+    """A kernel could not be compiled or kept now; a call `wait` seconds later tries again."""
+
+    wait = RETRY
+
+
+class InterruptedCompilerError(LaterError):
+    """A signal to stop reached the compiler, perhaps with all processes of a terminal or a notebook."""
+
+    wait = 0.0
+
+
+class PendingError(LaterError):
     """A kernel is being compiled in the background."""
 
 
 _defers: ContextVar[bool] = ContextVar("defers", default=False)
 _loaded = Memo("runtime.machine.cpp_build.library", LOADED)
-_failed = Memo("runtime.machine.cpp_build.refused", LOADED)  # why, in words: an error would hold the arrays of its call
+# why, in words, and until when: an error would hold the arrays of its call
+_failed = Memo("runtime.machine.cpp_build.refused", LOADED)
 _building: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -63,8 +80,8 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """A C++ source as a loaded library: `library('extern "C" int one() { return 1; }').one()`.
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
-    `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source,
-    dies over it, or there is no directory to write to; `PendingError`: see `deferring`.
+    `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source;
+    `LaterError`: it dies over it, or there is no directory to write to; `PendingError`: see `deferring`.
     """
     key = _key(source, variant)
     with _guard:
@@ -74,14 +91,16 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
             raise PendingError
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
+        kind, why, until = _failed.get(key) or (BuildError, "", 0.0)
+        if time.monotonic() < until:
+            raise kind(why)
         try:
-            if (why := _failed.get(key)) is not None:
-                raise BuildError(why)
             made: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
         except BuildError as error:
             with _guard:
                 if not isinstance(error, PendingError):
-                    _failed.put(key, str(error))
+                    wait = error.wait if isinstance(error, LaterError) else math.inf
+                    _failed.put(key, (type(error), str(error), time.monotonic() + wait))
                     _building.pop(key, None)
             raise
         with _guard:
@@ -134,7 +153,10 @@ def fall_back(error: BuildError) -> None:
 
 def reason() -> str:
     """A reason why native kernels cannot be built and loaded here; empty when they can."""
-    return _reason(*[os.environ.get(n, "") for n in ("CXX", "PATH", "FRISKET_CACHE_DIR")])  # asked in warm calls
+    try:
+        return _reason(*[os.environ.get(n, "") for n in ("CXX", "PATH", "FRISKET_CACHE_DIR")])  # asked in warm calls
+    except LaterError as error:  # which is not remembered
+        return str(error).splitlines()[0]
 
 
 @memo(group="once")
@@ -143,6 +165,8 @@ def _reason(*_environment: str) -> str:
         return f"native kernels are built on Linux only; this is {sys.platform}"
     try:
         return "" if library(PROBE).frisket_probe() == 1 else "a library just built does not work"
+    except LaterError:
+        raise
     except FrisketError as error:
         return str(error).splitlines()[0]
 
@@ -172,19 +196,26 @@ def compiler() -> tuple[str, ...] | None:
 
 def compiler_version(command: tuple[str, ...]) -> str:
     """The first line of --version, asked once for each state of the program on disk."""
-    state = os.stat(command[0])
+    try:
+        state = os.stat(command[0])
+    except OSError as error:  # deleted since it was found
+        raise LaterError(f"the C++ compiler {' '.join(command)} does not run: {error}") from None
     return _asked(command, os.path.realpath(command[0]), state.st_mtime_ns, state.st_size)
 
 
 @memo(group="once")
 def _asked(command: tuple[str, ...], *_state: object) -> str:
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        said = _run([*command, "--version"], check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BackendError(
-            f"the C++ compiler {' '.join(command)} does not run: {error}\n  set CXX to another"
-        ) from None
+        raise LaterError(f"the C++ compiler {' '.join(command)} does not run: {error}\n  set CXX to another") from None
     return said.partition("\n")[0]
+
+
+def _run(command: list[str], check: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the compiler; its words are English, and of any bytes."""
+    env = {**os.environ, "LC_ALL": "C", **environment}
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=check, env=env)
 
 
 # -- the cache --------------------------------------------------------------------------------------
@@ -197,15 +228,19 @@ def directories(kind: str = "native") -> list[Path]:
 
 def writable(kind: str = "native") -> Path | None:
     """The first of the directories that can be written to, by nobody else; None where there is none."""
-    return next((d for d in directories(kind) if _writable(d)), None)
+    return next((d for d in directories(kind) if not barred(d)), None)
 
 
-def _writable(folder: Path) -> bool:
+def barred(folder: Path) -> str:
+    """A reason why nothing can be kept in a folder, which is made if it is not there; empty if something can."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return ours(folder) and os.access(folder, os.W_OK | os.X_OK)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # who writes there may replace it
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}"
+    if not ours(folder):
+        return f"{folder} belongs to another user, or others may write to it"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
 
 def ours(path: Path) -> bool:
@@ -255,8 +290,8 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
     name, command = sought
     failed = []
     for folder in directories():
-        if not _writable(folder):
-            failed.append(f"{folder} cannot be written to")
+        if why := barred(folder):
+            failed.append(why)
             continue
         kept = folder / f"{name}.so"
         try:
@@ -275,7 +310,7 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
         if found is not None:
             return found
         failed.append(f"nothing can be loaded from {folder}")
-    raise BuildError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
+    raise LaterError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
 
 
 @contextmanager
@@ -320,18 +355,19 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
     """Compile into the folder: the text beside the library, the library with its checksum behind it."""
     text = folder / f"{name}.cpp"
     put(text, source.encode())
-    handle, made = tempfile.mkstemp(suffix=".tmp", dir=folder)
-    os.close(handle)
-    try:
-        said = subprocess.run([*command, "-o", made, str(text)], capture_output=True, text=True)
-        if said.returncode:
-            raise _refusal(said, command[0], text)
-        content = Path(made).read_bytes() if os.path.exists(made) else b""
-    finally:
-        Path(made).unlink(missing_ok=True)  # a linker that fails deletes it
+    with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as own:
+        made = Path(own) / "library.so"
+        try:  # temporary files of the compiler go with the folder, whoever dies
+            said = _run([*command, "-o", str(made), str(text)], TMPDIR=own)
+        except OSError as error:  # no memory for a process
+            raise LaterError(f"{command[0]} cannot be started: {error.strerror}") from None
+        content = made.read_bytes() if made.exists() else b""  # a linker that fails deletes it
+    words = "".join(f"\n  {x}" for x in said.stderr.splitlines()[:12])
+    if said.returncode or (words and not content):  # without SIGCHLD there is no exit status
+        raise _refusal(said, command[0], text, words)
     if lost := _lacks(content, source):
         raise BuildError(
-            f"{command[0]} reports no error, and what it makes of {text} is no library: {lost}\n"
+            f"{command[0]} reports no error, and what it makes of {text} is no library: {lost}{words}\n"
             "  set CXX to another compiler"
         )
     put(folder / f"{name}.so", content + _digest(name, content))
@@ -345,22 +381,29 @@ def _lacks(content: bytes, source: str) -> str:
     table, size, count = (int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
     if not content.startswith(b"\x7fELF") or table + size * count > len(content):  # section headers come last
         return "the file is no ELF file, or not all of one"
+    with open("/proc/self/exe", "rb") as file:
+        head = file.read(20)
+    if (content[4:6], content[18:20]) != (head[4:6], head[18:]):
+        return "it is for another processor"
     lost = [x for x in DEFINED.findall(source) if x.encode() + b"\0" not in content]
     return f"there is no {lost[0]}() in it" if lost else ""
 
 
-def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path) -> OSError | BuildError:
+def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path, words: str) -> OSError | BuildError:
     """The error of a compiler that failed; a full disk is an OSError, so that another directory is tried."""
-    if os.strerror(errno.ENOSPC) in said.stderr:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(text.parent))
-    words = "".join(f"\n  {x}" for x in said.stderr.splitlines()[:12])
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        if os.strerror(number) in said.stderr:
+            return OSError(number, os.strerror(number), str(text.parent))
+    if -said.returncode in STOPS:
+        name = signal.Signals(-said.returncode).name
+        return InterruptedCompilerError(f"{compiler} was stopped by {name} while it compiled {text}{words}")
     if said.returncode < 0:
         why = f"was killed by {signal.Signals(-said.returncode).name} while it compiled"
-    elif "Killed signal" in said.stderr:  # of the process that the driver starts
+    elif KILLED.search(said.stderr):  # the process that the driver starts
         why = "was killed while it compiled"
     else:
         return BuildError(f"{compiler} does not compile {text}{words}")
-    return BuildError(f"{compiler} {why} {text}; memory may have run out{words}")
+    return LaterError(f"{compiler} {why} {text}; memory may have run out{words}")
 
 
 def put(path: Path, content: bytes) -> None:
@@ -396,4 +439,4 @@ def sweep(folder: Path) -> None:
     for left in (*folder.glob("*.tmp"), *folder.glob("*.lock")):
         with suppress(OSError):  # gone meanwhile
             if left.stat().st_mtime < time.time() - ORPHANED:
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -32,7 +32,7 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import turned
-from frisket.runtime.machine.cpp_build import BuildError, PendingError, deferring, fall_back
+from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
@@ -303,7 +303,7 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
     except BuildError as error:
         fall_back(error)
         made = _prepared(replace(call, backend=library("torch")), options)
-        return replace(made, awaits=True) if isinstance(error, PendingError) else made
+        return replace(made, awaits=True) if isinstance(error, LaterError) else made
     made = object.__new__(Ready)
     made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward))
     return made
