@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+SHOWN = 160  # characters of a line
+
 
 class FrisketError(Exception):
     """The base class of all errors. `str(error)` says what is wrong, where, and how to write it right.
@@ -47,11 +49,10 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
     line = source[line_start : len(source) if line_stop < 0 else line_stop]
     row, column = source.count("\n", 0, start) + 1, start - line_start
     width = max(1, min(span.stop - start, len(line) - column))
-    shown = "".join(c if c.isprintable() else " " for c in line)
-    offset = 0
-    if len(shown) > 160:  # keep a window around the caret: a page of text helps nobody
-        offset = max(0, min(column - 60, len(shown) - 160))
-        shown, width = shown[offset : offset + 160], min(width, 100)
+    offset = max(0, min(column - 60, len(line) - SHOWN))  # a window around the caret: a page of text helps nobody
+    if len(line) > SHOWN:
+        width = min(width, 100)
+    shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])
     return f"{name} {row}:{column + 1}", f"{shown}\n{' ' * (column - offset)}{'^' * width}"
 
 
@@ -77,8 +78,8 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     name: str = "mask"
 
     def __post_init__(self) -> None:
-        super().__init__(self.render())
         self.msg = self.render()
+        super().__init__(self.msg)
 
     def render(self) -> str:
         """The text of all problems, each with its place and its remedy."""

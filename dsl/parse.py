@@ -59,27 +59,28 @@ def _tokens(text: str, name: str) -> list[Token]:
     tables = load()
     out: list[Token] = []
     open_: list[Token] = []
-    match, words = tables.tokens.match, tables.words
+    words = tables.words
     position = 0
-    while position < len(text):
-        found = match(text, position)
-        if found is None:
-            _strange(text, name, position)
-        kind, word, stop = found.lastgroup, found.group(), found.end()
+    for found in tables.tokens.finditer(text):
+        start, position = position, found.end()
+        if found.start() > start:
+            _strange(text, name, start)
+        kind, word = found.lastgroup, found.group()
         if kind == "NL":
             if not open_ and out and out[-1].symbol not in ("NL", "="):
-                out.append(Token("NL", word, position, stop))
+                out.append(Token("NL", word, start, position))
         elif kind != "SPACE":
             symbol = word if kind == "sign" or word in words else str(kind)
-            token = Token(symbol, word, position, stop)
+            token = Token(symbol, word, start, position)
             out.append(token)
             if word in OPENING:
                 open_.append(token)
                 if len(open_) > MAX_NESTING:
-                    fail(text, name, position, stop, f"brackets are nested more than {MAX_NESTING} deep")
+                    fail(text, name, start, position, f"brackets are nested more than {MAX_NESTING} deep")
             elif word in (")", "]"):
                 _close(open_, token, text, name)
-        position = stop
+    if position < len(text):
+        _strange(text, name, position)
     if open_:
         t = open_[-1]
         fail(text, name, t.start, t.stop, f"`{t.text}` is never closed", f"add a `{OPENING[t.text]}`")

@@ -5,6 +5,7 @@ distinct programs, the failures. With the same FILE a campaign goes on where it 
 """
 
 import argparse
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="lines of JSON; made where there is none")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a text that asks for more fails, and not the machine
+    gc.freeze()  # else every collection looks at all that torch and JAX have made
+    gc.set_threshold(100_000, 20, 20)
     counts = campaign.run(args.target, args.seed, args.cases, args.resume, show=print)
     print(counts)
     return 1 if counts.failed else 0

@@ -28,6 +28,8 @@ WRAPPERS = [
     ("at(", ", q = q + 1, k = k)"), ("any(j in 0..3: ", ")"), ("sum(j in 0..9: j + ", ")"), ("", " ** 2"), ("[", "]"),
     ("q if k else ", ""), ("", " & causal"), ("", " - (q - k)"), ("causal | (window(2) ^ ", ")"), ("def f(x) = ", "\n"),
 ]  # fmt: skip
+# how often, and how likely: a wrapper in its thousands takes the time of a hundred other texts
+TIMES = {1: 9, 2: 9, 5: 9, 20: 9, 199: 5, 200: 5, 201: 5, 1000: 2, 5000: 1}
 
 
 def characters(text: str, draw: random.Random) -> str:
@@ -64,7 +66,7 @@ def nesting(text: str, draw: random.Random) -> str:
     parts = TOKEN.findall(text) or [""]
     at = draw.randrange(len(parts)) if draw.random() < 0.5 else 0
     stop = draw.randint(at + 1, len(parts)) if at else len(parts)
-    times = draw.choice([1, 2, 5, 20, 199, 200, 201, 1000, 5000])
+    (times,) = draw.choices([*TIMES], TIMES.values())
     return "".join([*parts[:at], before * times, *parts[at:stop], after * times, *parts[stop:]])
 
 

@@ -434,13 +434,13 @@ def check_layout(layout: Any, wanted: Array, block: tuple[int, int]) -> None:
     assert (c.empty, c.partial, c.full) == tuple(int((kinds == x).sum()) for x in (EMPTY, PARTIAL, FULL)), "counts"
     if layout.facts.visible_pairs is not None:
         assert layout.facts.visible_pairs == wanted.sum(), "visible_pairs"
-    runs, slices = layout.runs, layout.spans.slice_of
-    rebuilt = np.zeros_like(kinds)
-    for b, h in np.ndindex(*slices.shape):
-        for row in range(kinds.shape[2]):
-            at = slices[b, h] * kinds.shape[2] + row
-            for i in range(runs.row_ptr[at], runs.row_ptr[at + 1]):
-                rebuilt[b, h, row, runs.start[i] : runs.stop[i]] = runs.kind[i]
+    runs, slices, width = layout.runs, layout.spans.slice_of, kinds.shape[3]
+    rebuilt = np.zeros((len(runs.row_ptr) - 1, width), kinds.dtype)
+    for row, start, stop, kind in zip(
+        np.repeat(np.arange(len(rebuilt)), np.diff(runs.row_ptr)), runs.start, runs.stop, runs.kind, strict=True
+    ):
+        rebuilt[row, start:stop] = kind
+    rebuilt = rebuilt.reshape(-1, kinds.shape[2], width)[slices]
     assert (rebuilt == kinds).all(), "runs are not the tiles"
 
 
