@@ -17,7 +17,7 @@ from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Text
 from frisket.lowering.simplify.facts import interval
 
 CUTE: dict[str, str] = SHARED | {
-    "bitnot": "inverted({})", "not": "{} ^ True",
+    "bitnot": "inverted({})", "not": "{} ^ True",  # see `operator`
     "abs": "abs({})", "sign": "sign({})",
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "cute.math.pow({}, {})",
     "floordiv": "quotient({}, {})", "mod": "modulo({}, {})",
@@ -114,6 +114,8 @@ def operator(node: Expr, args: list[Text]) -> Text | None:
     """The text of operators that depend on more than the operator; None: the table's row."""
     if node.op == "lit":
         return literal(node.name)
+    if node.op == "not":
+        return Text(f"{args[0].inside(PRECEDENCE['^'])} ^ True", PRECEDENCE["^"])
     if node.op in ("floordiv", "mod") and node.args[1].op == "lit":
         return _divided(node, args[0])
     if node.op in ("shl", "shr") and node.args[1].op == "lit":

@@ -18,7 +18,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import SIZES, build, lit, lookup, param
 from frisket.dsl.sugar import eq, function, h, k, maximum, minimum, q, score, where
-from frisket.dsl.types import FLOAT
+from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.cute.mods import emit
 from frisket.lowering.plan import Pages, make_plan
@@ -131,6 +131,20 @@ def test_every_operator(name):
         made = plan_of(case)
         length = 12 if name == "pow" else 60  # powers of 60 leave float32
         compare(made, made.slot_values({}), {}, 1, case.heads, length, length)
+
+
+HIDDEN = {"hidden": np.arange(80) % 3 == 0}
+hidden = lookup("hidden", (k,), BOOL)
+
+
+@pytest.mark.parametrize("mask", [
+    causal & ~hidden, ~hidden & causal, ~(hidden & causal), ~(hidden | causal) & (k > 3), ~hidden ^ causal,
+    ~hidden | causal, causal & ~(hidden ^ causal), where(~hidden, causal, hidden), causal & ~(ir.to_float(q) / 3 > ir.to_float(k)),
+])  # fmt: skip
+def test_a_negation_inside_other_operators(mask):
+    """Python reads `a & b ^ True` as `(a & b) ^ True`."""
+    made = make_plan(mask, where(mask, score, 0.5 * score))
+    compare(made, made.slot_values({}), made.table_values(HIDDEN), 1, 2, 40, 40)
 
 
 NUMBERS = [
