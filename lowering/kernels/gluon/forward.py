@@ -192,7 +192,7 @@ class GluonForward(RowKernel):
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
         roots = self.positions if inside else [*self.score, *self.kept]
-        score, kept = (next(iter(roots), None) for roots in (self.score, self.kept))
+        kept = next(iter(self.kept), None)
         column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
         visible = self.visible(written) if inside else []
         return {
@@ -200,7 +200,7 @@ class GluonForward(RowKernel):
             "column": column,
             "bounded": any("inside" in line for line in visible),  # the ends of rows already stop at the last key
             "visible": visible,
-            "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
+            "score_mod": self.score_mod("score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
         }
 

@@ -139,9 +139,8 @@ class GradientKernel(RowKernel):
 
     def modified(self, written: set[str], visible: str) -> dict[str, Any]:
         """The modified score, and with dropout `kept`, the factor of the weights."""
-        score = next(iter(self.score), None)
         return {
-            "score_mod": self.quoted(self.plan.score, score, "modified = {}", written, visible),
+            "score_mod": self.score_mod("modified", written, visible),
             "dropout": self.quoted(self.plan.kept, self.kept, "kept = tl.where({}, survivor, 0.0)", written, visible),
         }
 

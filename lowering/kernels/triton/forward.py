@@ -218,7 +218,7 @@ class ForwardKernel(RowKernel):
         roots = self.positions if inside else [*self.score, *self.kept, *self.weight]
         row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
         first, last = self.head[0], self.head[-1]
-        score, kept, weight = (next(iter(roots), None) for roots in (self.score, self.kept, self.weight))
+        kept, weight = (next(iter(roots), None) for roots in (self.kept, self.weight))
         return {
             "head": [
                 {"mark": p.mark, "mask": masked(row, p.pad("[:, None]")), "sum": ", score" * (p is not first),
@@ -230,7 +230,7 @@ class ForwardKernel(RowKernel):
             ],
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
-            "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
+            "score_mod": self.score_mod("score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
             "weight": self.quoted(self.plan.weight, weight, "", written),
         }  # fmt: skip

@@ -222,6 +222,13 @@ class RowKernel(TritonWriter):
         found = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
         return [*found, *[line.format(self.value(root))] * bool(line)]
 
+    def score_mod(self, name: str, written: set[str], mask: str = "") -> list[str]:
+        """The lines of the modified score, which has the shape of a tile also where it is one number for all keys."""
+        root = next(iter(self.score), None)
+        whole = root is None or "score" in uses(root)
+        line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
+        return self.quoted(self.plan.score, root, line, written, mask)
+
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
         """The coordinate along the walked axis, where `roots` read it, and the lines of values that depend on it."""
         known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []

@@ -47,6 +47,12 @@ def test_every_case(name, on):
     check(case, *run(case, arch=on))
 
 
+@pytest.mark.parametrize("mod", [ir.lit(1.5), 0.125 * ir.to_float(q), 0.125 * ir.to_float(k)])
+def test_score_mods_without_a_score(mod, on):
+    case = half(Case(causal, mod, q_len=150, kv_len=150), on)
+    check(case, *run(case, arch=on))
+
+
 @pytest.mark.parametrize(
     "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
 )

@@ -30,6 +30,7 @@ INTERPRETED = {
     ),
     "lowering/kernels/triton/triton_scores_interpreted.py": (
         "score_mods[softcap, alibi-bfloat16]", "score_mods[decides-float16]", "gradients[crop-bfloat16]",
+        "score_mods[a number alone-float16]", "gradients[of rows alone-float16]",
         "error_of_the_instruction[float16]", "float32_keeps_its_text", "tables_by_distance[gqa-bfloat16]",
         "tables_by_distance[mask-float32]", "gradients_by_distance[factor, NaN where hidden]",
     ),
@@ -55,7 +56,8 @@ INTERPRETED = {
 COMPILED = {
     "lowering/kernels/triton/triton_compiled.py": (
         "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
-        "every_operator_compiles[False]", "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
+        "every_operator_compiles[False]", "score_mods_without_a_score_compile[mod2]",
+        "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
         "a_table_by_distance_is_loaded_once_a_tile[sm_90]",
     ),
     "lowering/planner/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),

@@ -92,6 +92,14 @@ def test_backward_compiles(name, dtype, live):
     assert all(r.fits for r in found)
 
 
+@pytest.mark.parametrize("mod", [ir.lit(1.5), ir.param("c", FLOAT), ir.lookup("slope", (h,), FLOAT) * q])
+def test_score_mods_without_a_score_compile(mod):
+    """One number for all keys of a row has the shape of a tile too."""
+    made, target, dims = make_plan(causal, mod), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
+    for source in (emit(made, target, dims), triton_backward.emit(made, target, dims, {"v"})):
+        assert all(r.fits for r in compile_reports(source, made, target, dims))
+
+
 def test_divisions_that_decide_what_is_seen_are_rounded_correctly():
     def divisions(mask, score=None):
         made, target, dims = make_plan(mask, score), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")

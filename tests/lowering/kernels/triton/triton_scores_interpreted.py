@@ -38,6 +38,8 @@ SCORES = {
     "gate": Case(causal, score * function("sigmoid", score / 2) + function("log", 1 + score * score)),
     "decides": Case(causal & (function("tanh", slope / 3) * (q - k) < 1), where(score / 3 > 0, score / 3, score * 2),
                     tables=SLOPES),
+    "a number alone": Case(causal & (q - k < 70), c, slots={"c": 5.0}),
+    "of rows alone": Case(None, slope * ir.to_float(q), tables=SLOPES),
     "gqa": Case(causal, 9 * function("tanh", score / 9) + slope * (k - q), tables=SLOPES, heads=4, batch=2),
     "empty rows": Case(EMPTY_ROWS, 9 * function("tanh", score / 9), q_len=200),
     "crop": Case(
