@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mutation.table import commit
 from outside.programs import make
 
 from . import smaller, targets
@@ -99,11 +99,3 @@ def read(file: Path, target: str, seed: int) -> Counts:
         counts.cases, counts.seconds = found["done"], counts.seconds + found["seconds"]
         counts.failed += len(found["failures"])
     return counts
-
-
-def commit() -> str:
-    """The commit of the checkout, and "+" where files of it are changed."""
-    here = Path(__file__).parent
-    asked = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(asked, cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "no checkout"

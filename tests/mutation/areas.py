@@ -1,0 +1,92 @@
+"""What is mutated, by area, and the tests that are to notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowering.kernels.triton.test_triton_slice import INTERPRETED
+
+from .mutants import Mutant, mutants_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files, and the tests that are to notice a mutant in one of them; packages to import first, and variables."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+SIMPLIFY = tuple(
+    f"tests/lowering/simplify/test_{n}.py" for n in ("rows", "proofs", "simplify", "rules_whole", "canonical")
+)
+ANALYSIS = tuple(
+    f"tests/lowering/analysis/test_{n}.py"
+    for n in ("transfer", "layout_exact", "library_settled", "table_facts", "decide", "reach", "count")
+)
+INTERPRET = {"TRITON_INTERPRET": "1"}
+KERNELS = "tests/lowering/kernels"
+AREAS = {
+    "rules": [Group(("lowering/simplify/rules_*.py",), SIMPLIFY, ("z3", "hypothesis"))],
+    "transfer": [
+        Group(("lowering/analysis/intervals.py", "lowering/analysis/questions.py"), ANALYSIS),
+    ],
+    "planner": [
+        Group(
+            ("lowering/planner/planner.py", "lowering/planner/arrays.py", "lowering/planner/intervals.py"),
+            ("tests/lowering/planner/test_flat_planner.py",), ("torch", "jax"),
+        ),
+        Group(
+            ("lowering/planner/cpp*.py", "lowering/planner/*.hpp"),
+            ("tests/lowering/planner/test_planner_cpp.py",), ("torch",),
+        ),
+        Group(
+            ("lowering/planner/triton.py", "lowering/planner/skeletons/*.tpl"),
+            ("tests/lowering/planner/triton_planner_interpreted.py",), ("torch", "triton"), INTERPRET,
+        ),
+    ],
+    "skeletons": [
+        Group(
+            ("lowering/kernels/cpp/integers.hpp", "lowering/kernels/cpp/functions.hpp"),
+            (f"{KERNELS}/cpp/test_cpp_operators.py", f"{KERNELS}/cpp/test_cpp_remainders.py"), ("torch",),
+        ),
+        Group(
+            ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
+             "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
+            (f"{KERNELS}/cpp/test_cpp_forward.py", f"{KERNELS}/cpp/test_cpp_weights.py",
+             f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_native_stored.py"), ("torch",),
+        ),
+        Group(
+            ("lowering/kernels/cpp/backward*.hpp",),
+            (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
+        ),
+        Group(
+            ("lowering/kernels/triton/skeletons/*.tpl",),
+            tuple(f"tests/{file}::test_{name}" for file, names in INTERPRETED.items() for name in names
+                  if file.startswith("lowering/kernels")),
+            ("torch", "triton"), INTERPRET,
+        ),
+        Group(
+            ("lowering/kernels/gluon/skeletons/*.tpl",),
+            (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
+             f"{KERNELS}/gluon/test_gluon_library.py"), ("torch", "triton"),
+        ),
+        Group(
+            ("lowering/kernels/pallas_tpu/skeletons/*.py",),
+            (f"{KERNELS}/pallas/test_pallas_tpu.py", f"{KERNELS}/pallas/test_pallas_tpu_backward.py",
+             f"{KERNELS}/pallas/test_pallas_tpu_stored.py", f"{KERNELS}/pallas/test_pallas_walk.py"), ("jax",),
+        ),
+        Group(
+            ("lowering/kernels/pallas_gpu/skeletons/*.py",),
+            (f"{KERNELS}/pallas/test_pallas_gpu.py", f"{KERNELS}/pallas/test_pallas_gpu_backward.py"), ("jax",),
+        ),
+    ],
+}  # fmt: skip
+
+
+def mutants(root: Path, group: Group) -> list[Mutant]:
+    files = sorted({p.relative_to(root).as_posix() for pattern in group.files for p in root.glob(pattern)})
+    return [m for file in files for m in mutants_of(root, file)]
