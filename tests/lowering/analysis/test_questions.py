@@ -1,0 +1,317 @@
+"""The ends of ranges, and what is said of them, each by its text; what the questions about masks leave undecided."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr
+from frisket.dsl.program import parse_expression
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.intervals import ends
+from frisket.lowering.analysis.questions import always, mixed, never, some
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import Scope
+from frisket.lowering.simplify import simplify
+
+TABLES = {
+    "doc": np.array([0, 0, 1, 1, 2, 4, 4, -3]), "map": np.arange(30).reshape(5, 6)[::-1] % 7 - 3,
+    "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1,
+}  # fmt: skip
+VALUES = {"x": 1, "u": 0.5, "flag": True} | TABLES
+RANGES = """
+q -> q0 .. q1, attained, dense
+k -> k0 .. k1, attained, dense
+x -> x .. x, attained, dense
+7 -> 7 .. 7, attained, dense
+2.5 -> 2.5 .. 2.5, attained, dense
+u -> u .. u, attained, dense, nan if u != u
+q - k -> q0 - k1 .. q1 - k0, attained, dense
+2 * q - 3 -> 2 * q0 - 3 .. 2 * q1 - 3, attained
+q - 3 * k + x -> q0 + x - 3 * k1 .. q1 + x - 3 * k0, attained
+q - q // 2 -> q0 - q1 // 2 .. q1 - q0 // 2
+q + doc[q] -> q0 + min(doc[q0..q1]) .. q1 + max(doc[q0..q1])
+q + map[q, k] -> q0 + min(map[q0..q1, k0..k1]) .. q1 + max(map[q0..q1, k0..k1])
+-q -> -q1 .. -q0, attained, dense
+-float(q) -> -float(q1) .. -float(q0), attained
+float(q) + float(k) -> float(q0) + k0 .. float(q1) + k1, nan if ~isfinite(float(q0) + k0) | ~isfinite(float(q1) + k1)
+float(q) - float(k) -> float(q0) - k1 .. float(q1) - k0, nan if ~isfinite(float(q0) - k1) | ~isfinite(float(q1) - k0)
+float(q) * 2.0 -> min(2.0 * q0, 2.0 * q1) .. max(2.0 * q0, 2.0 * q1), nan if ~isfinite(min(2.0 * q0, 2.0 * q1))
+    | ~isfinite(max(2.0 * q0, 2.0 * q1))
+(q - 5) * (k - 5) -> min(min(min((q0 - 5) * (k0 - 5), (q0 - 5) * (k1 - 5)), (q1 - 5) * (k0 - 5)), (q1 - 5) * (k1
+    - 5)) .. max(max(max((q0 - 5) * (k0 - 5), (q0 - 5) * (k1 - 5)), (q1 - 5) * (k0 - 5)), (q1 - 5) * (k1 - 5)),
+    attained
+q * q -> min(min(q0 * q0, q0 * q1), q1 * q1) .. max(max(q0 * q0, q0 * q1), q1 * q1)
+float(q) / 2.0 -> q0 / 2.0 .. q1 / 2.0, nan if ~isfinite(q0 / 2.0) | ~isfinite(q1 / 2.0)
+float(q) / -2.0 -> q1 / -2.0 .. q0 / -2.0, nan if ~isfinite(q0 / -2.0) | ~isfinite(q1 / -2.0)
+float(q) / 0.0 -> ? .. ?, nan if true
+float(q) / float(k) -> ? .. ?, nan if true
+sin(float(q)) + float(k) -> ? .. ?, nan if true
+sin(float(q)) - float(k) -> ? .. ?, nan if true
+float(k) - sin(float(q)) -> ? .. ?, nan if true
+sin(float(q)) * float(k) -> ? .. ?, nan if true
+sin(float(q)) / 2.0 -> ? .. ?, nan if true
+sin(float(q)) -> ? .. ?, nan if true
+q // 4 -> q0 // 4 .. q1 // 4, attained, dense
+q // -4 -> min(-((q0 + 3) // 4), -((q1 + 3) // 4)) .. max(-((q0 + 3) // 4), -((q1 + 3) // 4))
+q // 0 -> min(-max(q1, -q0), -1) .. max(max(q1, -q0), 0)
+q // x -> where(x == 0, min(-max(q1, -q0), -1), min(q0 // x, q1 // x)) .. where(x == 0, max(max(q1, -q0), 0),
+    max(q0 // x, q1 // x))
+q // k -> where(k0 >= 1 | k1 <= -1, min(min(min(q0 // k0, q0 // k1), q1 // k0), q1 // k1), min(-max(q1, -q0),
+    -1)) .. where(k0 >= 1 | k1 <= -1, max(max(max(q0 // k0, q0 // k1), q1 // k0), q1 // k1), max(max(q1, -q0), 0))
+(q - 5) // k -> where(k0 >= 1 | k1 <= -1, min(min(min((q0 - 5) // k0, (q0 - 5) // k1), (q1 - 5) // k0), (q1 - 5)
+    // k1), min(-max(-q0 + 5, q1 - 5), -1)) .. where(k0 >= 1 | k1 <= -1, max(max(max((q0 - 5) // k0, (q0 - 5) //
+    k1), (q1 - 5) // k0), (q1 - 5) // k1), max(max(-q0 + 5, q1 - 5), 0))
+x // (k + 1) -> where(k0 >= 0 | k1 <= -2, min(x // (k0 + 1), x // (k1 + 1)), min(-abs(x), -1)) .. where(k0 >= 0
+    | k1 <= -2, max(x // (k0 + 1), x // (k1 + 1)), abs(x))
+q // int(sin(float(k))) -> min(-max(q1, -q0), -1) .. max(max(q1, -q0), 0)
+q % 4 -> where(q0 // 4 == q1 // 4, q0 % 4, 0) .. where(q0 // 4 == q1 // 4, q1 % 4, 3), attained
+q % x -> where(x >= 1 & q0 // x == q1 // x, q0 % x, min(x + 1, 0)) .. where(x >= 1 & q0 // x == q1 // x, q1 % x,
+    max(x - 1, 0))
+q % (k + 1) -> min(k0 + 2, 0) .. max(k1, 0)
+(q - k) % 4 -> where((q0 - k1) // 4 == (q1 - k0) // 4, (q0 - k1) % 4, 0) .. where((q0 - k1) // 4 == (q1 - k0) //
+    4, (q1 - k0) % 4, 3), attained
+(q + k) % 4 -> where((q0 + k0) // 4 == (q1 + k1) // 4, (q0 + k0) % 4, 0) .. where((q0 + k0) // 4 == (q1 + k1) //
+    4, (q1 + k1) % 4, 3), attained
+(2 * q) % 4 -> where(q0 // 2 == q1 // 2, 2 * (q0 % 2), 0) .. where(q0 // 2 == q1 // 2, 2 * (q1 % 2), 3)
+q % -4 -> -3 .. 0
+int(sin(float(q))) % 4 -> 0 .. 3
+q % int(sin(float(k))) -> ? .. ?, nan if true
+abs(q - k) -> max(max(q0 - k1, k0 - q1), 0) .. max(k1 - q0, q1 - k0), attained, dense
+abs(float(q) - 2.5) -> max(max(q0 - 2.5, -(q1 - 2.5)), 0.0) .. max(-(q0 - 2.5), q1 - 2.5), nan if ~isfinite(q0 -
+    2.5) | ~isfinite(q1 - 2.5)
+abs(sin(float(q))) -> 0.0 .. ?, nan if true
+abs(int(sin(float(q)))) -> 0 .. ?
+abs(2 * q - 5) -> max(max(2 * q0 - 5, -2 * q1 + 5), 0) .. max(-2 * q0 + 5, 2 * q1 - 5)
+sign(q - k) -> sign(q0 - k1) .. sign(q1 - k0), attained, dense
+sign(float(q)) -> ? .. ?, nan if true
+sign(int(sin(float(q)))) -> -1 .. 1
+sign(2 * q - 5) -> sign(2 * q0 - 5) .. sign(2 * q1 - 5), attained
+min(q, k) -> min(q0, k0) .. min(q1, k1), attained, dense
+max(q, k) -> max(q0, k0) .. max(q1, k1), attained, dense
+min(q, q - 5) -> q0 - 5 .. q1 - 5, dense
+min(q, 5) -> min(q0, 5) .. min(q1, 5), attained, dense
+max(2 * q, k) -> max(k0, 2 * q0) .. max(k1, 2 * q1), attained
+min(float(q), 2.5) -> min(q0, 2.5) .. min(q1, 2.5)
+max(float(q), 2.5) -> max(q0, 2.5) .. max(q1, 2.5)
+min(sin(float(q)), 2.5) -> ? .. ?, nan if true
+min(int(sin(float(q))), k) -> ? .. k1
+max(int(sin(float(q))), k) -> k0 .. ?
+min(k, int(sin(float(q)))) -> ? .. k1
+max(k, int(sin(float(q)))) -> k0 .. ?
+where(q >= k, q, k) -> where(q0 >= k1, q0, where(q1 < k0, k0, min(q0, k0))) .. where(q0 >= k1, q1, where(q1 <
+    k0, k1, max(q1, k1)))
+where(q > 5, 3, 8) -> where(q0 >= 6, 3, where(q1 <= 5, 8, 3)) .. where(q0 >= 6, 3, 8)
+where(q > 5, int(sin(float(q))), 8) -> ? .. ?
+where(q > 5, sin(float(q)), 8.0) -> ? .. ?, nan if true
+where(q > 5, f[k], 8.0) -> where(q0 >= 6, min(f[k0..k1]), where(q1 <= 5, 8.0, min(min(f[k0..k1]), 8.0))) ..
+    where(q0 >= 6, max(f[k0..k1]), where(q1 <= 5, 8.0, max(max(f[k0..k1]), 8.0))), nan if max(f[k0..k1]) !=
+    max(f[k0..k1]) | min(f[k0..k1]) != min(f[k0..k1])
+int(q >= k) -> int(q0 >= k1) .. int(q1 >= k0), dense
+int(float(q) / 2.0) -> where(~isfinite(q0 / 2.0) | ~isfinite(q1 / 2.0), -4611686018427387904, int(q0 / 2.0)) ..
+    where(~isfinite(q0 / 2.0) | ~isfinite(q1 / 2.0), 4611686018427387904, int(q1 / 2.0))
+int(f[q]) -> where(max(f[q0..q1]) != max(f[q0..q1]) | min(f[q0..q1]) != min(f[q0..q1]), -4611686018427387904,
+    int(min(f[q0..q1]))) .. where(max(f[q0..q1]) != max(f[q0..q1]) | min(f[q0..q1]) != min(f[q0..q1]),
+    4611686018427387904, int(max(f[q0..q1])))
+floor(float(q) / 2.0) -> where(~isfinite(q0 / 2.0) | ~isfinite(q1 / 2.0), -4611686018427387904, q0 // 2) ..
+    where(~isfinite(q0 / 2.0) | ~isfinite(q1 / 2.0), 4611686018427387904, q1 // 2)
+floor(f[k]) -> where(max(f[k0..k1]) != max(f[k0..k1]) | min(f[k0..k1]) != min(f[k0..k1]), -4611686018427387904,
+    floor(min(f[k0..k1]))) .. where(max(f[k0..k1]) != max(f[k0..k1]) | min(f[k0..k1]) != min(f[k0..k1]),
+    4611686018427387904, floor(max(f[k0..k1])))
+floor(sin(float(q))) -> ? .. ?
+exp(float(q)) -> exp(q0) .. exp(q1), nan if exp(q0) != exp(q0) | exp(q1) != exp(q1)
+log(float(q - 3)) -> log(q0 - 3) .. log(q1 - 3), nan if log(q0 - 3) != log(q0 - 3) | log(q1 - 3) != log(q1 - 3)
+sqrt(sin(float(q))) -> ? .. ?, nan if true
+tanh(float(q)) -> tanh(q0) .. tanh(q1), nan if tanh(q0) != tanh(q0) | tanh(q1) != tanh(q1)
+float(q) -> float(q0) .. float(q1), attained
+float(int(sin(float(q)))) -> ? .. ?
+doc[q] -> min(doc[q0..q1]) .. max(doc[q0..q1]), attained
+doc[k + 1] -> min(doc[k0 + 1..k1 + 1]) .. max(doc[k0 + 1..k1 + 1]), attained
+doc[2 * q] -> min(doc[2 * q0..2 * q1]) .. max(doc[2 * q0..2 * q1])
+doc[5] -> doc[5] .. doc[5], attained, dense
+map[q, k] -> min(map[q0..q1, k0..k1]) .. max(map[q0..q1, k0..k1])
+map[5, k] -> min(map[5..5, k0..k1]) .. max(map[5..5, k0..k1]), attained
+map[q, int(sin(float(k)))] -> min(map[q0..q1, 0..4611686018427387904]) .. max(map[q0..q1, 0..4611686018427387904])
+f[q] -> min(f[q0..q1]) .. max(f[q0..q1]), nan if max(f[q0..q1]) != max(f[q0..q1]) | min(f[q0..q1]) != min(f[q0..q1])
+doc[int(sin(float(q)))] -> min(doc[0..4611686018427387904]) .. max(doc[0..4611686018427387904])
+q & 7 -> 0 .. 7
+q & k -> ? .. ?, nan if true
+(q - 5) & 7 -> 0 .. 7
+(q - 5) & (k - 5) -> ? .. ?, nan if true
+int(sin(float(q))) & 7 -> 0 .. 7
+int(sin(float(q))) & k -> ? .. ?, nan if true
+q << 2 -> 4 * q0 .. 4 * q1, attained
+q << x -> ? .. ?, nan if true
+q >> 2 -> q0 // 4 .. q1 // 4, attained, dense
+q << 61 -> min(2305843009213693952 * q0, 2305843009213693952 * q1) .. max(2305843009213693952 * q0,
+    2305843009213693952 * q1), attained
+q << -1 -> ? .. ?, nan if true
+q | 3 -> ? .. ?, nan if true
+q ^ k -> ? .. ?, nan if true
+"""
+
+
+def expr(text: str) -> Expr:
+    return parse_expression(text, {n: v for n, v in VALUES.items() if re.search(rf"\b{n}\b", text)})
+
+
+def told(e: Expr | None) -> str:
+    return "?" if e is None else show(simplify(e)).rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("row", RANGES.replace("\n    ", " ").strip().split("\n"))
+def test_a_range(row):
+    text, _, range = row.partition(" -> ")
+    r = ends(expr(text))
+    flags = [name for name, is_so in (("attained", r.attained), ("dense", r.dense)) if is_so]
+    nan = [f"nan if {told(r.nan)}"] if told(r.nan) != "false" else []
+    assert ", ".join([f"{told(r.lo)} .. {told(r.hi)}", *flags, *nan]) == range
+
+
+N = 8
+SIDES = np.array([(a, b) for a in range(N) for b in range(a, N)])
+Q0, K0 = (x.ravel() for x in np.meshgrid(SIDES[:, 0], SIDES[:, 0], indexing="ij"))
+Q1, K1 = (x.ravel() for x in np.meshgrid(SIDES[:, 1], SIDES[:, 1], indexing="ij"))
+# of all rectangles in 8 queries and keys, those where a mask holds everywhere, nowhere, somewhere, not everywhere but
+# somewhere, and the question does not say so; then those where every tile of 4 keys is known to hold a pair
+UNDECIDED = """
+q >= k -> 0 0 0 0 330
+q > k -> 0 0 0 0 210
+q == k -> 0 0 0 0 8
+q != k -> 0 0 0 0 420
+q - k < 9 -> 0 0 0 0 1296
+q >= k & q - k < 9 -> 0 0 0 0 330
+q >= k | k < 4 -> 0 0 0 0 475
+q >= k & k < 4 -> 0 0 0 0 215
+q >= 3 & q <= 5 -> 0 0 0 0 216
+q >= 3 & q >= 5 -> 0 0 0 0 216
+k >= 3 & k <= 5 -> 0 0 0 0 216
+q - k == 3 -> 0 0 0 0 5
+q - k <= 5 & q >= 7 & k <= 1 -> 0 0 0 0 0
+q - k >= 5 & q <= 7 & k >= 1 -> 0 0 0 0 5
+q - k >= 5 & q - k <= x -> 0 0 0 0 0
+q >= x -> 0 0 0 0 540
+x >= 3 -> 0 0 0 0 1296
+flag & q >= k -> 0 0 0 0 330
+flag | q >= k -> 0 0 0 0 1296
+2 * q >= k -> 0 0 0 0 640
+q + k >= 9 -> 0 0 0 0 126
+q // 4 == k // 4 -> 0 0 0 0 200
+q // 4 >= k -> 0 0 0 0 56
+q % 4 == 0 -> 0 0 0 0 72
+q % 4 == 5 -> 0 0 0 0 0
+k % 4 == 1 -> 0 0 0 0 1296
+(q - k) % 4 == 1 -> 0 0 0 0 1296
+(q + k) % 4 == 2 -> 0 0 0 0 1296
+(2 * q) % 4 == 1 -> 0 0 0 0 0
+q % 4 >= 2 -> 0 0 0 0 216
+q % 4 != 2 -> 0 0 0 0 288
+q % x == 0 -> 0 0 936 936 108
+q % 4 + k == 3 -> 0 5 543 543 8
+q % 4 == k % 4 -> 0 0 0 0 1296
+3 - q % 4 == 2 -> 0 0 0 0 72
+k // 2 % 3 < 1 -> 0 0 0 0 216
+doc[q] == doc[k] -> 0 92 603 603 29
+doc[q] != doc[k] -> 92 0 0 603 260
+doc[q] >= 3 -> 0 0 0 0 108
+doc[k] == 3 -> 0 612 0 0 0
+doc[k] != 3 -> 612 0 0 0 684
+seen[k] -> 0 0 0 0 108
+doc[2 * k] == 3 -> 0 684 0 0 0
+map[q, k] == 3 -> 0 165 466 466 4
+map[3, k] == 3 -> 0 0 0 0 36
+q >= k & doc[q] == doc[k] -> 0 46 781 781 17
+q >= k & doc[k] >= 3 -> 0 165 299 299 12
+q >= 3 & doc[k] >= 3 -> 0 0 0 0 45
+q >= 3 & doc[q] == 0 & doc[k] == 0 -> 0 300 0 0 0
+~(f[q] < 1.0) -> 36 0 936 900 252
+f[q] < 1.0 -> 0 36 900 900 108
+f[q] <= 1.0 -> 0 36 936 936 252
+f[q] > 1.0 -> 0 216 756 756 72
+f[q] >= 1.0 -> 0 144 792 792 252
+f[q] == 1.0 -> 0 180 864 864 72
+f[q] != 1.0 -> 180 0 1044 864 180
+~(f[q] <= 1.0) -> 36 0 972 936 72
+~(f[q] > 1.0) -> 216 0 972 756 252
+~(f[q] >= 1.0) -> 144 0 936 792 108
+sin(f[q]) < 1.0 -> 576 72 1224 648 0
+~(sin(f[q]) < 1.0) -> 72 576 720 648 0
+sin(f[q]) == 1.0 -> 0 1296 0 0 0
+sin(f[q]) != 1.0 -> 1296 0 1296 0 0
+f[q] == f[k] -> 0 291 900 900 9
+isfinite(f[q]) -> 0 72 648 648 576
+~isfinite(f[q]) -> 72 0 720 648 0
+q >= k ^ k < 4 -> 0 0 0 0 50
+~(q >= k ^ k < 4) -> 0 0 0 0 370
+f[q] < 1.0 ^ flag -> 36 0 936 900 252
+~(f[q] < 1.0 ^ f[k] < 2.0) -> 10 10 1196 1186 35
+where(q > 5, q >= k, k < 4) -> 0 0 0 0 302
+abs(q - k) < 9 -> 0 0 0 0 1296
+abs(q - k) == 3 -> 0 0 0 0 10
+min(q, k) == 3 -> 29 0 0 195 0
+max(q - 3, 0) >= k -> 0 0 0 0 91
+q * k >= 9 -> 0 0 0 0 297
+(q & 7) == 3 -> 0 0 0 0 36
+int(sin(f[q])) >= 3 -> 0 1296 0 0 0
+int(sin(f[q])) == 3 -> 0 1296 0 0 0
+int(sin(f[q])) != 3 -> 1296 0 1296 0 0
+int(sin(f[q])) % 4 == 1 -> 0 1296 0 0 0
+(k + q) % 3 < 1 -> 0 0 0 0 1296
+(k - q) % 4 >= 2 -> 0 0 0 0 1296
+k % 3 == q % 3 -> 0 0 0 0 1296
+k % 2 * (q % 3) >= 1 -> 0 0 0 0 28
+min(k % 3, k % 2) == 0 -> 108 0 792 900 180
+abs(k % 3 - 1) == 0 -> 0 0 0 0 1296
+k % 4 // 2 == 1 -> 0 0 0 0 1296
+k % 4 == 1 & k % 3 == 1 -> 0 360 468 468 144
+k + q % 2 >= 3 -> 0 0 0 0 564
+~seen[k] -> 0 0 0 0 252
+seen[q] -> 0 0 0 0 108
+seen[2 * k] -> 0 36 756 756 396
+~seen[2 * k] -> 36 0 792 756 108
+seen[q] & q >= k -> 0 74 564 564 54
+~seen[k] & q - k < 4 -> 0 8 378 378 188
+seen[k] ^ q >= k -> 5 4 632 627 138
+float(q) < 3.5 ^ seen[k] -> 0 0 0 0 100
+float(q) / 2.0 < 1.75 -> 0 0 576 576 360
+float(q) / 2.0 > 1.75 -> 0 0 576 576 360
+float(q) / 2.0 == 1.5 -> 0 0 684 684 36
+float(q) / 2.0 != 1.5 -> 0 0 684 684 576
+~(float(q) / 2.0 <= 1.5) -> 0 0 576 576 360
+float(q) * float(k) < 7.5 -> 0 0 711 711 240
+isfinite(float(q) / 2.0) -> 0 0 0 0 1296
+isfinite(log(float(q) - 3.0)) -> 0 360 576 576 360
+sqrt(float(q)) < 1.5 -> 0 0 540 540 216
+log(float(q) - 3.0) >= 0.0 -> 0 216 576 576 360
+f[q] < 1.5 & q >= k -> 0 45 791 791 93
+"""
+
+
+@pytest.mark.parametrize("row", UNDECIDED.strip().split("\n"))
+def test_what_questions_leave_undecided(row):
+    text, _, counts = row.partition(" -> ")
+    assert undecided(simplify(expr(text))) == list(map(int, counts.split()))
+
+
+def undecided(mask: Expr) -> list[int]:
+    assert mask.type is BOOL
+    scope = Scope({}, {n: Table(t) for n, t in TABLES.items()})
+    at = np.arange(N)
+    inside = (Q0[:, None] <= at) & (at <= Q1[:, None]), (K0[:, None] <= at) & (at <= K1[:, None])
+    inside = inside[0][:, :, None] & inside[1][:, None, :]
+    value = np.broadcast_to(evaluate(mask, {"q": at[:, None], "k": at[None, :], "x": 3, "flag": True}, TABLES), (N, N))
+    holds = (value | ~inside).all((1, 2)), (~value | ~inside).all((1, 2)), (value & inside).any((1, 2))
+    env = {"q0": Q0, "q1": Q1, "k0": K0, "k1": K1, "x": 3, "flag": True, "tk": K1 - K0 + 1}
+
+    def said(question: Expr, single: bool, tk: object) -> np.ndarray:
+        return np.broadcast_to(scope.value(question, env | {"single": np.array(single), "tk": tk}), len(Q0))
+
+    holds = *holds, holds[2] & ~holds[0]
+    found = [said(ask(mask), True, env["tk"]) for ask in (always, never, some, mixed)]
+    assert not any((a & ~t).any() for a, t in zip(found, holds, strict=True))
+    wide = said(some(mask), False, np.array(4))
+    return [*(int((t & ~a).sum()) for a, t in zip(found, holds, strict=True)), int(wide.sum())]
