@@ -36,7 +36,8 @@ AREAS = {
     "planner": [
         Group(
             ("lowering/planner/planner.py", "lowering/planner/arrays.py", "lowering/planner/intervals.py"),
-            ("tests/lowering/planner/test_flat_planner.py",), ("torch", "jax"),
+            ("tests/lowering/planner/test_intervals.py", "tests/lowering/planner/test_flat_planner.py"),
+            ("torch", "jax"),
         ),
         Group(
             ("lowering/planner/cpp*.py", "lowering/planner/*.hpp"),
