@@ -190,22 +190,16 @@ def _never_literal(e: Expr) -> Expr:
     if e.op == "lookup":
         lows, highs = table_box(e)
         return build("not", make("range_max", (*lows, *highs), e.name, BOOL))
-    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
-        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
-        return disj(conj(always(x), always(y)), conj(never(x), never(y)))
     return FALSE
 
 
 def _always_literal(e: Expr) -> Expr:
-    """The condition under which a literal below a `not` always holds: Float comparisons, lookups, xor."""
+    """The condition under which a literal below a `not` always holds: Float comparisons and lookups."""
     if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is not BOOL:
         return _always_float(e) if e.args[0].type is not INT else always(e)
     if e.op == "lookup":
         lows, highs = table_box(e)
         return make("range_min", (*lows, *highs), e.name, BOOL)
-    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
-        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
-        return disj(conj(always(x), never(y)), conj(never(x), always(y)))
     if e.op == "isfinite":
         r = ends(e.args[0])
         if r.lo is None or r.hi is None:
@@ -393,7 +387,7 @@ def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
         inner, d = _period(e.args[0], x), e.args[1]
         if inner is None or d.op != "lit" or d.name <= 0:
             return None
-        repeat = d.name // math.gcd(d.name, inner[1]) if inner[1] else 1
+        repeat = d.name // math.gcd(d.name, inner[1])
         p, s = inner[0] * repeat, inner[1] * repeat
         return (p, s // d.name) if e.op == "floordiv" else (p, 0)
     form = linear(e)

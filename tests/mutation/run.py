@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def child(tell: Callable[..., None], group: Group, order: Callable[[str], Any], 
     options = "-q -n 0 -p no:cacheprovider -p no:faulthandler -o addopts= --import-mode=importlib".split()
     if not group.env:  # files for an environment of their own have no marks
         options += ["-m", "not slow and not matrix and not outside"]
-    pytest.main([*options, *(["-x"] if stop else []), *group.tests], plugins=[Watched(tell, order)])
+    for _, tests in groupby(group.tests, lambda test: test.partition("::")[0]):  # what is not needed is not collected
+        pytest.main([*options, *(["-x"] if stop else []), *tests], plugins=[Watched(tell, order)])
     return tell(done=True)
 
 
@@ -166,8 +168,9 @@ def tried(
 ) -> tuple[str, str]:
     """(outcome, what noticed): killed, timed out, invalid or survived.
 
-    Tests that have noticed other mutants run first, then the fast ones. Of two files with one time of change, Python
-    would take the bytecode of the first for the second's: `age` makes the times differ."""
+    In each file of tests, those run first that have noticed other mutants, then the fast ones. Of two texts of a file
+    with one time of change, Python would take the bytecode of the first for the second's: `age` makes the times
+    differ."""
     path = tree / mutant.file
     source, stat = path.read_bytes(), path.stat()
     path.write_bytes(mutant.applied(source))
