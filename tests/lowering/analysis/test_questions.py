@@ -20,7 +20,7 @@ from frisket.lowering.simplify import simplify
 
 TABLES = {
     "doc": np.array([0, 0, 1, 1, 2, 4, 4, -3]), "map": np.arange(30).reshape(5, 6)[::-1] % 7 - 3,
-    "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1,
+    "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1, "off": np.array([0, 2, 3, 7]),
 }  # fmt: skip
 VALUES = {"x": 1, "u": 0.5, "flag": True} | TABLES
 RANGES = """
@@ -152,6 +152,106 @@ q << 61 -> min(2305843009213693952 * q0, 2305843009213693952 * q1) .. max(230584
 q << -1 -> ? .. ?, nan if true
 q | 3 -> ? .. ?, nan if true
 q ^ k -> ? .. ?, nan if true
+float(k) + abs(sin(float(q))) -> ? .. ?, nan if true
+abs(sin(float(q))) + float(k) -> ? .. ?, nan if true
+float(k) - abs(sin(float(q))) -> ? .. ?, nan if true
+abs(sin(float(q))) - float(k) -> ? .. ?, nan if true
+float(k) - -abs(sin(float(q))) -> ? .. ?, nan if true
+-abs(sin(float(q))) + float(k) -> ? .. ?, nan if true
+float(k) + -abs(sin(float(q))) -> ? .. ?, nan if true
+abs(sin(float(q))) * 2.0 -> ? .. ?, nan if true
+abs(sin(float(q))) / 2.0 -> ? .. ?, nan if true
+abs(sin(float(q))) / -2.0 -> ? .. ?, nan if true
+-abs(sin(float(q))) -> ? .. -0.0, nan if true
+exp(abs(sin(float(q)))) -> ? .. ?, nan if true
+floor(abs(sin(float(q)))) -> -4611686018427387904 .. ?
+abs(abs(sin(float(q)))) -> 0.0 .. ?, nan if true
+abs(-abs(sin(float(q)))) -> 0.0 .. ?, nan if true
+min(abs(sin(float(q))), u) -> min(u, 0.0) .. ?, nan if true
+max(abs(sin(float(q))), u) -> max(u, 0.0) .. ?, nan if true
+where(q > 5, abs(sin(float(q))), u) -> where(q0 >= 6, 0.0, where(q1 <= 5, u, min(u, 0.0))) .. ?, nan if true
+where(q > 5, u, abs(sin(float(q)))) -> where(q0 >= 6, u, where(q1 <= 5, 0.0, min(u, 0.0))) .. ?, nan if true
+-abs(int(sin(float(q)))) -> ? .. 0
+abs(int(sin(float(q)))) // 4 -> 0 .. ?
+-abs(int(sin(float(q)))) // 4 -> ? .. 0
+abs(int(sin(float(q)))) // -4 -> ? .. ?, nan if true
+abs(int(sin(float(q)))) // k -> ? .. ?, nan if true
+-abs(int(sin(float(q)))) // k -> ? .. ?, nan if true
+q // abs(int(sin(float(q)))) -> min(-max(q1, -q0), -1) .. max(max(q1, -q0), 0)
+q // -abs(int(sin(float(q)))) -> min(-max(q1, -q0), -1) .. max(max(q1, -q0), 0)
+q % abs(int(sin(float(q)))) -> ? .. ?, nan if true
+q % -abs(int(sin(float(q)))) -> ? .. ?, nan if true
+abs(int(sin(float(q)))) % 4 -> 0 .. 3
+-abs(int(sin(float(q)))) % 4 -> 0 .. 3
+min(abs(int(sin(float(q)))), q) -> min(q0, 0) .. q1
+max(abs(int(sin(float(q)))), q) -> max(q0, 0) .. ?
+min(q, abs(int(sin(float(q))))) -> min(q0, 0) .. q1
+max(q, abs(int(sin(float(q))))) -> max(q0, 0) .. ?
+min(-abs(int(sin(float(q)))), q) -> ? .. min(q1, 0)
+max(-abs(int(sin(float(q)))), q) -> q0 .. max(q1, 0)
+max(q, -abs(int(sin(float(q))))) -> q0 .. max(q1, 0)
+sign(abs(int(sin(float(q))))) -> 0 .. 1
+sign(-abs(int(sin(float(q))))) -> -1 .. 0
+where(q > 5, abs(int(sin(float(q)))), q) -> where(q0 >= 6, 0, where(q1 <= 5, q0, min(q0, 0))) .. ?
+where(q > 5, q, abs(int(sin(float(q))))) -> where(q0 >= 6, q0, where(q1 <= 5, 0, min(q0, 0))) .. ?
+where(q > 5, -abs(int(sin(float(q)))), q) -> ? .. where(q0 >= 6, 0, where(q1 <= 5, q1, max(q1, 0)))
+doc[abs(int(sin(float(q))))] -> min(doc[0..4611686018427387904]) .. max(doc[0..4611686018427387904])
+doc[-abs(int(sin(float(q))))] -> min(doc[0..0]) .. max(doc[0..0])
+doc[9 - abs(int(sin(float(q))))] -> min(doc[0..9]) .. max(doc[0..9])
+float(abs(int(sin(float(q))))) -> 0.0 .. ?
+float(-abs(int(sin(float(q))))) -> ? .. 0.0
+abs(int(sin(float(q)))) << 2 -> 0 .. ?
+abs(int(sin(float(q)))) & 7 -> 0 .. 7
+abs(int(sin(float(q)))) & k -> 0 .. ?
+-abs(int(sin(float(q)))) & 7 -> 0 .. 7
+q & abs(int(sin(float(q)))) -> 0 .. ?
+7 & 12 & q -> ? .. ?, nan if true
+(q & 7) & k -> 0 .. 7
+abs(abs(int(sin(float(q))))) -> 0 .. ?
+abs(-abs(int(sin(float(q))))) -> 0 .. ?
+q - abs(int(sin(float(q)))) -> ? .. q1
+q + abs(int(sin(float(q)))) -> q0 .. ?
+q * abs(int(sin(float(q)))) -> ? .. ?, nan if true
+abs(int(sin(float(q)))) * k -> ? .. ?, nan if true
+segment(off, q) -> segment(off, q0) .. segment(off, q1), attained
+segment(off, q - k) -> segment(off, q0 - k1) .. segment(off, q1 - k0), attained
+segment(off, abs(int(sin(float(q))))) -> 0 .. ?
+segment(off, -abs(int(sin(float(q))))) -> 0 .. ?
+segment(off, q // 2) -> segment(off, q0 // 2) .. segment(off, q1 // 2), attained
+seen[q] -> all(seen[q0..q1]) .. any(seen[q0..q1])
+map[q, q] -> min(map[q0..q1, q0..q1]) .. max(map[q0..q1, q0..q1])
+map[k, k + 1] -> min(map[k0..k1, k0 + 1..k1 + 1]) .. max(map[k0..k1, k0 + 1..k1 + 1])
+(q * q) % 4 -> where(max(max(q0 * q0, q0 * q1), q1 * q1) // 4 == min(min(q0 * q0, q0 * q1), q1 * q1) // 4,
+    min(min(q0 * q0, q0 * q1), q1 * q1) % 4, 0) .. where(max(max(q0 * q0, q0 * q1), q1 * q1) // 4 == min(min(q0 *
+    q0, q0 * q1), q1 * q1) // 4, max(max(q0 * q0, q0 * q1), q1 * q1) % 4, 3)
+(q // 2 * 2) % 4 -> where(q0 // 4 == q1 // 4, 2 * (q0 // 2 % 2), 0) .. where(q0 // 4 == q1 // 4, 2 * (q1 // 2 % 2), 3)
+(q // 2) % 4 -> where(q0 // 8 == q1 // 8, q0 // 2 % 4, 0) .. where(q0 // 8 == q1 // 8, q1 // 2 % 4, 3), attained
+(q % 4) % 3 -> where(where(q0 // 4 == q1 // 4, q0 % 4, 0) // 3 == where(q0 // 4 == q1 // 4, q1 % 4, 3) // 3,
+    where(q0 // 4 == q1 // 4, q0 % 4, 0) % 3, 0) .. where(where(q0 // 4 == q1 // 4, q0 % 4, 0) // 3 == where(q0 // 4
+    == q1 // 4, q1 % 4, 3) // 3, where(q0 // 4 == q1 // 4, q1 % 4, 3) % 3, 2)
+q % 4 - k % 4 -> where(q0 // 4 == q1 // 4, q0 % 4, 0) - where(k0 // 4 == k1 // 4, k1 % 4, 3) .. where(q0 // 4 ==
+    q1 // 4, q1 % 4, 3) - where(k0 // 4 == k1 // 4, k0 % 4, 0), attained
+q % 4 + k -> k0 + where(q0 // 4 == q1 // 4, q0 % 4, 0) .. k1 + where(q0 // 4 == q1 // 4, q1 % 4, 3), attained
+(q + k) // 2 - k -> (q0 + k0) // 2 - k1 .. (q1 + k1) // 2 - k0
+3 * (q // 4) - k -> 3 * (q0 // 4) - k1 .. 3 * (q1 // 4) - k0, attained
+min(q, k) - k -> min(q0, k0) - k1 .. min(q1, k1) - k0
+min(2 * q, 3 * k) -> min(2 * q0, 3 * k0) .. min(2 * q1, 3 * k1), attained
+max(2 * q, q) -> max(q0, 2 * q0) .. max(q1, 2 * q1)
+q * 3 * k -> min(min(min(3 * (q0 * k0), 3 * (q0 * k1)), 3 * (q1 * k0)), 3 * (q1 * k1)) .. max(max(max(3 * (q0 *
+    k0), 3 * (q0 * k1)), 3 * (q1 * k0)), 3 * (q1 * k1)), attained
+doc[min(q, k)] -> min(doc[min(q0, k0)..min(q1, k1)]) .. max(doc[min(q0, k0)..min(q1, k1)]), attained
+doc[q // 4] -> min(doc[q0 // 4..q1 // 4]) .. max(doc[q0 // 4..q1 // 4]), attained
+doc[q % 4] -> min(doc[where(q0 // 4 == q1 // 4, q0 % 4, 0)..where(q0 // 4 == q1 // 4, q1 % 4, 3)]) ..
+    max(doc[where(q0 // 4 == q1 // 4, q0 % 4, 0)..where(q0 // 4 == q1 // 4, q1 % 4, 3)])
+abs(q - 5) - k -> max(max(q0 - 5, -q1 + 5), 0) - k1 .. max(-q0 + 5, q1 - 5) - k0, attained, dense
+abs(q + k) -> max(max(q0 + k0, -q1 - k1), 0) .. max(-q0 - k0, q1 + k1), attained, dense
+abs(q // 2) -> max(max(q0 // 2, -(q1 // 2)), 0) .. max(-(q0 // 2), q1 // 2), attained, dense
+sign(q // 2) -> sign(q0 // 2) .. sign(q1 // 2), attained, dense
+float(q // 2) -> float(q0 // 2) .. float(q1 // 2), attained
+int(float(q)) -> q0 .. q1
+int(doc[q] == 3) -> int(min(doc[q0..q1]) >= 3 & max(doc[q0..q1]) <= 3) .. int(max(doc[q0..q1]) >= 3 &
+    min(doc[q0..q1]) <= 3), dense
+int(~(q >= k)) -> int(q1 < k0) .. int(q0 < k1), dense
 """
 
 
