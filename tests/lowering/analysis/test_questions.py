@@ -20,7 +20,8 @@ from frisket.lowering.simplify import simplify
 
 TABLES = {
     "doc": np.array([0, 0, 1, 1, 2, 4, 4, -3]), "map": np.arange(30).reshape(5, 6)[::-1] % 7 - 3,
-    "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1, "off": np.array([0, 2, 3, 7]),
+    "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1,
+    "off": np.array([0, 2, 3, 7]),
 }  # fmt: skip
 VALUES = {"x": 1, "u": 0.5, "flag": True} | TABLES
 RANGES = """
@@ -415,3 +416,68 @@ def undecided(mask: Expr) -> list[int]:
     assert not any((a & ~t).any() for a, t in zip(found, holds, strict=True))
     wide = said(some(mask), False, np.array(4))
     return [*(int((t & ~a).sum()) for a, t in zip(found, holds, strict=True)), int(wide.sum())]
+
+
+# a clause, and how wide a tile is that holds a pair of it, whatever the query is; 0 where none is
+PERIODS = """
+k % 12 == 3 -> 12
+k % 12 == 12 -> 0
+k // 3 % 2 == 0 -> 6
+(2 * k) % 6 == 0 -> 3
+(2 * k) % 6 == 1 -> 0
+(4 * k) % 6 == 2 -> 3
+(3 * k + 1) % 7 == 0 -> 7
+k % 4 >= 3 -> 4
+min(k % 4, 2) == 1 -> 4
+max(k % 4, 1) == 3 -> 4
+abs(k % 5 - 2) == 1 -> 5
+k % 4 * (k % 6) == 3 -> 12
+where(k % 2 == 0, k % 3, 1) == 0 -> 3
+k % 4 + q % 3 == 2 -> 4
+k % 4 + q % 3 == 5 -> 0
+k % 4 + q % 3 >= 3 -> 4
+(k + 2 * q) % 5 == 1 -> 5
+(k - q) % 6 == 2 -> 6
+(q - k) % 6 >= 4 -> 6
+(q - k) // 2 % 3 == 1 -> 6
+(q + k) % 6 == 2 -> 6
+k % 0 == 0 -> 0
+k // -2 % 3 == 0 -> 6
+k % -3 == 0 -> 3
+k % 70000 == 1 -> 0
+k % 65536 == 1 -> 65536
+k % 65537 == 1 -> 0
+k % 300 == q % 301 -> 0
+k % 256 + q % 256 == 0 -> 0
+k % 200 - q % 3 == 100 -> 200
+k % 200 >= q % 3 -> 200
+k % x == 0 -> 0
+k % 4 == x -> 0
+doc[k] == 3 -> 0
+doc[k % 4] == 3 -> 0
+k % 4 == q -> 0
+k - k % 4 == 4 -> 0
+k % 6 - k % 3 == 0 -> 6
+k % 6 - k // 3 % 2 == 0 -> 6
+k * k % 4 == 1 -> 0
+k // 4 - k // 8 * 2 == 1 -> 8
+k % 4 == 1 & flag -> 4
+2 * (k % 3) - 3 * (k % 2) == 1 -> 6
+q % 5 == 1 -> 0
+k % 2 == 0 & q % 2 == 0 -> 2
+k % 6 == 2 | k % 6 == 4 -> 6
+sign(k % 3) == 1 -> 3
+(k & 3) == 2 -> 4
+(k >> 1) % 4 == 2 -> 8
+-k % 7 == 3 -> 7
+k % 9 // 3 == 2 -> 9
+k % 12 // 4 % 2 == 1 -> 12
+int(k % 3 == 1) == 1 -> 3
+"""
+
+
+@pytest.mark.parametrize("row", PERIODS.strip().split("\n"))
+def test_the_period_of_a_clause(row):
+    text, _, period = row.partition(" -> ")
+    found = re.findall(r"tk >= (\d+)", told(some(simplify(expr(text)))))
+    assert max(map(int, found), default=0) == int(period)
