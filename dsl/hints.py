@@ -51,20 +51,21 @@ def misnamed(name: str) -> str:
     return f"positions are `b`, `h`, `q` and `k`: write `{POSITIONS[name]}`" if name in POSITIONS else ""
 
 
-def keyword(name: str, names: Sequence[str] = ()) -> str:
+def keyword(name: str, names: Sequence[str] = (), called: Sequence[str] = CALLED) -> str:
     """The hint for a keyword that neither a call nor a mask knows; empty for keywords without a hint.
 
-    `names` are the parameters of the mask and the score mod.
+    `names` are the parameters of the mask and the score mod, `called` the keywords of the call.
 
     >>> keyword("is_causal"), keyword("scal"), keyword("docs", ["doc"])
     ('write mask="causal"', 'did you mean the keyword `scale`?', 'did you mean `doc`?')
+    >>> keyword("casual"), keyword("casual", called=["causal", "bias"])
+    ('write mask="causal"', 'did you mean the keyword `causal`?')
     """
-    if name in KEYWORDS:
-        return KEYWORDS[name]
-    if near := nearest(name, names):
+    elsewhere = KEYWORDS if called is CALLED else {}
+    if name not in elsewhere and (near := nearest(name, names)):
         return f"did you mean `{near}`?"
-    called = get_close_matches(name, CALLED, 1, 0.75)
-    return f"did you mean the keyword `{called[0]}`?" if called else ""
+    near = next(iter(get_close_matches(name, [*elsewhere, *called], 1, 0.75)), "")
+    return elsewhere.get(near) or (near and f"did you mean the keyword `{near}`?")
 
 
 def dense(kind: str, axes: int) -> str:

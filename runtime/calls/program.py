@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
-from frisket.dsl.hints import keyword
+from frisket.dsl.hints import CALLED, keyword
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
@@ -124,8 +124,11 @@ class CallProgram:
         return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
 
 
-def program_of(source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> CallProgram:
-    """The mask and score mod of a call; each parameter goes where its name occurs."""
+def program_of(
+    source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any], called: Sequence[str] = CALLED
+) -> CallProgram:
+    """The mask and score mod of a call; each parameter goes where its name occurs. `called` are the keywords of the
+    call, to suggest one for a name that occurs nowhere."""
     if isinstance(source, Program):
         if mod is not None:
             raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
@@ -136,7 +139,7 @@ def program_of(source: MaskLike | Program | None, mod: ScoreLike | None, params:
         None if source is None else mask(source, **with_learned(mine, params)),
         None if mod is None else score(mod, **with_learned(theirs, params)),
     )  # fmt: skip
-    check_used(params, found.names)
+    check_used(params, found.names, called)
     return found
 
 
@@ -168,7 +171,8 @@ def _mentions(part: BoundExpr, name: str) -> bool:
     return name in names_of(part.expr)
 
 
-def check_used(params: Iterable[str], names: Any) -> None:
+def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:
+    """Raise `ParameterError` for a keyword that is none of `called` and that nothing reads."""
     if unused := [n for n in params if n not in names]:
-        hint = keyword(unused[0], list(names)) or "the parameters are " + (", ".join(sorted(names)) or "none")
+        hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")

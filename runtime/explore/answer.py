@@ -14,6 +14,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -31,7 +32,6 @@ from frisket.dsl.library import definitions
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL
-from frisket.grammar.memo import memo
 from frisket.runtime.draw import html, portable
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -133,14 +133,16 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     layout = laid_out(what, request)
     said = html.captions(layout)
     spent = time.perf_counter() - start
-    notes = {n: None for part in (what.mask, what.score) if part is not None for n in part.origin.notes}
+    parts = [part for part in (what.mask, what.score) if part is not None]
+    notes = {n: None for part in parts for n in part.origin.notes}
     said["facts"] += html.table(("note", n) for n in notes)
+    read_ = [n for n in files if any(n in part.tables for part in parts)]
     return {
         "data": html.data(layout, portable.plain, partial(keyed, have=request.have)), **said,
         "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
-        "command": command(request, scalars, made, files), "python": python(request, what, scalars, made, files),
+        "command": command(request, scalars, [*read_, *made]), "python": python(request, what, scalars, made, read_),
     }  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
 
 def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
-    found = read(request.text, params={})
+    found = parsed(request)
     roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
     whole = roots[0] if len(roots) == 1 else conj(*(_as_bool(e) for e in roots))
     names = names_of(whole)
@@ -159,6 +161,18 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     scalars, made = all_sliders(values, tables, whole, request.problem)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
     return program(request.text, "mask", **every), scalars, made
+
+
+def parsed(request: Question) -> Parsed:
+    """The program. A name that hides one of the library, or nearly is one, is a parameter where it has a value."""
+    try:
+        return read(request.text, params={})
+    except MaskSyntaxError as error:
+        said = {n: x for n, x in request.values.items() if re.search(rf"\b{re.escape(n)}\b", request.text)}
+        with suppress(FrisketError):
+            if said:
+                return read(request.text, params=said)
+        raise error
 
 
 def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:
@@ -279,7 +293,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
 # -- elsewhere --------------------------------------------------------------------------------------------------
 
 
-def command(request: Question, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
+def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     """A shell command that computes the answer."""
     words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
@@ -292,17 +306,16 @@ def command(request: Question, scalars: list[Slider], made: Mapping[str, MadeUp]
         words += ["--block", str(bq) if bq == bk else f"{bq}x{bk}"]
     for s in scalars:
         words += ["--set", f"{s.name}={str(s.value).lower() if s.type == 'Bool' else s.value}"]
-    for name in [*(n for n in files if n in _names(request.text)), *made]:
+    for name in tables:
         words += ["--table", f"{name}={name}.npy"]
     return shlex.join(words)
 
 
 def python(
-    request: Question, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
+    request: Question, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], read_: list[str]
 ) -> str:
     """Lines of Python that compute the answer, with the tables that were made up; they run as they are, but for
     files."""
-    read_ = [n for n in files if n in _names(request.text)]
     lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)
     lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in made.values()]
@@ -328,9 +341,3 @@ def python(
         calls.append("score=score")
     lines.append(f"attend = fk.compile({', '.join(calls)})  # attend(q, k, v)")
     return "\n".join(lines)
-
-
-@memo(16)
-def _names(text: str) -> frozenset[str]:
-    found = read(text, params={})
-    return frozenset(n for e in (found.mask, found.score, found.expr) if e is not None for n in names_of(e))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, ClassVar
 
 import jax
@@ -67,7 +68,7 @@ class FrisketAttention(AttentionImpl):
         query, key, value = self.arranged(query, key, value)
         found = problem(
             self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window,
-            logits_soft_cap, softmax_aux, origin is not None, params,
+            logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
         )  # fmt: skip
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
         out = self.attend(found, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
@@ -117,6 +118,11 @@ class FrisketAttention(AttentionImpl):
             interpreted = found[0].operators[0]
             raise BackendError(f"platform 'pallas' is for TPUs and GPUs; {interpreted!r} interprets its kernels")
         return there[0]
+
+
+KEYWORDS = tuple(
+    n for n, p in signature(FrisketAttention.forward_native).parameters.items() if p.kind is p.KEYWORD_ONLY
+)
 
 
 def _on(backend: Backend) -> type[FrisketAttention]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,10 @@ class OpCall:
 def problem(
     lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
     causal: bool, window: Any, soft_cap: float | None, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+    called: Sequence[str],
 ) -> OpCall:  # fmt: skip
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
-    are, `causal` and `window` have the last query at the last key."""
+    are, `causal` and `window` have the last query at the last key. `called` are the operator's keywords."""
     values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
     taken = next((n for n in values if n in TABLES), None)
     if taken:
@@ -53,7 +54,7 @@ def problem(
         )
     tables: dict[str, Any] = {}
     array = mask if is_array(mask) else None
-    made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()})
+    made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
     made = made.without(values)
     masks, flags = [made.mask], _flags(causal, window)
     scores = [made.score]

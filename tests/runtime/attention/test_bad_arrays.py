@@ -170,6 +170,10 @@ BAD = {
         lambda: fk.attention(Q, K, K, "window(w)", x=3), fk.ParameterError,
         "`x` is given and neither the mask nor the score mod uses it; the parameters are w",
     ),
+    "a misspelt keyword of another library": (
+        lambda: fk.attention(Q, K, K, casual=True), fk.ParameterError,
+        '`casual` is given and neither the mask nor the score mod uses it; write mask="causal"',
+    ),
     "misspelt in one call": (
         lambda: fk.attention(Q, K, K, "same(doc)", docs=DOC), fk.ParameterError,
         "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",

@@ -89,6 +89,16 @@ def test_a_name_like_no_other_is_a_parameter_and_so_is_one_that_somebody_gives()
 
 
 @pytest.mark.parametrize(
+    ("text", "values"), [("causl & window(64)", {"causl": True}), ("causal & q - k < window", {"window": 64})]
+)
+def test_a_value_makes_a_parameter_as_it_does_in_python(text, values):
+    """A name near one of the library, and one that hides one: `frisket explore --set`, `fk.mask(..., name=value)`."""
+    assert [s["name"] for s in asked(text, values={**values, "spare": 3})["scalars"]] == [*values]
+    assert fk.mask(text, **values).scalars == values
+    assert "error" in asked(text, values={"spare": 3})
+
+
+@pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
         ([], "ParameterError", "a request is a JSON object"),

@@ -473,7 +473,8 @@ def test_equal_calls_are_compiled_once():
 
 OP = AttentionRegistry.create("frisket-xla")
 BAD = {
-    "keyword": (lambda: OP(Q, K, V, causl=True), "causl"),
+    "keyword": (lambda: OP(Q, K, V, casual=True), "`casual` is given .* did you mean the keyword `causal`?"),
+    "window": (lambda: OP(Q, K, V, sliding_windw=4), "did you mean the keyword `sliding_window`?"),
     "unused": (lambda: OP(Q, K, V, "causal", w=3), "`w`"),
     "name": (lambda: OP(Q, K, V, "t[q] > 0", attention_mask=SEGMENTS), "`attention_mask` is the name of what"),
     "integers": (lambda: OP(Q, K, V, KEEP.astype(np.int32)), "True is what is seen"),
