@@ -177,7 +177,7 @@ class Checker(Walk):
             definition, coordinates, given = overloads[0], dict(zip(COORDINATES[-n:], given)), []
         if definition is None:
             for more in (2, 4):
-                if n - more in overloads:
+                if n - more in overloads and n > max(overloads):  # else some of a longer form are missing
                     args = [frame.text[a.start : a.stop] for a in given]
                     pairs = [f"{c} = {a}" for c, a in zip(COORDINATES[-more:], args[n - more :])]
                     shown = ", ".join(args[: n - more] + pairs)

@@ -157,7 +157,11 @@ def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tu
         raise ParameterError(f"`{name}` is declared with {declared.rank} axes, the value has {found[0]}")
     if found[1] is declared.type or (found[1], declared.type) == (INT, FLOAT):
         return declared.rank, declared.type
-    raise ParameterError(f"`{name}` is declared {declared.type}, the value is {found[1]}")
+    axes = f"[{', '.join('_' * found[0])}]" if found[0] else ""
+    raise ParameterError(
+        f"`{name}` is declared {declared.type}, the value is {found[1]}; nothing is rounded or cast: "
+        f"give {declared.type}, or declare `param {name}: {found[1].value.lower()}{axes}`"
+    )
 
 
 # -- statements -----------------------------------------------------------------------------------

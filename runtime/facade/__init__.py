@@ -96,11 +96,11 @@ def __getattr__(name: str) -> Any:
     if name in _DOORS:  # modules, which import a framework
         return import_module(f"frisket.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'frisket' has no attribute {name!r}")
+        raise AttributeError(f"module 'frisket' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, *_DOORS]

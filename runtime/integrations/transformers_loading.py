@@ -18,6 +18,8 @@ import torch
 
 from frisket.dsl.errors import ParameterError
 
+from .fields import check_fields
+
 BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
 
 
@@ -59,8 +61,10 @@ def _warn(kind: type, name: str, instead: str) -> None:
 
 
 def _check_read(module: Any, *_: Any) -> None:
-    """Refuse the mask or score mod of a config that no attention of the model reads."""
+    """Refuse the mask or score mod of a config that no attention of the model reads, and a field that is none."""
     config = module.config
+    if not torch.compiler.is_compiling():
+        check_fields(vars(config), "config.")
     for what in ("frisket_mask", "frisket_score"):
         value = getattr(config, what, None)
         if value is not None and not torch.compiler.is_compiling() and not _is_read(module, what, value):

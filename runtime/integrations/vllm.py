@@ -20,6 +20,7 @@ from torch import Tensor
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.runtime.caches.torch_store import PLAIN
 
+from .fields import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
 
 try:
@@ -28,7 +29,6 @@ except ModuleNotFoundError as missing:
     raise MissingPackageError("vllm is not installed: pip install vllm", name=missing.name) from None
 
 NAME = "CUSTOM"  # the one place that vLLM keeps for backends from outside
-FIELDS = "frisket_mask", "frisket_score", "frisket_params"
 
 
 def register() -> None:
@@ -116,7 +116,7 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
             raise ParameterError(f"attention of type {attn_type}: this backend is for decoders\n  {ELSEWHERE}")
         if asked := [n for n, x in more.items() if x not in (None, False)]:
             raise ParameterError(f"this backend does not know {asked[0]}={more[asked[0]]!r}\n  {ELSEWHERE}")
-        mask, score, params = map(_told, FIELDS)
+        mask, score, params = _told()
         self.served = ServedLayer(
             _of_kind(mask, sliding_window), _of_kind(score, sliding_window), params, scale=self.scale,
             window=sliding_window, softcap=logits_soft_cap, slopes=alibi_slopes,
@@ -149,14 +149,16 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
 ELSEWHERE = "choose another --attention-backend"
 
 
-def _told(name: str) -> Any:
-    """The value of a field of `--additional-config`, or else of the model's config."""
+def _told() -> list[Any]:
+    """The values of the fields, of `--additional-config` or else of the model's config."""
     from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
 
     config = get_current_vllm_config()
-    more = config.additional_config
-    found = more.get(name) if isinstance(more, dict) else None
-    return getattr(config.model_config.hf_text_config, name, None) if found is None else found
+    more = config.additional_config if isinstance(config.additional_config, dict) else {}
+    model = config.model_config.hf_text_config
+    check_fields(more, "--additional-config: ")
+    check_fields(vars(model), "config.")
+    return [getattr(model, n, None) if more.get(n) is None else more[n] for n in FIELDS]
 
 
 def _of_kind(texts: Any, window: int | None) -> Any:

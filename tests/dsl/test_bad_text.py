@@ -114,7 +114,15 @@ PARAMETERS = [
     (lambda: mask("q < t[k]", t=[1 + 2j]),
      "`t` is an array of complex128; give a number, or an array of bool, int or float"),
     (lambda: mask("q < t[k]", t=[]), "table `t` is empty"),
-    (lambda: mask("param w: int\nq < w", w=1.5), "`w` is declared Int, the value is Float"),
+    (
+        lambda: mask("param w: int\nq < w", w=1.5),
+        "`w` is declared Int, the value is Float; nothing is rounded or cast: give Int, or declare `param w: float`",
+    ),
+    (
+        lambda: mask("param doc: int[Q_LEN]\nsame(doc)", doc=[0.0, 1.0]),
+        "`doc` is declared Int, the value is Float; nothing is rounded or cast: "
+        "give Int, or declare `param doc: float[_]`",
+    ),
     (lambda: mask("param w: int\nq < w", w=[1]), "`w` is declared with 0 axes, the value has 1"),
     (lambda: mask("q < w").dense(2, 2), "`w` has no value; give it: w=..."),
     (lambda: mask("doc[q] > 0").dense(2, 2), "`doc` has no value; give it: doc=<array>"),

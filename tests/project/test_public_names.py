@@ -65,3 +65,13 @@ def test_the_list_is_what_there_is():
     assert all(hasattr(fk, name) for name in fk.__all__)
     with pytest.raises(AttributeError, match="module 'frisket' has no attribute 'maks'"):
         fk.maks  # noqa: B018
+
+
+@pytest.mark.parametrize("wrong", [lambda: fk.compil, lambda: fk.mask("causal").compil])
+def test_python_can_suggest_a_name(wrong):
+    """Tracebacks compare the name with `dir` of the object, where an error says both."""
+    with pytest.raises(AttributeError) as error:
+        wrong()
+    assert error.value.name == "compil"
+    assert error.value.obj is fk or isinstance(error.value.obj, fk.Mask)
+    assert {"compile", "caches", "flex"} <= {*dir(fk)}

@@ -208,6 +208,11 @@ def refused(says, error=ParameterError, model="llama", call=None, **config):
         ours(hf_models.tokens(), **(call or {}))
 
 
+def test_a_misspelt_field_is_named():
+    refused(r"config\.frisket_masks is not read; did you mean `frisket_mask`\?", frisket_masks="causal & k < 4")
+    refused(r"the fields are frisket_mask, frisket_score, frisket_params", frisket_scale=3)
+
+
 def test_errors_in_the_text_come_with_a_caret():
     refused(r"causall & k < 4\n +\^", MaskSyntaxError, frisket_mask="causall & k < 4")
     refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")

@@ -259,6 +259,15 @@ def test_what_is_refused(vllm, config, layer, mask, why):
         Engine(vllm, 1, **layer)
 
 
+def test_a_misspelt_field_is_named(vllm, config):
+    config.additional_config = {"frisket_masks": "causal"}
+    with pytest.raises(ParameterError, match=r"--additional-config: frisket_masks is not read; did you mean `frisket"):
+        Engine(vllm, 1)
+    config.additional_config, config.model_config.hf_text_config.frisket_scores = {}, "softcap(5)"
+    with pytest.raises(ParameterError, match=r"config\.frisket_scores is not read; did you mean `frisket_score`"):
+        Engine(vllm, 1)
+
+
 def test_what_is_refused_of_a_step(vllm):
     engine = Engine(vllm, 2)
     with pytest.raises(ParameterError, match="not causal"):
