@@ -165,5 +165,14 @@ class AttentionRegistry(OperationRegistry):
 
     @classmethod
     def register(cls, operation: Made) -> Made:
-        """A class decorator: the class under all of its names, among all operations too."""
+        """A class decorator: the class under all of its names, among all operations too.
+
+        >>> @AttentionRegistry.register
+        ... class Ours(AttentionRegistry.get("frisket")):
+        ...     @classmethod
+        ...     def get_impl_name(cls):
+        ...         return "ours"
+        >>> AttentionRegistry.create("ours"), OperationRegistry.get("ours") is Ours
+        (Ours(), True)
+        """
         return super().register(OperationRegistry.register(operation))

@@ -162,7 +162,15 @@ class AttentionMetadata(Record):
         use_base_config: bool = True, *, attr: str = EMPTY_VAL,
     ) -> None:  # fmt: skip
         """Give `attr_name`, also called `attr`, a value where it has none: that of `base_config` under `pickup_name`
-        (or `attr_name`), if it is used and has one, else `default`."""
+        (or `attr_name`), if it is used and has one, else `default`.
+
+        >>> from types import SimpleNamespace
+        >>> metadata = AttentionMetadata(base_config=SimpleNamespace(window=64))
+        >>> metadata.set_attrs_carefully("window", 128)
+        >>> metadata.set_attrs_carefully("sinks", 4)
+        >>> metadata.window, metadata.sinks
+        (64, 4)
+        """
         name = attr if attr_name is EMPTY_VAL else attr_name
         if name is EMPTY_VAL or default is EMPTY_VAL:
             raise ParameterError('give a name and a default: set_attrs_carefully("softmax_scale", 1.0)')
