@@ -51,7 +51,7 @@ def public():
 
 
 def lacking(names):
-    """Names without a docstring, and names that are called and have no example in theirs or that of a class they have."""
+    """Names without a docstring, and names that are called without an example in theirs or of their classes."""
     bare, shown = [], []
     for name, text, around, called in names:
         if not text.strip() or re.match(rf"{name.rpartition('.')[2]}\(", text):  # the second is what dataclass writes
