@@ -11,7 +11,7 @@ from rich.text import Text
 from .race import Race
 
 BAR = 24  # characters of the longest bar
-GOOD, LOSS, AWAY = "green", "yellow", "dim"
+GOOD, LOSS, AWAY = "green", "magenta", "dim"
 HEAD = f"{'median':>12}  {'time / frisket':>14}  "
 ENOUGH = 6  # rounds that a 95 % interval of a median takes; of fewer their range is shown
 
@@ -46,7 +46,7 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
     return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
-                         "  ", (bar, "blue" if ours else "bright_black"))  # fmt: skip
+                         "  ", (bar, "cyan" if ours else "dim"))  # fmt: skip
 
 
 def spoken(seconds: float) -> str:

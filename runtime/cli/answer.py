@@ -11,13 +11,18 @@ from rich.text import Text
 
 WIDTH = 10  # of the names of rows
 NARROWEST = 24  # columns that a value needs beside its name
-GOOD, BAD, SOME = "green", "bold red", "yellow"
+GOOD, BAD, SOME = "green", "bold red", "magenta"  # which can be read on white and on black
+CODE = {  # of a token of Pygments, for both, too
+    ("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green",
+    ("Literal", "Number"): "cyan", ("Name", "Function"): "bold", ("Name", "Class"): "bold",
+    ("Operator", "Word"): "magenta",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AnswerRow:
     """A name, and beside it lines of a value, from column `width` on. What of a line has no room in a terminal goes
-    on below its column `hang`."""
+    on below its column `hang`, or below its indentation."""
 
     name: Text
     value: Text
@@ -37,8 +42,10 @@ class AnswerRow:
             if line.cell_len <= columns - width:
                 lines.append(line)
                 continue
-            first, *rest = line[hang:].wrap(console, columns - width - hang)
-            lines += [line[:hang] + first, *(Text(" " * hang) + one for one in rest)]
+            below = max(hang, len(line.plain) - len(line.plain.lstrip(" ")))
+            below = below if columns - width - below >= NARROWEST else hang
+            first, *rest = line[below:].wrap(console, columns - width - below)
+            lines += [line[:below] + first, *(Text(" " * below) + one for one in rest)]
         for line in lines:
             line.rstrip()
         return self._placed(lines, width)
@@ -92,8 +99,10 @@ def code(source: str, language: str, console: Console) -> Text:
     """Source text, in colours where there are some."""
     if not coloured(console):
         return Text(source)
-    from rich.syntax import Syntax
+    from rich.style import Style
+    from rich.syntax import ANSISyntaxTheme, Syntax
 
-    text = Syntax("", language, theme="ansi_dark", background_color="default").highlight(source)
+    theme = ANSISyntaxTheme({token: Style.parse(style) for token, style in CODE.items()})
+    text = Syntax("", language, theme=theme, background_color="default").highlight(source)
     text.rstrip()
     return text

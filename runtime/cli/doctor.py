@@ -26,7 +26,7 @@ from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row
 from .options import examples
 from .remembered import remembered
-from .show import size
+from .show import counted, size
 
 PACKAGES = {  # what each is for, and the extra that brings it
     "numpy": ("", ""),
@@ -61,7 +61,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready,
         "engines": engines(), "calls": calls, "caches": kept, "settings": given,
     }  # fmt: skip
-    files = {folder: f"{found['files']:,} files, {size(found['bytes'])}" for folder, found in kept.items()}
+    files = {folder: f"{counted(found['files'], 'file')}, {size(found['bytes'])}" for folder, found in kept.items()}
     text: list[Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),

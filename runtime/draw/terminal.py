@@ -141,7 +141,8 @@ class Ink:
 
 UNICODE = Ink("· ", "░", "▒", "▓", "█", "╲")
 ASCII = Ink(". ", "-", "+", "%", "#", "\\")
-STYLES = {"empty": "bright_black", "little": "yellow", "half": "yellow", "most": "cyan", "full": "cyan"}
+# magenta and cyan can be read on white and on black; yellow cannot, and bright black is the paper of some terminals
+STYLES = {"empty": "dim", "little": "magenta", "half": "magenta", "most": "cyan", "full": "cyan"}
 
 
 def _levels(grid: CellCounts) -> NDArray[np.int64]:

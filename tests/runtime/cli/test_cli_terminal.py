@@ -86,6 +86,26 @@ def test_mistakes_are_marked_in_colour(run):
     assert "\x1b[1;31m            ^\x1b[0m\n" in err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        WHY,
+        ("show", "causal & window(300)"),
+        ("explain", "causal & window(300)", "--tile", "3,1"),
+        ("library", "window"),
+        ("emit", "causal", "--backend", "cpp", "--q-len", "64"),
+        ("emit", "causal", "--backend", "triton", "--q-len", "64"),
+        ("doctor",),
+    ],
+)
+def test_colours_can_be_read_on_white_and_on_black(argv, run):
+    """Red, green, magenta and cyan on the terminal's own paper: no yellow, no blue, nothing bright."""
+    shown = run(*argv, FORCE_COLOR="1")[1]
+    codes = {int(n) for numbers in re.findall(r"\x1b\[([0-9;]*)m", shown) for n in numbers.split(";") if n}
+    assert codes <= {0, 1, 2, 4, 31, 32, 35, 36, 49}
+    assert codes & {1, 31, 32, 35, 36}
+
+
 @pytest.mark.parametrize("columns", [40, 100])
 def test_a_terminal_of_any_width(columns):
     shown = ESCAPE.sub("", in_terminal("show", "causal & (window(w) | sinks(4))", "--set", "w=256", columns=columns))
@@ -133,6 +153,8 @@ def test_words_are_folded_below_their_beginning():
     assert folded(34) == "name      a  words that need more\n          b  than a line"
     assert folded(35, width=6, hang=3) == "name  a  words that need more\n      b  than a line"
     assert folded(25) == "name\n    a  words that need\n    more\n    b  than a line"
+    code = AnswerRow(Text("name"), Text("f(\n    words of code, more than a line has\n)")).folded(Console(), 38).plain
+    assert code == "name      f(\n              words of code, more than\n              a line has\n          )"
     long = AnswerRow(Text("name"), Text("a  words that need more than a line has"), 6, 3).folded(Console(), 34).plain
     assert long == "name  a  words that need more than\n         a line has"
 
