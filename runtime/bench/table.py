@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
@@ -12,12 +13,13 @@ from .race import Race
 
 BAR = 24  # characters of the longest bar
 GOOD, LOSS, AWAY = "green", "magenta", "dim"
-HEAD = f"{'median':>12}  {'time / frisket':>14}  "
+HEAD = f"{'median':>8}  {'time / frisket':>14}  "
+LEAST = 4  # columns that a bar of a narrow terminal needs
 ENOUGH = 6  # rounds that a 95 % interval of a median takes; of fewer their range is shown
 
 
-def lines(races: Iterable[Race]) -> list[Text]:
-    """A heading for each race, and a line for each contestant."""
+def lines(races: Iterable[Race], columns: int | None = None) -> list[Text]:
+    """A heading for each race, and a line for each contestant; of `columns` at most, where a terminal has so many."""
     out: list[Text] = []
     for race in races:
         wide = max(map(len, [*race.times, *race.out, *race.ours]), default=0)
@@ -28,16 +30,26 @@ def lines(races: Iterable[Race]) -> list[Text]:
             out.append(Text(f"  {'':{wide}}  {HEAD}{spread}".rstrip(), "dim"))
         longest = max(medians.values(), default=0.0)
         for name, t in sorted(medians.items(), key=lambda x: x[1]):
-            out.append(_line(race, name, t, wide, longest))
-        out += [Text.assemble(f"  {name:{wide}}  ", (why, AWAY)) for name, why in race.out.items()]
+            bar = _bar(t / longest, BAR if columns is None else columns - wide - len(HEAD) - 22)
+            out.append(_line(race, name, t, wide, bar))
+        out += [line for name, why in race.out.items() for line in away(name, why, wide, columns)]
         if race.doing:
             out.append(Text(f"  {race.doing} ...", "dim"))
     return out[1:]
 
 
-def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> Text:
+def _bar(part: float, room: int) -> str:
+    return "█" * max(1, round(min(BAR, room) * part)) if room >= LEAST else ""
+
+
+def away(name: str, why: str, wide: int, columns: int | None) -> list[Text]:
+    """A name and why it is missing, in a second column if there is one."""
+    said = [why] if columns is None else wrap(why, max(columns - wide - 4, 24), break_on_hyphens=False)
+    return [Text.assemble(f"  {name if n == 0 else '':{wide}}  ", (part, AWAY)) for n, part in enumerate(said or [""])]
+
+
+def _line(race: Race, name: str, seconds: float, wide: int, bar: str) -> Text:
     ours, beside = name in race.ours, race.beside(name)
-    bar = "█" * max(1, round(BAR * seconds / longest))
     if beside is None:
         ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':16}", GOOD
     else:
@@ -45,8 +57,10 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
         colour = LOSS if high < 1 and not ours else ""
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
-    return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
+    text = Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>8}  ", (ratio, colour),
                          "  ", (bar, "cyan" if ours else "dim"))  # fmt: skip
+    text.rstrip()
+    return text
 
 
 def spoken(seconds: float) -> str:

@@ -21,7 +21,7 @@ from frisket.runtime.bench.chart import draw, ratios
 from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
 from frisket.runtime.bench.machine import described
 from frisket.runtime.bench.packed import choose, installed
-from frisket.runtime.bench.table import lines, losses, spoken
+from frisket.runtime.bench.table import away, lines, losses, spoken
 from frisket.runtime.machine.extras import extras, pip_install
 
 from .answer import CommandResult, Piece, row, table
@@ -99,7 +99,8 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     result = results(args.suite, found, sizes, 1 if args.suite == "compile" else rounds)
     bad = ("wrong", "failed")
     wrong = [f"{x.contest.name}: {n}" for x in found for n in x.ours if x.out.get(n, "").startswith(bad)]
-    text = [*lines_of(found), *closing(args, found, result, wrong)]
+    columns = console.width if sys.stdout.isatty() else None
+    text = [*lines_of(found, columns), *closing(args, found, result, wrong)]
     if files := written(args, result):
         text.append(row("written", ", ".join(files)))
     return CommandResult(result, text, 1 if wrong else 0)
@@ -232,19 +233,19 @@ def followed(steps: Iterator[Any]) -> list[Any]:
             if not found or found[-1] is not x:
                 found.append(x)
             if screen is not None:
-                screen.update(Group(*lines_of([x])), refresh=True)
+                screen.update(Group(*lines_of([x], err.width)), refresh=True)
     return found
 
 
-def lines_of(found: list[Any]) -> list[Any]:
+def lines_of(found: list[Any], columns: int | None) -> list[Any]:
     if all(isinstance(x, race.Race) for x in found):
-        return list(lines(found))
-    return [piece for x in found for piece in first_lines(x)]
+        return list(lines(found, columns))
+    return [piece for x in found for piece in first_lines(x, columns)]
 
 
-def first_lines(found: Any) -> list[Piece]:
+def first_lines(found: Any, columns: int | None) -> list[Piece]:
     """A table of first calls."""
-    head = ("", "cold", "from disk", "another length", f"compiled for {len(found.lengths) - 1} others")
+    head = ("", "cold", "from disk", "new length", f"compiled for {len(found.lengths) - 1} more")
     body: list[list[str]] = [
         [f"  {n}", spoken(found.cold[n]), spoken(max(found.disk[n], 0)), spoken(max(found.other.get(n, 0), 0)),
          str(found.compilations.get(n, ""))]
@@ -253,7 +254,7 @@ def first_lines(found: Any) -> list[Piece]:
     at = ", ".join(f"{x:,}" for x in found.lengths)
     out: list[Piece] = [Text(f"{found.contest.name}, {found.stage}, {at} tokens", "bold")]
     out += table([head, *body], right=(1, 2, 3, 4)) if body else []
-    out += [Text.assemble(f"  {n}  ", (why, "dim")) for n, why in found.out.items()]
+    out += [line for n, why in found.out.items() for line in away(n, why, len(n), columns)]
     return [*out, Text(f"  {found.doing} ..." if found.doing else "", "dim")]
 
 
@@ -283,8 +284,8 @@ def closing(args: argparse.Namespace, races: list[Any], result: dict[str, Any], 
         shape += f"; medians of {s['rounds']} round{'s' * (s['rounds'] > 1)}, interleaved"
     where = f"{machine['cpu']}, {machine['cores']} cores; {versions}"
     out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
-    if away := absentees(args.suite, args.framework):
-        out.append(row("not here", "\n".join(away)))
+    if absent := absentees(args.suite, args.framework):
+        out.append(row("not here", "\n".join(absent)))
     lost = losses([x for x in races if isinstance(x, race.Race)])
     if lost:
         out.append(row("slower", "\n".join(lost)))

@@ -14,6 +14,7 @@ import pytest
 import frisket as fk
 from frisket.runtime.bench import layouts, race, schema, torch_stage
 from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
+from frisket.runtime.bench.table import lines
 from frisket.runtime.cli import bench as cli_bench
 from frisket.runtime.cli.bench import add_bench
 from frisket.runtime.cli.main import main
@@ -247,6 +248,18 @@ def test_peers_are_not_asked_for_what_takes_minutes():
 
 
 # -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [72, 80, 120, None])
+def test_a_table_is_as_wide_as_the_terminal(columns):
+    times = {"frisket cpp": [0.0331, 0.0333], "jax.nn.dot_product_attention": [0.322, 0.323], "fast": [0.001, 0.002]}
+    why = "it takes plain causal masks alone, of as many queries as keys, and this is another mask"
+    found = race.Race(CAUSAL, "torch", ("frisket cpp",), 2, times, out={"SDPA is_causal": why})
+    shown = [text.plain for text in lines([found], columns)]
+    assert max(map(len, shown)) <= (columns or 200)
+    assert ("█" in "".join(shown)) == (columns != 72)
+    assert why in " ".join(" ".join(shown).split())
+    assert not any(line.endswith(" ") for line in shown)
 
 
 @pytest.fixture
