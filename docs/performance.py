@@ -169,7 +169,7 @@ def of_cpu(parts: dict[str, Part]) -> Iterator[str]:
     yield f"A matrix product of torch in the same rounds runs at {product:.0f} GFLOP/s; causal runs at "
     yield f"{of['native']:.2f} of that natively, at {of['library']:.2f} by library calls.\n"
     yield "### One query over 32,768 keys, torch\n"
-    yield "`read` and `sum` are torch going once over as much memory: the best there is to reach.\n"
+    yield "`read` and `sum` are torch reading as much memory once: the least time to expect.\n"
     yield from figures(parts, "decode", "ms")
     yield "### 65,536 tokens under `causal & window(1024)`, torch\n"
     yield from figures(parts, "long", "ms")
@@ -316,9 +316,9 @@ def of_exports(parts: dict[str, Part]) -> Iterator[str]:
 
 
 def of_deals(parts: dict[str, Part]) -> Iterator[str]:
-    yield "The busiest rank's visible pairs over the mean: 1 is perfect.\n"
+    yield "Visible pairs of the busiest rank, divided by the mean: at best 1.\n"
     yield from figures(parts, "deals", "imbalance")
-    yield "What is sent, as a share of passing all keys and values round a ring.\n"
+    yield "Bytes sent, as a share of a ring that passes all keys and values to every rank.\n"
     yield from figures(parts, "deals", "sent, of a full ring")
 
 
@@ -338,47 +338,54 @@ TOPICS = (
     Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread. "
           "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
-    Topic("reorder", "Attention in the order of its mask", "One head, D64, float32, one thread: the tokens moved, "
-          "attended and moved back, beside the tokens as they come.", "python benchmarks/reorder.py",
-          each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, tokens as they come", "ms"))),
-    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "Append one token, plan, attend.",
+    Topic("reorder", "Attention in the order of its mask", "One head of 64, float32, one thread. frisket moves "
+          "the tokens into another order, attends, and moves the result back; the peer is the order as given.", "python benchmarks/reorder.py",
+          each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, in the order as given", "ms"))),
+    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "A step appends "
+          "one token, plans, and attends.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),
     Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched without a device: only "
           "Python is timed. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
           each(("host", "Microseconds of the processor", "us"))),
     Topic("graph-overhead", "What a call costs in a graph of torch.compile", "causal by native kernels, 4 heads of "
-          "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as graphs "
-          "did once.", "python benchmarks/graph_overhead.py",
+          "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as "
+          "earlier versions did.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
     Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
           "python benchmarks/jax_binding.py",
           each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),
                ("eager", "A warm call outside of jit", "us"))),
-    Topic("layout", "Layouts", "Which tiles of 128 are full, partial or empty; one core.",
+    Topic("layout", "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core.",
           "python benchmarks/layout.py", of_layouts),
-    Topic("answers", "Answers about masks", "Milliseconds, tables scanned again each time. Nothing else we know of "
-          "answers these without looking at every pair.", "python benchmarks/answers.py", of_answers),
-    Topic("exports", "Exports", "From the mask to what other libraries take, the layout counted, one thread.",
+    Topic("answers", "Answers about masks", "Milliseconds of a question; tables are scanned at each. No other library "
+          "that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py", of_answers),
+    Topic("exports", "Exports", "The time from a mask to the inputs of another library, layout included, on one thread.",
           "python benchmarks/exports.py", of_exports),
-    Topic("tpu-tables", "Tables and visits of TPU kernels", "Tables for both directions in tiles of 512, and tiles "
-          "that kernels visit of 4,096 tokens, counted in the interpreter; bundles of kernels compiled for TPUs that "
-          "are not here.", "python benchmarks/tpu_tables.py",
+    Topic("tpu-tables", "Tables and visits of TPU kernels", "Tables are for both directions in tiles of 512. Visited "
+          "tiles are counted in the interpreter, at 4,096 tokens. Bundles are of kernels compiled for TPUs ahead of "
+          "time.", "python benchmarks/tpu_tables.py",
           of_tpu_tables),
-    Topic("transformers-training", "A training step through transformers", "A tiny Llama, 4,096 tokens, one thread, "
-          "forward, backward and optimiser: files packed, four documents, one document.",
+    Topic("transformers-training", "A training step through transformers", "A tiny Llama, 4,096 tokens, one thread: "
+          "forward, backward and optimiser.",
           "python benchmarks/transformers_training.py",
           each(("files", "Files packed into one sequence", "ms"), ("four", "Four documents", "ms"),
                ("one", "One document: plain causal", "ms"))),
-    Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128: from the key to the frame with "
-          "the new picture, facts and cost, in Chromium without a window; of that, the analysis.",
+    Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128. The time is from the key to the "
+          "frame with the new picture, facts and cost, in Chromium without a window. The analysis is part of it.",
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
     Topic("gpu-model", "Predicted, never measured", "No GPU has run this. Kernels, ours and flex_attention's alike, "
           "are compiled for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is "
           "the loop of full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves "
           "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
-          "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward: trust "
-          "ratios, and which of two is faster, not TFLOP/s.", "python benchmarks/gpu_model.py figures", of_model),
+          "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward. So "
+          "compare two kernels by it, and do not rely on its TFLOP/s.", "python benchmarks/gpu_model.py figures", of_model),
+    Topic("compiles", "Kernels that a script compiles", "A script tries masks and score mods as a notebook does: other "
+          "lengths, another window, another soft cap, a table under another name. It runs with an empty cache (cold) "
+          "and again with the kernels on disk.", "python benchmarks/compiles.py", of_any),
+    Topic("engines", "Engines: SDPA beside the kernels", "The table `Cpu` has torch's SDPA beside native kernels and "
+          "library calls, one thread, 8 heads of 64. `Choose` is the time to choose an engine for a new mask.",
+          "python benchmarks/engines.py", of_any),
     Topic("context-parallel", "Sequences over ranks", "A million tokens over 64 ranks: a model, not a measurement.",
           "python benchmarks/context_parallel.py", of_deals),
 )  # fmt: skip

@@ -71,8 +71,8 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     out.add_argument("--chart", type=Path, metavar="FILE.png", help="a picture of the ratios, .png or .svg")
     examples(
         p,
-        "frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --peers sdpa --framework torch",
-        "frisket bench 'causal & window(w)' --set w=100 --suite layout --q-len 1024 --rounds 1 --peers none",
+        "frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --peers sdpa",
+        "frisket bench 'causal & window(w)' --set w=100 --suite layout --q-len 1024",
     )
 
 

@@ -36,10 +36,10 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     kernel.add_argument("--framework", default="torch", choices=("torch", "jax"), help="of --build")
     examples(
         p,
-        "frisket emit 'causal & window(256)' --backend triton --head-dim 128 --dtype bfloat16",
+        "frisket emit 'causal & window(256)' --backend triton --dtype bfloat16",
         "frisket emit causal --score 'softcap(50)' --backend cpp",
-        "frisket emit causal --backend triton --report --q-len 4 --kv-len 2048 --arch sm_90 --dtype float16",
-        "frisket emit 'causal & window(256)' --build --q-len 2048 --head-dim 128 --dtype bfloat16",
+        "frisket emit causal --backend triton --report --q-len 4 --kv-len 2048",
+        "frisket emit 'causal & window(256)' --build --dtype bfloat16",
     )
 
 

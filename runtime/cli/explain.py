@@ -36,7 +36,7 @@ def add_explain(p: argparse.ArgumentParser) -> None:
     examples(
         p,
         "frisket explain 'causal & window(w)' --set w=256 --q 300 --k 17",
-        "frisket explain 'causal & same(doc)' --table doc=[0,0,0,1,1,1,1,2] --q 5 --k 1 --q-len 8",
+        "frisket explain 'same(doc)' --table doc=[0,0,1,1] --q 3 --k 1 --q-len 4",
         "frisket explain 'causal & window(256)' --tile 8,2",
         "frisket explain 'causal & window(256)' --backend triton",
     )

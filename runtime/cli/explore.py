@@ -30,7 +30,7 @@ def add_explore(p: argparse.ArgumentParser) -> None:
         p,
         "frisket explore 'causal & window(w)' --set w=4096 --q-len 131072",
         "frisket explore 'causal & same(doc)' --no-browser",
-        "frisket explore 'causal' --score 'alibi then softcap(50)' --heads 8 --port 8765",
+        "frisket explore causal --score 'alibi then softcap(50)' --heads 8 --port 8765",
     )
 
 

@@ -32,7 +32,7 @@ def add_plot(p: argparse.ArgumentParser) -> None:
     examples(
         p,
         "frisket plot 'causal & (window(256) | sinks(4))' -o mask.png",
-        "frisket plot 'causal & window(64 * (h + 1))' --heads 4 --q-len 1024 -o heads.svg --dark",
+        "frisket plot 'causal & window(64 * (h + 1))' --heads 4 -o heads.svg --dark",
         "frisket plot 'causal & window(256)' --q-len 1048576 -o mask.html",
     )
 

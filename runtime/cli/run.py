@@ -41,8 +41,8 @@ def add_run(p: argparse.ArgumentParser) -> None:
     )
     examples(
         p,
-        "frisket run 'causal & same(doc)' --tokens README.md CHANGELOG.md --max-tokens 512 --repeats 2",
-        "frisket run 'causal & same(doc) & window(128)' --score 'softcap(50)' --tokens README.md --max-tokens 512",
+        "frisket run 'causal & same(doc)' --tokens README.md LICENSE --max-tokens 512",
+        "frisket run causal --score 'softcap(50)' --tokens README.md --max-tokens 512",
     )
 
 

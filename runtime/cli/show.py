@@ -38,9 +38,9 @@ def add_show(p: argparse.ArgumentParser) -> None:
     examples(
         p,
         "frisket show 'causal & window(256)' --q-len 1048576",
-        "frisket show 'causal & same(doc)' --table doc=[0,0,0,1,1,1,1,2] --q-len 8 --block 2",
+        "frisket show 'causal & same(doc)' --table doc=[0,0,1,1] --q-len 4 --block 2",
         "frisket show 'causal & window(64 * (h + 1))' --heads 4 --h 3 --q-len 1024",
-        "echo 'causal & (window(w) | sinks(4))' | frisket show - --set w=512 --score 'softcap(50)'",
+        "echo 'causal & (window(w) | sinks(4))' | frisket show - --set w=512",
     )
 
 

@@ -223,6 +223,7 @@ def examples():
         lines = p.epilog.splitlines()
         assert lines[0] == "examples:", name
         assert len(lines) > 1, name
+        assert max(map(len, lines)) <= 80, name
         yield from (line.strip() for line in lines[1:])
 
 
@@ -237,7 +238,7 @@ SLOW = ("frisket bench", "frisket explore")  # their own tests run theirs
 @pytest.mark.parametrize("line", [line for line in examples() if not line.startswith(SLOW)])
 def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("README.md", "CHANGELOG.md"):
+    for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     said, pipe, command = line.rpartition(" | ")
     if pipe and said.startswith("echo "):
