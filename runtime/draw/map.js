@@ -345,11 +345,11 @@ function drawRulers() {
   const [q0, q1] = seenRows(dq), [k0, k1] = seenColumns(dk);
   for (let i = q0; i < q1; i++) marks.push([LEFT, Y(i * dq), number(i * dq + originOf("q")), false, css.dim, css.paper]);
   for (let j = k0; j < k1; j++) marks.push([X(j * dk), TOP, number(j * dk + originOf("k")), true, css.dim, css.paper]);
-  if (at.q >= 0) {
-    marks.push([LEFT, Y(at.q + 0.5), number(at.q + originOf("q")), false, css.paper, css.ink]);
-    marks.push([X(at.k + 0.5), TOP, number(at.k + originOf("k")), true, css.paper, css.ink]);
-  }
-  for (const [x, y, text, across, ink, behind] of marks) {
+  const pointed = at.q < 0 ? [] : [
+    [LEFT, Y(at.q + 0.5), number(at.q + originOf("q")), false, css.paper, css.ink],
+    [X(at.k + 0.5), TOP, number(at.k + originOf("k")), true, css.paper, css.ink],
+  ];
+  for (const [x, y, text, across, ink, behind] of [...marks, ...pointed]) {
     if (across ? x < LEFT - 1 || x > view.width : y < TOP - 1 || y > view.height) continue;
     const wide = c.measureText(text).width;
     const tx = across ? clamp(x - wide / 2, LEFT - 30, view.width - wide - 4) : LEFT - 9 - wide;
@@ -358,8 +358,10 @@ function drawRulers() {
       c.fillStyle = behind;
       c.fillRect(tx - 4, ty - 9, wide + 8, 17);
     }
+    const covers = ([px, py, said, along]) =>
+      along === across && (across ? Math.abs(px - x) < (wide + c.measureText(said).width) / 2 + 8 : Math.abs(py - y) < 17);
     c.fillStyle = ink;
-    c.fillText(text, tx, ty);
+    if (behind !== css.paper || !pointed.some(covers)) c.fillText(text, tx, ty);
     c.fillStyle = css.dim;
     if (across) c.fillRect(Math.round(x), TOP - 5, 1, 5);
     else c.fillRect(LEFT - 5, Math.round(y), 5, 1);

@@ -14,7 +14,6 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -169,10 +168,14 @@ def parsed(request: Question) -> Parsed:
         return read(request.text, params={})
     except MaskSyntaxError as error:
         said = {n: x for n, x in request.values.items() if re.search(rf"\b{re.escape(n)}\b", request.text)}
-        with suppress(FrisketError):
-            if said:
-                return read(request.text, params=said)
-        raise error
+        if not said:
+            raise
+        try:
+            return read(request.text, params=said)
+        except MaskSyntaxError as other:
+            raise min(error, other, key=lambda e: len(e.problems)) from None
+        except FrisketError:  # a value that does not fit, or that only a comment names
+            raise error from None
 
 
 def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:

@@ -96,6 +96,9 @@ def test_a_value_makes_a_parameter_as_it_does_in_python(text, values):
     assert [s["name"] for s in asked(text, values={**values, "spare": 3})["scalars"]] == [*values]
     assert fk.mask(text, **values).scalars == values
     assert "error" in asked(text, values={"spare": 3})
+    (one,) = asked(f"{text} & widnow(4)", values=values)["problems"]
+    assert one["remedy"] == "did you mean `window`?"
+    assert len(asked(f"{text} & widnow(4)")["problems"]) == 2
 
 
 @pytest.mark.parametrize(
