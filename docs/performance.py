@@ -339,7 +339,8 @@ TOPICS = (
           "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
     Topic("reorder", "Attention in the order of its mask", "One head of 64, float32, one thread. frisket moves "
-          "the tokens into another order, attends, and moves the result back; the peer is the order as given.", "python benchmarks/reorder.py",
+          "the tokens into another order, attends, and moves the result back; the peer is the order as given.",
+          "python benchmarks/reorder.py",
           each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, in the order as given", "ms"))),
     Topic("decode-overhead", "What a step of decoding costs beside its kernel", "A step appends "
           "one token, plans, and attends.",
@@ -359,8 +360,10 @@ TOPICS = (
     Topic("layout", "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core.",
           "python benchmarks/layout.py", of_layouts),
     Topic("answers", "Answers about masks", "Milliseconds of a question; tables are scanned at each. No other library "
-          "that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py", of_answers),
-    Topic("exports", "Exports", "The time from a mask to the inputs of another library, layout included, on one thread.",
+          "that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py",
+          of_answers),
+    Topic("exports", "Exports", "The time from a mask to the inputs of another library, layout included, on one "
+          "thread.",
           "python benchmarks/exports.py", of_exports),
     Topic("tpu-tables", "Tables and visits of TPU kernels", "Tables are for both directions in tiles of 512. Visited "
           "tiles are counted in the interpreter, at 4,096 tokens. Bundles are of kernels compiled for TPUs ahead of "
@@ -379,7 +382,8 @@ TOPICS = (
           "the loop of full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves "
           "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
           "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward. So "
-          "compare two kernels by it, and do not rely on its TFLOP/s.", "python benchmarks/gpu_model.py figures", of_model),
+          "compare two kernels by it, and do not rely on its TFLOP/s.", "python benchmarks/gpu_model.py figures",
+          of_model),
     Topic("compiles", "Kernels that a script compiles", "A script tries masks and score mods as a notebook does: other "
           "lengths, another window, another soft cap, a table under another name. It runs with an empty cache (cold) "
           "and again with the kernels on disk.", "python benchmarks/compiles.py", of_any),

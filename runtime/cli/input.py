@@ -138,6 +138,8 @@ def scalar(text: str) -> tuple[str, Scalar]:
             return name.strip(), kind(value)
         except ValueError:
             continue
+    if value.strip().startswith("["):
+        raise ParameterError(f"--set {text}: a list is a table: write --table {text}")
     raise ParameterError(f"--set {text}: write NAME=VALUE with a number, true or false, for example --set w=256")
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from frisket.dsl.errors import MissingPackageError
+from frisket.grammar.memo import memo
 
 DISTRIBUTION = "frisket-attention"  # `frisket` belongs to another project on the package index
 EXTRAS = {
@@ -19,12 +25,28 @@ EXTRAS = {
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs frisket with an extra.
+    """The command that installs frisket with an extra, from where this frisket came: a clone, a wheel or the index.
 
-    >>> pip_install("torch")
-    "pip install 'frisket-attention[torch]'"
+    >>> pip_install("torch").endswith("[torch]'")
+    True
     """
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    editable, source = installed_from()
+    return f"pip install {'-e ' if editable else ''}'{source}[{extra}]'"
+
+
+@memo(1)
+def installed_from() -> tuple[bool, str]:
+    """(whether pip installed it with -e, what pip was given): a folder or a wheel that is still there, else the name on
+    the index."""
+    try:
+        said = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        said = {}
+    address = urlparse(said.get("url", ""))
+    path = url2pathname(address.path)
+    if address.scheme != "file" or not Path(path).exists():
+        return False, DISTRIBUTION
+    return said.get("dir_info", {}).get("editable", False), path
 
 
 @contextmanager

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from frisket.dsl.errors import BackendError, MissingPackageError
+from frisket.runtime.machine import extras as module
 from frisket.runtime.machine.extras import DISTRIBUTION, EXTRAS, extras, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,16 +56,39 @@ def test_doors_and_methods_name_the_extra():
     assert len(lines) == len(ASKED), done.stdout
     for line, (statement, extra) in zip(lines, ASKED.items(), strict=True):
         assert line.startswith("MissingPackageError "), (statement, line)
-        assert line.endswith(f"is not installed: pip install 'frisket-attention[{extra}]'"), (statement, line)
+        assert line.endswith(f"is not installed: {pip_install(extra)}"), (statement, line)
 
 
 @pytest.mark.parametrize("package", ["transformers", "flax"])
 def test_integrations_name_the_extra_of_their_library(package):
     program = PROGRAM.format(hidden={package}, statements=[f"import frisket.integrations.{package}"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == (
-        f"MissingPackageError {package} is not installed: pip install 'frisket-attention[{package}]'\n"
-    )
+    assert done.stdout == f"MissingPackageError {package} is not installed: {pip_install(package)}\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "command"),
+    [
+        (
+            '{"url": "file://FOLDER/a%20clone", "dir_info": {"editable": true}}',
+            "pip install -e 'FOLDER/a clone[torch]'",
+        ),
+        ('{"url": "file://FOLDER/a%20clone", "dir_info": {}}', "pip install 'FOLDER/a clone[torch]'"),
+        ('{"url": "file://FOLDER/a.whl", "archive_info": {}}', "pip install 'FOLDER/a.whl[torch]'"),
+        ('{"url": "file://FOLDER/gone.whl", "archive_info": {}}', "pip install 'frisket-attention[torch]'"),
+        ('{"url": "https://there/a.git", "vcs_info": {}}', "pip install 'frisket-attention[torch]'"),
+        (None, "pip install 'frisket-attention[torch]'"),
+    ],
+)
+def test_a_command_installs_from_where_frisket_came(said, command, tmp_path, monkeypatch):
+    """The distribution is not on PyPI yet: a clone or a wheel is what there is."""
+    (tmp_path / "a clone").mkdir()
+    (tmp_path / "a.whl").touch()
+    text = said and said.replace("FOLDER", str(tmp_path))
+    monkeypatch.setattr(module, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    module.installed_from.cache_clear()
+    assert pip_install("torch") == command.replace("FOLDER", str(tmp_path))
+    module.installed_from.cache_clear()
 
 
 @pytest.mark.parametrize("package", EXTRAS)
@@ -83,7 +108,6 @@ def test_no_page_or_message_names_the_distribution_of_somebody_else():
     assert not {name: said for name, said in found.items() if said}
     assert wrong.search("pip install 'frisket[torch]'")
     assert PROJECT["name"] == DISTRIBUTION
-    assert pip_install("torch") == "pip install 'frisket-attention[torch]'"
 
 
 def test_it_is_an_import_error_and_one_of_ours():

@@ -14,6 +14,7 @@ from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine.extras import pip_install
 
 
 @pytest.fixture
@@ -150,6 +151,8 @@ BAD = {
     "show nothere.frisket": "cannot read nothere.frisket: No such file or directory\n",
     "show causal --set w=x": "ParameterError: --set w=x: write NAME=VALUE with a number, true or false, "
     "for example --set w=256\n",
+    "show same(doc) --set doc=[0,0,1]": "ParameterError: --set doc=[0,0,1]: a list is a table: "
+    "write --table doc=[0,0,1]\n",
     "show window(w)": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
     "show q_idx>=k": "ParameterError: `q_idx` has no value (positions are `b`, `h`, `q` and `k`: write `q`); "
     "give it: --set q_idx=VALUE\n",
@@ -353,7 +356,7 @@ def test_emit_reports_need_triton(run, monkeypatch):
     monkeypatch.setattr("frisket.runtime.backends.triton.report.find_spec", lambda name: None)
     status, out, err = run("emit", "causal", "--backend", "triton", "--report")
     assert (status, out) == (2, "")
-    assert err == "BackendError: triton is not installed: pip install 'frisket-attention[triton]'\n"
+    assert err == f"BackendError: triton is not installed: {pip_install('triton')}\n"
 
 
 def test_emit_for_library_calls(run):
