@@ -97,7 +97,7 @@ class Checker(Walk):
         if name in LEAVES:
             if name == "score" and not self.with_score:
                 return self.report(
-                    frame, node, "a mask does not know `score`", "use it in a score mod, or compare positions"
+                    frame, node, "a mask does not know `score`: only a score mod (`score =`) does", "compare positions"
                 )
             return Value(LEAVES[name])
         overloads = self.definitions_of(name, frame)
@@ -278,7 +278,7 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
         if value.expr is not None and value.expr.type is BOOL:
             checker.narrow(root, node, value, {INT, FLOAT})
             checker.report(
-                root, node, "a score mod needs a number, this is a Bool", "choose with it: `score if ... else -inf`"
+                root, node, "a score mod needs a number, this is a Bool", "write it as the mask, or choose with it: `score if ... else -inf`"
             )
             return None
     e = value.expr

@@ -18,7 +18,7 @@ def check_fields(names: Iterable[str], where: str) -> None:
     frisket.dsl.errors.ParameterError: config.frisket_masks is not read; did you mean `frisket_mask`?
       the fields are frisket_mask, frisket_score, frisket_params
     """
-    if wrong := [n for n in names if str(n).startswith("frisket_") and n not in FIELDS]:
+    if wrong := [n for n in names if str(n).startswith("frisket") and n not in FIELDS]:
         near = nearest(wrong[0], FIELDS)
         raise ParameterError(
             f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"

@@ -211,6 +211,7 @@ def refused(says, error=ParameterError, model="llama", call=None, **config):
 def test_a_misspelt_field_is_named():
     refused(r"config\.frisket_masks is not read; did you mean `frisket_mask`\?", frisket_masks="causal & k < 4")
     refused(r"the fields are frisket_mask, frisket_score, frisket_params", frisket_scale=3)
+    refused(r"did you mean `frisket_params`\?", frisketparams={})
 
 
 def test_errors_in_the_text_come_with_a_caret():
