@@ -278,8 +278,9 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
         if value.expr is not None and value.expr.type is BOOL:
             checker.narrow(root, node, value, {INT, FLOAT})
             checker.report(
-                root, node, "a score mod needs a number, this is a Bool", "write it as the mask, or choose with it: `score if ... else -inf`"
-            )
+                root, node, "a score mod needs a number, this is a Bool",
+                "write it as the mask, or choose with it: `score if ... else -inf`",
+            )  # fmt: skip
             return None
     e = value.expr
     if e is not None and kind == "score":

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 from frisket.dsl.errors import MissingPackageError
 from frisket.grammar.memo import memo
@@ -38,6 +35,10 @@ def pip_install(extra: str) -> str:
 def installed_from() -> tuple[bool, str]:
     """(whether pip installed it with -e, what pip was given): a folder or a wheel that is still there, else the name on
     the index."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import, and asked for in errors alone
+    from urllib.parse import urlparse
+    from urllib.request import url2pathname
+
     try:
         said = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

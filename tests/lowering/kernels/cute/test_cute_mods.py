@@ -139,7 +139,8 @@ hidden = lookup("hidden", (k,), BOOL)
 
 @pytest.mark.parametrize("mask", [
     causal & ~hidden, ~hidden & causal, ~(hidden & causal), ~(hidden | causal) & (k > 3), ~hidden ^ causal,
-    ~hidden | causal, causal & ~(hidden ^ causal), where(~hidden, causal, hidden), causal & ~(ir.to_float(q) / 3 > ir.to_float(k)),
+    ~hidden | causal, causal & ~(hidden ^ causal), where(~hidden, causal, hidden),
+    causal & ~(ir.to_float(q) / 3 > ir.to_float(k)),
 ])  # fmt: skip
 def test_a_negation_inside_other_operators(mask):
     """Python reads `a & b ^ True` as `(a & b) ^ True`."""
