@@ -48,11 +48,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask and a score mod by their texts, with tables for a length."""
+    """A mask and a score mod by their texts, with tables for a `length`, at which kernels are printed."""
 
     text: str | None
     score: str | None = None
     tables: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
+    length: int = LENGTH
 
 
 def documents(length: int, mean: int = 512) -> dict[str, Any]:
@@ -76,6 +77,9 @@ MASKS = {
     "alibi": Mask("causal", "score + slope[h] * (k - q)", {"slope": np.linspace(0.1, 1, HEADS).astype(np.float32)}),
     "bias": Mask(
         "causal", "score + bias[h, clamp(q - k, -511, 511) + 511]", {"bias": np.zeros((HEADS, 1023), np.float32)}
+    ),
+    "bias of positions": Mask(
+        "causal", "score + bias[h, q, k]", {"bias": np.zeros((HEADS, 512, 512), np.float32)}, length=512
     ),
 }
 
@@ -105,8 +109,8 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
     mask = MASKS.get(ours.mask) or Mask(ours.mask)
     att = fk.compile(mask.text, mask.score, backend="triton", **mask.tables)
     made = att.stages(
-        backend="triton", arch=ours.arch, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS // ours.group,
-        head_dim=ours.dim, dtype=ours.dtype,
+        backend="triton", arch=ours.arch, q_len=mask.length, kv_len=mask.length, heads=HEADS,
+        kv_heads=HEADS // ours.group, head_dim=ours.dim, dtype=ours.dtype,
     )  # fmt: skip
     return made.plan, made.target
 

@@ -32,7 +32,8 @@ TABLE = ROOT / "runtime" / "backends" / "triton" / "tiles.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 POINTERS = " by pointers"  # ends the name of the table for callers who have no tensor descriptors
 DESCRIBES = ("sm_90", "sm_100")  # architectures that copy tiles by tensor descriptors
-CLASSES = {"long": "causal", "medium": "documents", "short": "window 128", "curved": "softcap"}
+CLASSES = {"long": "causal", "medium": "documents", "short": "window 128", "curved": "softcap",
+           "each": "bias of positions"}  # fmt: skip
 DIMS = (64, 128, 256)
 BEST = 2  # that are compiled with other stages, and by the other Triton
 FEWEST, REGISTERS = 64, 216  # of a thread, for accumulators and scores: less is idle, more has not compiled unspilled
@@ -73,12 +74,15 @@ class Cell:
 
 
 def cells(archs: Sequence[str], kernels: Sequence[str], masks: Sequence[str], dims: Sequence[int]) -> Iterator[Cell]:
-    yield from (Cell(a, k, m, d) for a in archs for k in kernels for m in masks for d in dims)
+    """Those that are asked for and in the table."""
+    asked = (Cell(a, k, m, d) for a in archs for k in kernels for m in masks for d in dims)
+    known = table()
+    yield from (x for x in asked if x.mask in known[x.arch][x.kernel])
 
 
 def candidates(cell: Cell, long: Tile | None = None) -> list[Tile]:
-    """Tiles that fit shared memory, with three stages or as many as fit, and whose accumulators and scores leave
-    registers for the rest. A score mod's tiles have the warps and the own side of those without, `long`."""
+    """Tiles that fit shared memory, with three and two stages or as many as fit, and whose accumulators and scores
+    leave registers for the rest. A score mod's tiles have the warps and the own side of those without, `long`."""
     found = []
     amd = cell.arch.startswith("gfx")
     arrays, scores = {"forward": (1, 1), "dq": (1, 2), "dkv": (2, 2)}[cell.kernel]
@@ -91,7 +95,7 @@ def candidates(cell: Cell, long: Tile | None = None) -> list[Tile]:
                 sides = (walked, own) if cell.kernel == "dkv" else (own, walked)
                 for described in cell.reads:
                     staged = (Tile(*sides, warps, n, described) for n in ((1,) if amd else (3, 2, 1)))
-                    found += [t for t in staged if fits(cell, t)][: 1 if cell.modelled else 3]
+                    found += [t for t in staged if fits(cell, t)][: 2 if cell.modelled else 3]
     if cell.mask == "curved" and long is not None:
         side = 1 if cell.kernel == "dkv" else 0
         like = (long.warps, (long.block_q, long.block_k)[side])

@@ -134,3 +134,8 @@ def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
     gpu_model.main("tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1 --write".split())
     assert "nothing compiles without a spill" in capsys.readouterr().out
     assert table.read_text() == before
+
+
+def test_cells_are_places_of_the_table():
+    found = search.cells(["sm_80", "sm_90", "sm_90 by pointers", "sm_100"], ["dq"], ["each"], [64])
+    assert [x.arch for x in found] == ["sm_90", "sm_90 by pointers"]

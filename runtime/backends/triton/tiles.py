@@ -56,7 +56,8 @@ ROW, LENGTH = 128, 4096  # the tile (128 x 128) and the tokens of the layout tha
 
 Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 where arrays are read by tensor descriptors
 # The tiles of 16-bit arrays: architecture -> kernel -> window, or "curved" for a long window with a score mod whose
-# derivative is not 1 -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: the tiles of
+# derivative is not 1, or "each" for a long window with a table that has an entry for every position, where it was
+# searched -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: the tiles of
 # the least predicted time among those that spill nothing. An architecture with "by pointers" behind its name holds the
 # tiles of calls without tensor descriptors.
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
@@ -139,7 +140,7 @@ def default_target(
     plain = tiles["forward"]
     if curved and dtype != "float32":  # a score mod costs few queries little: their tiles are those of no score mod
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
-    keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim])
+    keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
     if wide and 16 < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
@@ -156,7 +157,10 @@ def _carried(
 ) -> Tile:
     """The tile of a kernel, from its `rows` of the table. Where it does not fit into the architecture's shared memory,
     it has fewer stages, and then fewer positions along the axis that is walked."""
-    block_q, block_k, warps, stages, described = rows["curved" if curved and window == "long" else window][str(dim)]
+    row: str = "curved" if curved and window == "long" else window
+    if reads == "each" and row == "long" and "each" in rows:
+        row, reads = "each", "axis"
+    block_q, block_k, warps, stages, described = rows[row][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers
         walked = min(walked, 32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.arguments import GRID
@@ -123,10 +124,32 @@ def test_documents_on_a_device_have_the_tiles_of_the_host():
     assert tiles.target(flat, g, "bfloat16") == tiles.target(host, g, "bfloat16")
 
 
-def test_tables_per_position_take_narrow_tiles():
-    bias = target("causal", "score + t[q, k]", t=np.zeros((4096, 4096), np.float32))
-    assert (bias.block_k, bias.dq.block_k, bias.dkv.block_q) == (32, 32, 32)
+def test_tables_per_position_take_the_tiles_that_were_searched_for_them():
+    table = {"t": np.zeros((4096, 4096), np.float32)}
+    bias, rows = target("causal", "score + t[q, k]", **table), tiles.TABLE["sm_90"]
+    assert [row_of(x) for x in (bias, bias.dq, bias.dkv)] == [rows[n]["each"]["128"] for n in tiles.SINGLE]
+    assert bias.decode.block_k == 32
     assert target("causal", "score + t[h]", t=np.zeros(8, np.float32)) == target("causal")
+
+
+@pytest.mark.parametrize(("mask", "score", "arch"), [
+    ("causal", "score + t[q, k]", "sm_80"), ("causal & window(128)", "score + t[q, k]", "sm_90"),
+    ("causal", "softcap(50) + t[q, k]", "sm_90"), ("t[q, k] > 0", None, "sm_90"),
+])  # fmt: skip
+def test_tables_per_position_take_narrow_tiles_where_none_were_searched(mask, score, arch):
+    made = target(mask, score, arch=arch, t=np.zeros((4096, 4096), np.float32))
+    assert max(made.block_k, made.dq.block_k, made.dkv.block_q) <= 32
+    assert max(x.num_stages for x in (made, made.dq, made.dkv)) <= 2
+
+
+@pytest.mark.parametrize("score", ["score + t[q, k]", "score + t[0, clamp(q - k, 0, 99)]"])
+@pytest.mark.parametrize("mask", ["causal", "causal & window(512)", "causal & window(128)"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_tables_take_64_queries_and_keys(mask, score, dim):
+    """32 x 32 would read each query and key twice as often, and fill no warp-group product."""
+    made = square(target(mask, score, dim=dim, t=np.zeros((4096, 4096), np.float32)))
+    assert row_of(made) == [64, 64, 8, 1, 0]
+    assert square(target(mask, score, dim=dim, dtype="float32", t=np.zeros((4096, 4096), np.float32))).block_q <= 32
 
 
 def test_tables_by_distance_take_the_tiles_of_medium_windows():
@@ -152,7 +175,7 @@ def test_the_table_is_whole():
         assert arch in tiles.SHARED
         assert set(rows) == kernels == set(tiles.SINGLE)
         for by_window in rows.values():
-            assert list(by_window) == ["long", "medium", "short", "curved"]
+            assert list(by_window) == ["long", "medium", "short", "curved", *["each"] * (arch == "sm_90")]
             assert all(list(dims) == ["64", "128", "256"] for dims in by_window.values())
             for t in (t for dims in by_window.values() for t in dims.values()):
                 assert len(t) == 5

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -13,6 +14,7 @@ from support.triton import triton_operators
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
@@ -26,7 +28,7 @@ from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton.forward import forward
 from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, reads_of
+from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, default_target, reads_of
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
@@ -60,6 +62,22 @@ def test_default_tiles_do_not_spill(name, dim):
     old = triton.__version__ < "3.9" and (name, dim) == ("full", 128)
     assert found.spills == (16 if old else 0)
     assert found.fits
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tables_per_position_do_not_spill(dim):
+    """Forward and dq, with the tiles that were searched for them on Hopper; one head, and eight, of a key head."""
+    bias = {"bias": np.zeros((8, 512, 512), np.float32)}
+    for kv_heads in (8, 1):
+        made = fk.compile("causal", "score + bias[h, q, k]", **bias).stages(
+            backend="triton", q_len=512, kv_len=512, heads=8, kv_heads=kv_heads, head_dim=dim, dtype="bfloat16"
+        )
+        dims = Dims(dim, dim, "bfloat16", 8 // kv_heads)
+        for found in compile_reports(made.source, made.plan, made.target, dims):
+            if found.kernel in ("attention_forward", "attention_dq"):
+                row = TABLE["sm_90"][found.kernel.removeprefix("attention_")]["each"][str(dim)]
+                assert [found.block_q, found.block_k, found.warps, found.stages] == row[:4]
+                assert (found.spills, found.fits) == (0, True)
 
 
 def test_float32():
