@@ -25,7 +25,7 @@ from . import ours as our_kernels
 from .compiled import Compiled, remembered
 from .loops import VERSION, figures, looped
 from .machine import GPUS, Gpu, resident
-from .ours import MASKS, Ours, Tile, documents
+from .ours import MASKS, Ours, Tile, allowed, documents
 from .sass import Loop, Sass
 from .simulate import Role, simulate
 from .steps import steps
@@ -85,7 +85,7 @@ class Time:
 def layout(mask: str, length: int, block: tuple[int, int]) -> Any:
     """The layout of a mask, by its name or its text, of as many queries as keys."""
     text = MASKS[mask].text if mask in MASKS else mask
-    tables = documents(length) if text and "doc" in text else {}
+    tables = documents(length) if text and "doc" in text else allowed(length) if text and "allowed" in text else {}
     return fk.mask(text or "True", **tables).layout(length, length, block=block)
 
 

@@ -60,6 +60,12 @@ def documents(length: int, mean: int = 512) -> dict[str, Any]:
     return {"doc": (np.arange(length) // mean).astype(np.int32)}
 
 
+def allowed(length: int) -> dict[str, Any]:
+    """A table with full tiles nowhere."""
+    at = np.arange(length, dtype=np.int32)
+    return {"allowed": (3 * at[:, None] + at) % 7 > 2}
+
+
 MASKS = {
     "causal": Mask("causal"),
     "full": Mask(None),
@@ -81,6 +87,7 @@ MASKS = {
     "bias of positions": Mask(
         "causal", "score + bias[h, q, k]", {"bias": np.zeros((HEADS, 512, 512), np.float32)}, length=512
     ),
+    "mask of positions": Mask("causal & allowed[q, k]", None, allowed(512), length=512),
 }
 
 

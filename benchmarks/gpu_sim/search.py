@@ -33,7 +33,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 POINTERS = " by pointers"  # ends the name of the table for callers who have no tensor descriptors
 DESCRIBES = ("sm_90", "sm_100")  # architectures that copy tiles by tensor descriptors
 CLASSES = {"long": "causal", "medium": "documents", "short": "window 128", "curved": "softcap",
-           "each": "bias of positions"}  # fmt: skip
+           "each": "bias of positions", "each medium": "mask of positions"}  # fmt: skip
 DIMS = (64, 128, 256)
 BEST = 2  # that are compiled with other stages, and by the other Triton
 FEWEST, REGISTERS = 64, 216  # of a thread, for accumulators and scores: less is idle, more has not compiled unspilled
@@ -61,7 +61,7 @@ class Cell:
     def forms(self) -> tuple[tuple[int, bool], ...]:
         """The kernels that take the tile: heads of a key head, and whether a table lists the programs, as it may where
         no formula gives the tiles of a row, and for every column of tiles."""
-        listed = self.kernel == "dkv" or self.mask == "medium"
+        listed = self.kernel == "dkv" or "medium" in self.mask
         return ((1, False), (8, False), *([(1, True)] * listed))
 
     @property
@@ -74,7 +74,11 @@ class Cell:
 
 
 def cells(archs: Sequence[str], kernels: Sequence[str], masks: Sequence[str], dims: Sequence[int]) -> Iterator[Cell]:
-    """Those that are asked for and in the table."""
+    """Those that are asked for and in the table.
+
+    ValueError for a class that no architecture has."""
+    if unknown := set(masks) - set(CLASSES):
+        raise ValueError(f"no class {sorted(unknown)[0]!r}; there are {', '.join(CLASSES)}")
     asked = (Cell(a, k, m, d) for a in archs for k in kernels for m in masks for d in dims)
     known = table()
     yield from (x for x in asked if x.mask in known[x.arch][x.kernel])

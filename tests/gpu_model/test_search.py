@@ -139,3 +139,5 @@ def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
 def test_cells_are_places_of_the_table():
     found = search.cells(["sm_80", "sm_90", "sm_90 by pointers", "sm_100"], ["dq"], ["each"], [64])
     assert [x.arch for x in found] == ["sm_90", "sm_90 by pointers"]
+    with pytest.raises(ValueError, match="no class 'eech'; there are long, medium"):
+        list(search.cells(["sm_90"], ["dq"], ["eech"], [64]))

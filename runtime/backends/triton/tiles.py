@@ -56,10 +56,10 @@ ROW, LENGTH = 128, 4096  # the tile (128 x 128) and the tokens of the layout tha
 
 Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 where arrays are read by tensor descriptors
 # The tiles of 16-bit arrays: architecture -> kernel -> window, or "curved" for a long window with a score mod whose
-# derivative is not 1, or "each" for a long window with a table that has an entry for every position, where it was
-# searched -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: the tiles of
-# the least predicted time among those that spill nothing. An architecture with "by pointers" behind its name holds the
-# tiles of calls without tensor descriptors.
+# derivative is not 1, or "each" and "each medium" for long and medium windows with a table that has an entry for every
+# position, where these were searched -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the
+# file: the tiles of the least predicted time among those that spill nothing. An architecture with "by pointers" behind
+# its name holds the tiles of calls without tensor descriptors.
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
@@ -158,8 +158,9 @@ def _carried(
     """The tile of a kernel, from its `rows` of the table. Where it does not fit into the architecture's shared memory,
     it has fewer stages, and then fewer positions along the axis that is walked."""
     row: str = "curved" if curved and window == "long" else window
-    if reads == "each" and row == "long" and "each" in rows:
-        row, reads = "each", "axis"
+    searched = {"long": "each", "medium": "each medium"}.get(row, "")
+    if reads == "each" and not curved and searched in rows:
+        row, reads = searched, "axis"
     block_q, block_k, warps, stages, described = rows[row][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers

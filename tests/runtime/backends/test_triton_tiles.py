@@ -126,15 +126,18 @@ def test_documents_on_a_device_have_the_tiles_of_the_host():
 
 def test_tables_per_position_take_the_tiles_that_were_searched_for_them():
     table = {"t": np.zeros((4096, 4096), np.float32)}
-    bias, rows = target("causal", "score + t[q, k]", **table), tiles.TABLE["sm_90"]
-    assert [row_of(x) for x in (bias, bias.dq, bias.dkv)] == [rows[n]["each"]["128"] for n in tiles.SINGLE]
-    assert bias.decode.block_k == 32
+    rows = tiles.TABLE["sm_90"]
+    for given, row in ((("causal", "score + t[q, k]"), "each"), (("causal & t[q, k] > 0",), "each medium")):
+        made = target(*given, **table)
+        assert [row_of(x) for x in (made, made.dq, made.dkv)] == [rows[n][row]["128"] for n in tiles.SINGLE]
+        assert made.decode.block_k == 32
     assert target("causal", "score + t[h]", t=np.zeros(8, np.float32)) == target("causal")
 
 
 @pytest.mark.parametrize(("mask", "score", "arch"), [
     ("causal", "score + t[q, k]", "sm_80"), ("causal & window(128)", "score + t[q, k]", "sm_90"),
-    ("causal", "softcap(50) + t[q, k]", "sm_90"), ("t[q, k] > 0", None, "sm_90"),
+    ("causal", "softcap(50) + t[q, k]", "sm_90"), ("t[q, k] > 0", "softcap(50)", "sm_90"),
+    ("t[q, k] > 0", None, "gfx942"),
 ])  # fmt: skip
 def test_tables_per_position_take_narrow_tiles_where_none_were_searched(mask, score, arch):
     made = target(mask, score, arch=arch, t=np.zeros((4096, 4096), np.float32))
@@ -170,12 +173,13 @@ def test_a_derivative_for_every_score_takes_a_narrower_tile():
 
 def test_the_table_is_whole():
     kernels = {"forward", "dq", "dkv"}
+    each = {"sm_90": ["each", "each medium"], "sm_90 by pointers": ["each"]}
     for name, rows in tiles.TABLE.items():
         arch, pointers, _ = name.partition(" by pointers")
         assert arch in tiles.SHARED
         assert set(rows) == kernels == set(tiles.SINGLE)
         for by_window in rows.values():
-            assert list(by_window) == ["long", "medium", "short", "curved", *["each"] * (arch == "sm_90")]
+            assert list(by_window) == ["long", "medium", "short", "curved", *each.get(name, [])]
             assert all(list(dims) == ["64", "128", "256"] for dims in by_window.values())
             for t in (t for dims in by_window.values() for t in dims.values()):
                 assert len(t) == 5

@@ -65,19 +65,21 @@ def test_default_tiles_do_not_spill(name, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_tables_per_position_do_not_spill(dim):
-    """Forward and dq, with the tiles that were searched for them on Hopper; one head, and eight, of a key head."""
-    bias = {"bias": np.zeros((8, 512, 512), np.float32)}
-    for kv_heads in (8, 1):
-        made = fk.compile("causal", "score + bias[h, q, k]", **bias).stages(
-            backend="triton", q_len=512, kv_len=512, heads=8, kv_heads=kv_heads, head_dim=dim, dtype="bfloat16"
-        )
-        dims = Dims(dim, dim, "bfloat16", 8 // kv_heads)
-        for found in compile_reports(made.source, made.plan, made.target, dims):
-            if found.kernel in ("attention_forward", "attention_dq"):
-                row = TABLE["sm_90"][found.kernel.removeprefix("attention_")]["each"][str(dim)]
-                assert [found.block_q, found.block_k, found.warps, found.stages] == row[:4]
-                assert (found.spills, found.fits) == (0, True)
+@pytest.mark.parametrize(("row", "mask", "mod"), [
+    ("each", "causal", "score + table[h, q, k]"), ("each medium", "causal & table[h, q, k] > 0", None),
+])  # fmt: skip
+def test_tables_per_position_do_not_spill(row, mask, mod, dim):
+    """Forward and dq, with the tiles that were searched for them on Hopper."""
+    made = fk.compile(mask, mod, table=np.ones((8, 512, 512), np.float32)).stages(
+        backend="triton", q_len=512, kv_len=512, heads=8, kv_heads=1, head_dim=dim, dtype="bfloat16"
+    )
+    reports = compile_reports(made.source, made.plan, made.target, Dims(dim, dim, "bfloat16", 8))
+    for kernel, found in zip(("forward", "delta", "dq"), reports):
+        assert found.kernel == f"attention_{kernel}"
+        if kernel != "delta":
+            tile = [found.block_q, found.block_k, found.warps, found.stages]
+            assert tile == TABLE["sm_90"][kernel][row][str(dim)][:4]
+        assert (found.spills, found.fits) == (0, True)
 
 
 def test_float32():
