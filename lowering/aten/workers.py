@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Barrier
 from typing import TypeVar
 
@@ -36,7 +37,14 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
                     return
                 run(block)
 
-    for done in [_pool(torch.get_num_threads(), os.getpid()).submit(drain) for _ in range(threads)]:
+    tasks: list[Future[None]] = []
+    with suppress(RuntimeError):  # no thread can be had, or the interpreter ends and starts none
+        pool = _pool(torch.get_num_threads(), os.getpid())
+        for _ in range(threads):
+            tasks.append(pool.submit(drain))
+    if not tasks:
+        drain()
+    for done in tasks:
         done.result()
 
 
@@ -52,7 +60,11 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)
         together.wait()
 
-    for ready in [pool.submit(alone) for _ in range(threads)]:
-        ready.result()
+    try:
+        for ready in [pool.submit(alone) for _ in range(threads)]:
+            ready.result()
+    except RuntimeError:  # one could not be started: the others do not wait for it
+        together.abort()
+        raise
     torch.set_num_threads(threads)  # torch keeps the last number for threads yet to come: put it back
     return pool

@@ -44,6 +44,7 @@ PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
 LOADED = 256  # libraries found without looking at the disk
 ORPHANED = 3600.0  # seconds after which a temporary file is nobody's
+PATIENCE = 120.0  # seconds to wait for another process that builds the same kernel
 RETRY = 60.0  # seconds after which a kernel is tried again that lacked memory or space
 DIGEST = hashlib.sha256().digest_size
 
@@ -80,7 +81,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """A C++ source as a loaded library: `library('extern "C" int one() { return 1; }').one()`.
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
-    `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source;
+    `BackendError`: a CPU without what the variant needs; `BuildError`: no compiler, or it refuses the source;
     `LaterError`: it dies over it, or there is no directory to write to; `PendingError`: see `deferring`.
     """
     key = _key(source, variant)
@@ -110,7 +111,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
 
 
 def _key(source: str, variant: str) -> tuple[str, ...]:
-    return source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or ""
+    return source, variant, os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or ""
 
 
 def _in_thread(source: str, variant: str) -> None:
@@ -156,6 +157,7 @@ def reason() -> str:
     try:
         return _reason(*[os.environ.get(n, "") for n in ("CXX", "PATH", "FRISKET_CACHE_DIR")])  # asked in warm calls
     except LaterError as error:  # which is not remembered
+        fall_back(error)
         return str(error).splitlines()[0]
 
 
@@ -262,7 +264,7 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
     command = compiler()
     if command is None:
         named = os.environ.get("CXX")
-        raise BackendError(
+        raise BuildError(  # it may have been there a moment ago, and library calls go on
             f"no C++ compiler: CXX is {named!r}, which is not there" if named
             else f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
         )  # fmt: skip
@@ -305,25 +307,33 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
                     if found is None:  # the next process would not load it, either
                         kept.unlink(missing_ok=True)
         except OSError as error:  # no space left, say
-            failed.append(str(error))
+            failed.append(f"{folder}: {error.strerror or error}")
             continue
         if found is not None:
             return found
         failed.append(f"nothing can be loaded from {folder}")
-    raise LaterError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
+    raise LaterError(f"nowhere to keep kernels ({'; '.join(failed)}): set FRISKET_CACHE_DIR to another directory")
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """No other process builds this kernel meanwhile: the lock is the file's, and goes with the process that holds it.
 
-    Where the file system has no locks, several processes may build the kernel: the last one's is kept.
+    Where the file system has no locks, or whoever holds one is stopped, several processes may build the kernel: the
+    last one's is kept.
     """
     import fcntl  # there is none on Windows, where nothing is built
 
     with open(path, "ab") as file:
-        with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_EX)
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):  # there are no locks
+                    break
+                time.sleep(0.01)
         try:
             yield
         finally:
@@ -381,10 +391,10 @@ def _lacks(content: bytes, source: str) -> str:
     table, size, count = (int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
     if not content.startswith(b"\x7fELF") or table + size * count > len(content):  # section headers come last
         return "the file is no ELF file, or not all of one"
-    with open("/proc/self/exe", "rb") as file:
+    with suppress(OSError), open("/proc/self/exe", "rb") as file:  # not to be read after a change of user
         head = file.read(20)
-    if (content[4:6], content[18:20]) != (head[4:6], head[18:]):
-        return "it is for another processor"
+        if (content[4:6], content[18:20]) != (head[4:6], head[18:]):
+            return "it is for another processor"
     lost = [x for x in DEFINED.findall(source) if x.encode() + b"\0" not in content]
     return f"there is no {lost[0]}() in it" if lost else ""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from threading import Lock
+from functools import partial
+from threading import local
 from types import MappingProxyType
 from typing import Any
 
@@ -212,13 +213,13 @@ class ChangingTables:
     """A call prepared for any entries of its tables: a planner in C++ makes the spans."""
 
     def __init__(self, run: Any, ready: Ready, plan: FlatPlan, kinds: Mapping[str, str]) -> None:
-        laid, self.ready, self.kinds, self.lock = plan.laid, ready, kinds, Lock()
+        laid, self.ready, self.kinds, self.own = plan.laid, ready, kinds, local()
         self.values, self.longest, self.slices = plan.values, max(laid.full[2:]), laid.slice_of
         reads = [n for n in walk(laid.host.expr) if n.op not in ("var", "param") and n.name in kinds]
         self.ordered = {n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h")))}
         assert laid.planner is not None
         given = run, laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len
-        self.plan = Prepared(*given, (ready.target.block_q, ready.target.block_k), ROOM)
+        self.planner = partial(Prepared, *given, (ready.target.block_q, ready.target.block_k), ROOM)
 
     def __call__(self, bits: list[Array]) -> Ready | None:
         """The prepared call for tables of these entries, which stay as they are; None where the planner of the host
@@ -230,10 +231,12 @@ class ChangingTables:
                 return None
             if x.itemsize > 2 and not -LARGEST < x.min() <= x.max() < LARGEST:
                 return None
-        wide = {n: x.astype(np.int64) for n, x in tables.items() if n in self.plan.types}
-        with self.lock:
-            self.plan({n: x.ctypes.data for n, x in wide.items()})
-            spans = Spans(self.plan.bounds.copy(), self.plan.count.copy(), self.slices)
+        plan: Prepared | None = getattr(self.own, "plan", None)
+        if plan is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
+            plan = self.own.plan = self.planner()
+        wide = {n: x.astype(np.int64) for n, x in tables.items() if n in plan.types}
+        plan({n: x.ctypes.data for n, x in wide.items()})
+        spans = Spans(plan.bounds.copy(), plan.count.copy(), self.slices)
         values = {**self.values, **{n: torch.from_numpy(x) for n, x in tables.items()}}
         found = kernel_tables(self.ready.plan, "torch", values, self.longest, None)
         return self.ready._with(spans, MappingProxyType(found), None)

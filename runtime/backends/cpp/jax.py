@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib import resources
@@ -358,9 +359,10 @@ def target_name(
     with _lock:
         if key not in _registered:
             with ThreadPoolExecutor(1) as beside:  # two compilers at once, where the bridge is not there yet
-                bridge = beside.submit(copy_context().run, _bridge)
+                with suppress(RuntimeError):  # no thread can be had, or the interpreter ends
+                    beside.submit(copy_context().run, _bridge)
                 library = native_build.library(source)
-            ctypes.c_void_p.in_dll(library, "frisket_bridge").value = bridge.result()
+            ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
             handler = capsule(getattr(library, f"frisket_{kind}_xla"))
             jax.ffi.register_ffi_target(f"frisket_{kind}_{key}", handler, platform="cpu")
             _registered[key] = library

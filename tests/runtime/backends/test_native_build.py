@@ -18,6 +18,7 @@ import frisket as fk
 from frisket.grammar.memo import Memo
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine import once
 from frisket.runtime.machine.cpp_build import library, reason
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
@@ -327,6 +328,7 @@ def test_a_compiler_that_is_gone_or_cannot_be_started(cache, monkeypatch):
 
 def test_a_passing_reason_is_asked_again(monkeypatch):
     """One bad moment does not take the native kernels from a process."""
+    monkeypatch.setattr(once, "SAID", set())
     said = [native_build.LaterError("was killed"), "works"]
     monkeypatch.setenv("CXX", "one that nobody asked about")
 
@@ -339,7 +341,8 @@ def test_a_passing_reason_is_asked_again(monkeypatch):
         return Probe
 
     monkeypatch.setattr(native_build, "library", probed)
-    assert [reason(), reason(), reason()] == ["was killed", "", ""]
+    with pytest.warns(UserWarning, match="a native kernel could not be built(.|\n)*was killed"):
+        assert [reason(), reason(), reason()] == ["was killed", "", ""]
 
 
 LIES = {  # what a compiler leaves while it reports no error -> what is said of it
@@ -432,8 +435,8 @@ def test_no_place_to_write_to(tmp_path):
     (tmp_path / f"frisket-{os.getuid()}").chmod(0o777)
     said = python(code, FRISKET_CACHE_DIR=str(file), TMPDIR=str(tmp_path)).splitlines()
     assert said[0] == (
-        f"['nowhere to keep kernels: {file}/native cannot be made: File exists; "
-        f"{tmp_path}/frisket-{os.getuid()} belongs to another user, or others may write to it']"
+        f"['nowhere to keep kernels ({file}/native cannot be made: File exists; {tmp_path}/frisket-{os.getuid()} "
+        "belongs to another user, or others may write to it): set FRISKET_CACHE_DIR to another directory']"
     )
     assert said[1] == "None"
 
@@ -514,7 +517,7 @@ def test_a_cache_that_can_only_be_read(number, cache, compilations, monkeypatch)
     monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(OSError(number, "to read only")))
     assert library(source(5)).answer() == 5
     assert len(compilations) == 1
-    with pytest.raises(fk.BackendError, match=r"nowhere to keep kernels: .* cannot be written to"):
+    with pytest.raises(fk.BackendError, match=r"nowhere to keep kernels \(.* cannot be written to"):
         library(source(6))
 
 
@@ -624,3 +627,22 @@ def test_a_new_process_compiles_nothing_that_is_in_the_cache(tmp_path):
     first, again = (python(code, FRISKET_CACHE_DIR=str(tmp_path)).split() for _ in "12")
     assert len(first) > 1
     assert again == ["--version"]
+
+
+def test_nobody_waits_for_a_stopped_process_for_good(cache, monkeypatch, tmp_path):
+    """Such as one that a terminal stopped while its compiler ran."""
+    cache.mkdir(mode=0o700)
+    lock = cache / f"{native_build._sought(source(8), 'native')[0]}.lock"
+    code = (
+        f"import fcntl, os; f = open({str(lock)!r}, 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    try:
+        monkeypatch.setattr(native_build, "PATIENCE", 0.3)
+        start = time.monotonic()
+        assert library(source(8)).answer() == 8
+        assert time.monotonic() - start > 0.3
+    finally:
+        holder.kill()
+        holder.communicate()

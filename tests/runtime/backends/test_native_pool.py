@@ -201,3 +201,45 @@ def test_a_child_that_loads_the_pool_itself():
 
 def test_a_spawned_process_has_torchs_threads():
     assert native_pool._child() is False
+
+
+PLANNING = """
+    import os, threading
+    import numpy as np, torch, frisket as fk
+    from tests_pool import waited
+    from frisket.runtime.torch import op
+    from frisket.runtime.torch.ready import ChangingTables
+
+    q, k, v = torch.randn(3, 1, 2, 200, 16)
+    att, rng = fk.compile("causal & doc[q] == doc[k]", backend="cpp"), np.random.default_rng(0)
+    def call():
+        att(q, k, v, doc=np.sort(rng.integers(0, 5, 200)))
+    for _ in range(op.CHANGES[0] + 1):
+        call()
+    (steps,) = [x for x in att.ready.values() if type(x) is ChangingTables]
+    planner, begun, over = steps.planner, threading.Event(), threading.Event()
+    def slow():
+        made = planner()
+        def plan(tables):
+            begun.set()
+            over.wait()
+            return made(tables)
+        plan.types, plan.bounds, plan.count = made.types, made.bounds, made.count
+        return plan
+    steps.planner = slow
+    thread = threading.Thread(target=call)
+    thread.start()
+    begun.wait()
+    steps.planner = planner
+    pid = os.fork()
+    if pid == 0:
+        call()
+        os._exit(0)
+    print(waited(pid))
+    over.set()
+    thread.join()
+"""
+
+
+def test_a_child_plans_while_a_thread_of_its_parent_does():
+    assert child(PLANNING) == "0"
