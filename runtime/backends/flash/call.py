@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import BackendError
-from frisket.dsl.ir import COORDINATES, SIZES
+from frisket.dsl.ir import COORDINATES, SIZES, free_names
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
@@ -138,7 +138,7 @@ def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Mapping[str, Any])
 
 def host_tables(plan: LoopPlan, spans: Any, g: Geometry) -> dict[str, Any] | None:
     """The tables of the mask where their values are on the host; None where they are not."""
-    read = [t.name for t in plan.tables]
+    read = {} if plan.mask is None else free_names(plan.mask)[1]
     if not read:
         return {}
     if getattr(spans, "on_device", True):

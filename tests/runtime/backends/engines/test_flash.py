@@ -289,6 +289,18 @@ def test_gradients_are_refused_before_the_forward(arch, monkeypatch):
         fk.compile(odd, backend="flash")(q, k, v).sum().backward()
 
 
+@pytest.mark.parametrize("mask", [None, "causal & window(20)"])
+def test_tables_of_a_score_mod_leave_a_mask_its_flags(mask, arch):
+    """Flags have gradients that add up in an order, also on Hopper; `t` comes with the call, on its device."""
+    q, k, v = (x.requires_grad_() for x in arrays(cases.Case("causal", 64, 64, heads=4)))
+    t = torch.linspace(-1, 1, 64)
+    with torch.enable_grad():
+        found = fk.compile(mask, "score + t[k]", backend="flash")(q, k, v, t=t)
+        wanted = fk.compile(mask, "score + t[k]", backend="aten")(q, k, v, t=t)
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+        found.sum().backward()
+
+
 def test_why_a_mask_is_no_flag(arch):
     for mask, words in {
         "q > k": "hold the diagonal", "causal & k < 60": "stand without a window", "q < 60": "no flag",
