@@ -6,6 +6,7 @@ distinct programs, the failures. With the same FILE a campaign goes on where it 
 
 import argparse
 import gc
+import os
 import resource
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from fuzz import campaign, targets  # noqa: E402
 
 MEMORY = 8 << 30
+ENVIRONMENT = {
+    "triton": {"TRITON_INTERPRET": "1"},
+    "parallel": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+}
 
 
 def main() -> int:
@@ -24,6 +29,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000, help="cases in all, earlier runs with FILE included")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="lines of JSON; made where there is none")
     args = parser.parse_args()
+    os.environ |= ENVIRONMENT.get(args.target, {})  # read when Triton or JAX is imported, by the first case
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a text that asks for more fails, and not the machine
     gc.freeze()  # else every collection looks at all that torch and JAX have made
     gc.set_threshold(100_000, 20, 20)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ Tensor = Any
 CLOSE = 1e-8  # of float64 beside float64, a part of the largest entry
 SHAPE = 2, 3, 6, 9  # of what a score mod alone is asked about
 DIM = 8
-CROPS = 12  # inputs of one compiled mask
 
 
 def number_of(text: str) -> int:
@@ -43,7 +40,7 @@ def dense(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor],
     """(out, lse) in the dtype of the arrays; a query that sees no key gives 0 and -inf."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    x = mod(q @ k.mT * DIM**-0.5)
+    x = mod(q @ k.mT * q.shape[-1] ** -0.5)
     seen = seen & (x > -torch.inf)
     p = torch.where(seen, torch.softmax(torch.where(seen, x, -1e30), -1), 0.0)
     return p @ v, torch.logsumexp(torch.where(seen, x, -torch.inf).detach(), -1)
@@ -97,47 +94,6 @@ def trained(seen: Tensor, mask: Any, text: str, number: int, **options: Any) -> 
     found = torch.autograd.grad(ours, leaves, cotangent, allow_unused=True, materialize_grads=True)
     for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
         close(name, a, b)
-
-
-def kernels(p: Problem) -> str:
-    """Kernels in float32, of torch and of JAX: whole problems and parts of them, other numbers each time.
-
-    A score mod does not jump here. Errors may be 1e-5, and 8 times what rounding the scores to float32 changes.
-    """
-    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
-    text = scores.make_score(number, smooth=True)
-    learned = {n: x.float() for n, x in scores.parameters(text, number).items()}
-    exact = {n: x.double() for n, x in learned.items()}
-    sizes, draw = tuple(p.seen.shape), random.Random(number)
-    attends = {name: fk.compile(m, score=text, backend=name) for name in ("library", "native", "xla", "cpp")}
-    for i in range(CROPS):
-        q0, k0 = (draw.randrange(n) if i else 0 for n in sizes[2:])
-        shape = (*sizes[:2], *(draw.randint(1, n - at) if i else n for n, at in zip(sizes[2:], (q0, k0), strict=True)))
-        origin = 0, 0, q0, k0
-        q, k, v, _ = (x.float() for x in arrays(shape, number + i))
-        seen = torch.from_numpy(p.seen[:, :, q0 : q0 + shape[2], k0 : k0 + shape[3]].copy())
-        given = seen, q.double(), k.double(), v.double()
-        out, lse = dense(*given, partial(scores.value, text, learned=exact, origin=origin))
-        off, lse_off = (
-            float(np.nanmax(np.abs(np.where(b.isfinite(), a - b, 0))))
-            for a, b in zip(dense(*given, partial(roughly, text, exact, origin)), (out, lse), strict=True)
-        )
-        where = {"origin": origin, "sizes": sizes}
-        for name, att in attends.items():
-            if name in ("xla", "cpp"):
-                if i > 1:  # JAX traces every shape again
-                    continue
-                ours, ours_lse = in_jax(att, (q, k, v), {**where, **{n: x.numpy() for n, x in learned.items()}})
-            else:
-                ours, ours_lse = att(q, k, v, return_lse=True, **where, **learned)
-            close(f"{name} out", ours, out, 1e-5 + 8 * off)
-            close(f"{name} lse", ours_lse, lse, 1e-5 + 8 * lse_off)
-    return str(m)
-
-
-def roughly(text: str, learned: dict[str, Tensor], origin: tuple[int, ...], score: Tensor) -> Tensor:
-    """A score mod between two roundings to float32."""
-    return scores.value(text, score.float().double(), learned, origin).float().double()
 
 
 def in_jax(att: Any, given: tuple[Tensor, ...], more: dict[str, Any]) -> tuple[Any, Any]:

@@ -69,7 +69,7 @@ def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:
     """(what counts as the same case, the failure if there is one)"""
     number = seed * APART + i
     case = MAKERS.get(target, make)(number)
-    what = case if isinstance(case, str) else targets.problem_of(case)
+    what = targets.what_of(target, case)
     try:
         with targets.limited():
             return targets.TARGETS[target](what), None
@@ -77,7 +77,7 @@ def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:
         kind, why = targets.kind_of(error), f"{type(error).__name__}: {error}"
     fails = smaller.same_failure(target, kind)
     less = smaller.smaller_text(case, fails) if isinstance(case, str) else smaller.smaller_case(case, fails)
-    what = less if isinstance(less, str) else targets.problem_of(less)
+    what = targets.what_of(target, less)
     test = smaller.as_test(f"{target}_{seed}_{i}", target, what, why)
     return repr(case), {"case": i, "kind": kind, "why": why[:500], "test": test}
 

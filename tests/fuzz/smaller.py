@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from outside.programs import LIBRARY, Case, Node, names, program
 
-from .targets import Problem, problem_of, trouble
+from .targets import Problem, trouble, what_of
 
 LEAVES = {
     True: [Node(sign, (Node("name", held="q"), Node("name", held="k"))) for sign in (">=", "==")],
@@ -106,7 +106,7 @@ def called(n: Node) -> set[str]:
 def same_failure(target: str, kind: str) -> Callable[[Any], bool]:
     def fails(one: Any) -> bool:
         try:
-            what = problem_of(one) if isinstance(one, Case) else one
+            what = what_of(target, one)
         except Exception:  # a name without its place: no program
             return False
         found = trouble(target, what)
@@ -139,13 +139,19 @@ def as_test(name: str, target: str, what: Problem | str, why: str) -> str:
     head = f"def test_{name}():\n    # {' '.join(why.split())[:100]}\n"
     if isinstance(what, str):
         return f"{head}    TARGETS[{target!r}]({what!r})\n"
+    return f"{head}    TARGETS[{target!r}]({problem_as_source(what)})\n"
+
+
+def problem_as_source(what: Problem) -> str:
     batch, heads, _, kv_len = what.seen.shape
     lines = ["".join(".#"[int(x)] for x in row) for row in what.seen.reshape(-1, kv_len)]
     where = "".join(f", {n}={x}" for n, x in (("batch", batch), ("heads", heads)) if x > 1)
     bound = ", ".join(f"{n!r}: {as_source(x)}" for n, x in what.bound.items())
     seen = f"rows({', '.join(repr(x) for x in lines)}{where})"
     more = f", synonym={what.synonym!r}" if what.synonym != what.text else ""
-    return f"{head}    TARGETS[{target!r}](Problem({what.text!r}, {{{bound}}}, {seen}, {what.block}{more}))\n"
+    if what.others:
+        more += f", others=({', '.join(map(problem_as_source, what.others))},)"
+    return f"Problem({what.text!r}, {{{bound}}}, {seen}, {what.block}{more})"
 
 
 def as_source(x: Any) -> str:

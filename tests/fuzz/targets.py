@@ -13,17 +13,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from outside.programs import EMPTY, FULL, PARTIAL, Array, check_layout, kinds_of
+from outside.programs import EMPTY, FULL, PARTIAL, Array, Case, check_layout, kinds_of
 
 import frisket as fk
 from frisket.runtime.masks.mask import program
 
-from .attention import dropout, gradients, kernels, reorder, score
+from .attention import dropout, gradients, reorder, score
 from .caches import caches
+from .kernels import OTHERS, flash, gluon, kernels, pallas, triton
+from .parallel import parallel, square_of
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
 
-__all__ = ["TARGETS", "Problem", "hostile", "limited", "problem_of", "rows", "tiles", "trouble"]
+__all__ = ["TARGETS", "Problem", "hostile", "limited", "problem_of", "rows", "tiles", "trouble", "what_of"]
 
 SECONDS = 20.0  # of processor time, for one case
 
@@ -146,10 +148,22 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "score": score,
     "gradients": gradients,
     "kernels": kernels,
+    "triton": triton,
+    "gluon": gluon,
+    "flash": flash,
+    "pallas": pallas,
+    "parallel": parallel,
     "dropout": dropout,
     "reorder": reorder,
     "caches": caches,
 }
+
+
+def what_of(target: str, case: Case | str) -> Problem | str:
+    """What a target is asked of a case: a problem, with others of the same program where kernels are compiled."""
+    if isinstance(case, str):
+        return case
+    return square_of(case) if target == "parallel" else problem_of(case, OTHERS.get(target, 0))
 
 
 def trouble(target: str, what: Problem | str) -> tuple[str, str] | None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +23,8 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 SLICES = {
     "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
-    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30,
+    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
+    "flash": 30, "pallas": 1,
 }  # fmt: skip
 
 
@@ -30,8 +34,19 @@ def test_a_slice(target, cases):
     assert not failures, "\n".join(f["test"] for f in failures)
 
 
+APART = {"triton": 3, "parallel": 1}  # in processes of their own: Triton interprets, JAX has several devices
+
+
+@pytest.mark.parametrize(("target", "cases"), APART.items())
+def test_a_slice_in_its_own_process(target, cases, tmp_path):
+    command = [sys.executable, Path(__file__).parent, target, "--seed", "100", "--cases", str(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert f"{cases} cases" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in APART])
 def test_an_hour_of_all_targets(target, tmp_path):
     """Five minutes each, and the rest of the hundred cases."""
     end, counts, shown = time.monotonic() + 300, campaign.Counts(), []
@@ -64,7 +79,7 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
         test()
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("canonical", "hostile", "score", "caches")])
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in {"canonical", "hostile", "score", "caches", *APART}])
 def test_what_a_program_shows_is_compared(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))

@@ -1,0 +1,298 @@
+"""Targets that compile a kernel for a program and a score mod, and call it with many inputs: lengths, batches, heads,
+grouped key heads, strides, values and tables differ. Outputs, lse and gradients stand beside float64.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+
+from . import scores
+from .attention import dense, number_of
+from .problem import Problem
+
+Tensor = Any
+OTHERS = {"kernels": 7, "triton": 2, "gluon": 3, "flash": 3, "pallas": 1}  # problems of a program beside its own
+SHAPES = [(8, 8), (16, 16), (64, 64), (32, 16), (5, 3)]  # of a key and of a value
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # docs/reliability.md: bounds
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a kernel is called with, what float64 gives, and by how much an answer may differ."""
+
+    arrays: tuple[Tensor, ...]  # q, k, v and a cotangent
+    learned: dict[str, Tensor]
+    given: dict[str, Any]
+    wanted: dict[str, Tensor]
+    allowed: dict[str, float]
+
+
+def drawn(p: Problem, text: str, dtype: Any, dims: tuple[int, int], number: int, crop: bool) -> Input:
+    """An input of a problem, or of a part of it."""
+    draw, numbers = random.Random(number), torch.Generator().manual_seed(number)
+    batch, heads, *lengths = p.seen.shape
+    q0, k0 = (draw.randrange(n) if crop else 0 for n in lengths)
+    q_len, kv_len = (draw.randint(1, n - at) if crop else n for n, at in zip(lengths, (q0, k0), strict=True))
+    kv_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    sizes = [(heads, q_len, dims[0]), (kv_heads, kv_len, dims[0]), (kv_heads, kv_len, dims[1]), (heads, q_len, dims[1])]
+    arrays = [torch.randn(batch, *size, generator=numbers).to(dtype) for size in sizes]
+    arrays[0] *= draw.choice([0.1, 1.0, 1.0, 4.0])
+    learned = {n: x.float() for n, x in scores.parameters(text, number).items()}
+    origin = 0, 0, q0, k0
+    seen = torch.from_numpy(p.seen[:, :, q0 : q0 + q_len, k0 : k0 + kv_len].copy())
+    exact = true(seen, arrays, text, learned, origin, lambda x: x)
+    rough = true(seen, arrays, text, learned, origin, lambda x: x.float().double())
+    small = ROUNDING[dtype]
+    reach = reaches(seen, arrays, text, learned, origin) if small else {}
+    allowed = {
+        n: 1e-5 * max(1.0, largest(x)) + 8 * largest(rough[n] - x) + small * reach.get(n, 0.0) for n, x in exact.items()
+    }
+    if small:  # a learned value is float32, and gathers the errors of all scores
+        exact = {n: x for n, x in exact.items() if not n.startswith("d ")}
+    where = {"origin": origin, "sizes": tuple(p.seen.shape)} if crop else {}
+    return Input(tuple(arrays), learned, {**p.bound, **where}, exact, allowed)
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value of those that are finite."""
+    return float(torch.where(x.isfinite(), x, 0).abs().max()) if x.numel() else 0.0
+
+
+def true(
+    seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...], rounded: Any
+) -> dict[str, Tensor]:
+    """Dense attention and its gradients in float64, with scores `rounded` before and after the score mod. Gradients are
+    left out where one is not finite."""
+    *inputs, cotangent = (x.double() for x in arrays)
+    leaves = {n: x.double().requires_grad_() for n, x in [*zip("qkv", inputs, strict=True), *learned.items()]}
+    exact = {n: leaves[n] for n in learned}
+    out, lse = dense(
+        seen, *(leaves[n] for n in "qkv"), lambda x: rounded(scores.value(text, rounded(x), exact, origin))
+    )
+    found = torch.autograd.grad(out, [*leaves.values()], cotangent, allow_unused=True, materialize_grads=True)
+    names = ["dq", "dk", "dv", *(f"d {n}" for n in learned)]
+    gradients = dict(zip(names, found, strict=True)) if all(x.isfinite().all() for x in found) else {}
+    return {"out": out.detach(), "lse": lse, **gradients}
+
+
+def reaches(
+    seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...]
+) -> dict[str, float]:
+    """The largest numbers that the sums of 16-bit arrays can reach."""
+    q, k, v, do = (x.double() for x in arrays)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    x = (q @ k.mT * scale).requires_grad_()
+    y = scores.value(text, x, {n: t.double() for n, t in learned.items()}, origin)
+    slope = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+    seen = seen & (y > -torch.inf)
+    p = torch.where(seen, torch.softmax(torch.where(seen, y, -1e30), -1), 0.0).detach()
+    ds = p * (do.abs() @ v.abs().mT + (do.abs() * (p @ v.abs())).sum(-1, keepdim=True)) * slope.abs() * scale
+    by_key = [g.unflatten(1, (-1, groups)).sum(2) for g in (ds.mT @ q.abs(), p.mT @ do.abs())]
+    found = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": by_key[0], "dv": by_key[1]}
+    return {n: largest(x) for n, x in found.items()}
+
+
+def compared(name: str, x: Input, found: dict[str, Any]) -> None:
+    for n, wanted in x.wanted.items():
+        if n not in found:
+            continue
+        ours, theirs = np.asarray(found[n], np.float64), wanted.numpy()
+        assert ours.shape == theirs.shape, f"{name} {n}: shape {ours.shape}"
+        finite = np.isfinite(theirs)
+        assert (ours[~finite] == theirs[~finite]).all(), f"{name} {n}: an infinite entry"
+        off = np.abs(ours[finite] - theirs[finite]).max(initial=0.0)
+        assert off <= x.allowed[n], f"{name} {n}: off by {off:.3g}, more than {x.allowed[n]:.3g}"
+
+
+# -- calls -----------------------------------------------------------------------------------------------------
+
+
+def strided(x: Tensor, number: int) -> Tensor:
+    """The same values under other strides, with NaN between and behind them."""
+    order = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 2, 3)][number % 4]
+    if not number % 4:
+        return x.contiguous()
+    axes = [x.shape[i] for i in order]
+    whole = torch.full([axes[0] + 1, axes[1] + 1, axes[2] + 2, axes[3] + 8], torch.nan, dtype=x.dtype)
+    return whole[: axes[0], : axes[1], 2:, : axes[3]].permute([order.index(i) for i in range(4)]).copy_(x)
+
+
+def in_torch(att: Any, x: Input, number: int, gradients: str = "all") -> dict[str, Any]:
+    """`gradients` are "all", those of "arrays", or ""."""
+    learned = {n: t.clone().requires_grad_(gradients == "all") for n, t in x.learned.items()}
+    q, k, v, cotangent = (strided(t, number + i) for i, t in enumerate(x.arrays))
+    leaves = {f"d{n}": t.requires_grad_(bool(gradients)) for n, t in zip("qkv", (q, k, v), strict=True)}
+    leaves |= {f"d {n}": t for n, t in learned.items() if t.requires_grad}
+    out, lse = att(q, k, v, return_lse=True, **x.given, **learned)
+    found = {"out": out.detach().float(), "lse": lse.detach()}
+    if gradients and "dq" in x.wanted:
+        slopes = torch.autograd.grad(out, [*leaves.values()], cotangent, allow_unused=True, materialize_grads=True)
+        found |= {n: g.float() for n, g in zip(leaves, slopes, strict=True)}
+    return found
+
+
+def in_jax(att: Any, static: dict[str, Any]) -> Callable[[Input], dict[str, Any]]:
+    """A function of inputs of one shape, traced once: tables, numbers and learned values are traced too."""
+    import jax
+    import jax.numpy as jnp
+
+    def attended(q: Any, k: Any, v: Any, learned: Any, given: Any) -> Any:
+        return att(q, k, v, return_lse=True, **static, **given, **learned)
+
+    @jax.jit
+    def both(arrays: Any, learned: Any, given: Any, cotangent: Any) -> Any:
+        (out, lse), back = jax.vjp(lambda *a: attended(*a, given), *arrays, learned)
+        return out, lse, back((cotangent, jnp.zeros_like(lse)))
+
+    def call(x: Input) -> dict[str, Any]:
+        *arrays, cotangent = (as_jax(t) for t in x.arrays)
+        given = {n: jnp.asarray(g) for n, g in x.given.items() if n not in static}
+        out, lse, (dq, dk, dv, learned) = both(
+            arrays, {n: jnp.asarray(t.numpy()) for n, t in x.learned.items()}, given, cotangent
+        )
+        found = {
+            n: np.asarray(a, np.float32).swapaxes(1, 2) for n, a in zip(["out", "dq", "dk", "dv"], [out, dq, dk, dv])
+        }
+        return {**found, "lse": np.asarray(lse), **{f"d {n}": np.asarray(g) for n, g in learned.items()}}
+
+    return call
+
+
+def as_jax(x: Tensor) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.asarray(x.transpose(1, 2).float().numpy(), str(x.dtype).removeprefix("torch."))
+
+
+# -- targets ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a kernel is compiled for."""
+
+    problems: tuple[Problem, ...]
+    text: str  # of the score mod
+    dtype: Any
+    dims: tuple[int, int]
+    number: int
+
+    def compiled(self, backend: str, **options: Any) -> Any:
+        score = None if self.text == "score" else self.text
+        return fk.compile(self.problems[0].text, score=score, backend=backend, **options)
+
+    def input(self, i: int, problem: int | None = None, crop: bool | None = None) -> Input:
+        """Problems as they are, and then parts of them."""
+        n = len(self.problems)
+        crop = i >= n if crop is None else crop
+        p = self.problems[i % n if problem is None else problem]
+        return drawn(p, self.text, self.dtype, self.dims, self.number + i, crop)
+
+
+def setting(p: Problem, dtypes: str = "float32 float32 float32 bfloat16 float16", dims: Any = None) -> Setting:
+    draw = random.Random(number := number_of(p.text))
+    text = "score" if draw.random() < 0.3 else scores.make_score(number, smooth=True)
+    dtype = getattr(torch, draw.choice(dtypes.split()))
+    return Setting((p, *p.others), text, dtype, draw.choice(dims or SHAPES), number)
+
+
+def kernels(p: Problem) -> str:
+    """The kernels of a CPU: 64 inputs for torch's native one, fewer where a shape is traced or the text runs slowly."""
+    s = setting(p)
+    native, library = s.compiled("native"), s.compiled("library")
+    for i in range(64):
+        x = s.input(i)
+        compared("native", x, in_torch(native, x, s.number + i))
+        if i % 4 == 0:
+            compared("library", x, in_torch(library, x, s.number + i))
+    for name, times in (("cpp", 8), ("xla", 2)):
+        shapes(name, s, times)
+    return str(fk.mask(p.text, **p.bound))
+
+
+def shapes(name: str, s: Setting, times: int) -> None:
+    """JAX with `times` inputs of two shapes, and a part of a problem."""
+    att = s.compiled(name)
+    for problem, crop in ((0, False), (1, False), (0, True)):
+        if problem >= len(s.problems):
+            continue
+        call = None
+        for i in range(1 if crop else times):
+            x = s.input(97 * problem + i, problem, crop)
+            static = {n: g for n, g in x.given.items() if n in ("origin", "sizes")}
+            call = call or in_jax(att, static)
+            compared(name, x, call(x))
+
+
+def triton(p: Problem) -> str:
+    """Triton's interpreter, forward and backward: the process has TRITON_INTERPRET=1."""
+    s = setting(p, "float32 float32 float16")  # the interpreter computes nonsense of bfloat16
+    att = s.compiled("triton")
+    for i in range(6):
+        x = s.input(i)
+        compared("triton", x, in_torch(att, x, s.number + i))
+    return str(fk.mask(p.text, **p.bound))
+
+
+def pallas(p: Problem) -> str:
+    """Pallas's interpreter of kernels for TPUs, forward and backward."""
+    s = setting(p)
+    shapes("pallas-tpu", s, 2)
+    return str(fk.mask(p.text, **p.bound))
+
+
+@contextmanager
+def stand_in(name: str) -> Iterator[None]:
+    """The backend runs here, on a stand-in of tests/support."""
+    from support.flash import engine
+    from support.gluon import gluon_call
+
+    from frisket.runtime.backends.base import RECORDS, register
+    from frisket.runtime.backends.triton import tiles
+
+    was = RECORDS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "gluon":
+            gluon_call.install(patch)
+            patch.setattr(tiles, "architecture", lambda device=None: "sm_90")
+            register(replace(was, reason=lambda framework=None: ""))
+        else:
+            engine.install(patch)
+        try:
+            yield
+        finally:
+            register(was)
+
+
+def gluon(p: Problem) -> str:
+    """The Gluon forward for Hopper, in the interpreter of tests/support/gluon."""
+    s = setting(p, "bfloat16 float16", [(64, 64)])
+    with stand_in("gluon"):
+        att = s.compiled("gluon")
+        for i in range(12):
+            x = s.input(i)
+            compared("gluon", x, in_torch(att, x, s.number + i, ""))
+    return str(fk.mask(p.text, **p.bound))
+
+
+def flash(p: Problem) -> str:
+    """Printed CuTe functions, in the stand-in of FlashAttention 4 of tests/support/flash, forward and backward."""
+    s = setting(p, "bfloat16 float16", [(64, 64)])
+    with stand_in("flash"):
+        att = s.compiled("flash", deterministic=False)
+        for i in range(12):
+            x = s.input(i)
+            compared("flash", x, in_torch(att, x, s.number + i, "arrays"))
+    return str(fk.mask(p.text, **p.bound))
