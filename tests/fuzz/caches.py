@@ -6,10 +6,13 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from outside.programs import LIBRARY
+from support.cache_kinds import KINDS, OfJax, OfTorch, run
 
 import frisket as fk
+from frisket.runtime.backends.cpp import decode
 
 from .attention import DIM, close, dense
 
@@ -89,6 +92,22 @@ def caches(text: str) -> str:
             paths[:, : len(kept)] = kept
             cache.keep(paths, np.full(ROWS, len(given)), np.full(ROWS, len(kept)))
             held = [a + [b[j] for j in kept] for a, b in zip(held, new, strict=True)]
+    return text
+
+
+def make_operations(seed: int) -> str:
+    """A framework, a kind of cache, its dtype, the seed of operations and how many there are."""
+    draw = random.Random(seed)
+    kind, dtype = draw.choice(KINDS)
+    return f"{draw.choice(['torch', 'jax'])} {kind} {dtype} {seed} {draw.choice([5, 20, 20, 40])}"
+
+
+def stores(text: str) -> str:
+    """Plain, paged and ring caches of torch and JAX, float32 and int8, under the operations that the model draws."""
+    framework, kind, dtype, seed, steps = text.split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "FEW", 0)  # no planner is compiled for the steps
+        run({"torch": OfTorch, "jax": OfJax}[framework], kind, dtype, int(seed), int(steps))
     return text
 
 

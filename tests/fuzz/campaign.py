@@ -15,14 +15,16 @@ from mutation.table import commit
 from outside.programs import make
 
 from . import smaller, targets
-from .caches import make_steps
+from .caches import make_operations, make_steps
 from .hostile import make_text
 from .scores import make_score
 
 AT_ONCE = 100  # cases of a line in the file
 APART = 1_000_000_000  # programs of one seed: no two seeds share one
 DIGEST = 8
-MAKERS: dict[str, Callable[[int], Any]] = {"hostile": make_text, "score": make_score, "caches": make_steps}
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "hostile": make_text, "score": make_score, "caches": make_steps, "stores": make_operations,
+}  # fmt: skip
 
 
 @dataclass

@@ -19,7 +19,7 @@ import frisket as fk
 from frisket.runtime.masks.mask import program
 
 from .attention import dropout, gradients, reorder, score
-from .caches import caches
+from .caches import caches, stores
 from .kernels import OTHERS, flash, gluon, kernels, pallas, triton
 from .parallel import parallel, square_of
 from .problem import Problem, problem_of, rows
@@ -156,6 +156,7 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "dropout": dropout,
     "reorder": reorder,
     "caches": caches,
+    "stores": stores,
 }
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import cache_model
 
 import frisket as fk
 
@@ -24,7 +25,7 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 SLICES = {
     "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
     "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
-    "flash": 30, "pallas": 1,
+    "flash": 30, "pallas": 1, "stores": 6,
 }  # fmt: skip
 
 
@@ -79,7 +80,9 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
         test()
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t not in {"canonical", "hostile", "score", "caches", *APART}])
+@pytest.mark.parametrize(
+    "target", [t for t in TARGETS if t not in {"canonical", "hostile", "score", "caches", "stores", *APART}]
+)
 def test_what_a_program_shows_is_compared(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
@@ -89,6 +92,12 @@ def test_what_a_cache_attends_to_is_compared(monkeypatch):
     monkeypatch.setitem(caches.MASKS, "causal", lambda q, k: q > k)
     with pytest.raises(AssertionError, match="append: off by"):
         TARGETS["caches"]("causal; append:3,2")
+
+
+def test_what_a_store_attends_to_is_compared(monkeypatch):
+    monkeypatch.setattr(cache_model, "MASK", "causal & window(3)")
+    with pytest.raises(AssertionError):
+        TARGETS["stores"]("torch plain float32 1 20")
 
 
 def test_a_wrong_score_is_found_and_made_small(monkeypatch):
