@@ -17,7 +17,7 @@ import torch
 import frisket as fk
 
 from . import scores
-from .attention import dense, number_of
+from .attention import number_of
 from .problem import Problem
 
 Tensor = Any
@@ -30,14 +30,16 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10
 class Input:
     """What a kernel is called with, what float64 gives, and by how much an answer may differ."""
 
-    arrays: tuple[Tensor, ...]  # q, k, v and a cotangent
+    arrays: tuple[Tensor, ...]  # q, k, v and cotangents of the output and of lse
     learned: dict[str, Tensor]
     given: dict[str, Any]
     wanted: dict[str, Tensor]
     allowed: dict[str, float]
 
 
-def drawn(p: Problem, text: str, dtype: Any, dims: tuple[int, int], number: int, crop: bool) -> Input:
+def drawn(
+    p: Problem, text: str, dtype: Any, dims: tuple[int, int], number: int, crop: bool, sinks: bool = False
+) -> Input:
     """An input of a problem, or of a part of it."""
     draw, numbers = random.Random(number), torch.Generator().manual_seed(number)
     batch, heads, *lengths = p.seen.shape
@@ -47,7 +49,10 @@ def drawn(p: Problem, text: str, dtype: Any, dims: tuple[int, int], number: int,
     sizes = [(heads, q_len, dims[0]), (kv_heads, kv_len, dims[0]), (kv_heads, kv_len, dims[1]), (heads, q_len, dims[1])]
     arrays = [torch.randn(batch, *size, generator=numbers).to(dtype) for size in sizes]
     arrays[0] *= draw.choice([0.1, 1.0, 1.0, 4.0])
+    arrays.append(torch.randn(batch, heads, q_len, generator=numbers))
     learned = {n: x.float() for n, x in scores.parameters(text, number).items()}
+    if sinks:
+        learned["sinks"] = torch.randn(heads, generator=numbers)
     origin = 0, 0, q0, k0
     seen = torch.from_numpy(p.seen[:, :, q0 : q0 + q_len, k0 : k0 + kv_len].copy())
     exact = true(seen, arrays, text, learned, origin, lambda x: x)
@@ -73,23 +78,42 @@ def true(
 ) -> dict[str, Tensor]:
     """Dense attention and its gradients in float64, with scores `rounded` before and after the score mod. Gradients are
     left out where one is not finite."""
-    *inputs, cotangent = (x.double() for x in arrays)
-    leaves = {n: x.double().requires_grad_() for n, x in [*zip("qkv", inputs, strict=True), *learned.items()]}
+    q, k, v, *cotangents = (x.double() for x in arrays)
+    leaves = {n: x.double().requires_grad_() for n, x in [("q", q), ("k", k), ("v", v), *learned.items()]}
     exact = {n: leaves[n] for n in learned}
-    out, lse = dense(
-        seen, *(leaves[n] for n in "qkv"), lambda x: rounded(scores.value(text, rounded(x), exact, origin))
-    )
-    found = torch.autograd.grad(out, [*leaves.values()], cotangent, allow_unused=True, materialize_grads=True)
+
+    def mod(x: Tensor) -> Tensor:
+        return rounded(scores.value(text, rounded(x), exact, origin))
+
+    out, lse = attention(seen, *(leaves[n] for n in "qkv"), mod, exact.get("sinks"))
+    lse = lse + 0.0 * leaves["q"].sum()  # differentiable, also where the score mod is a number
+    cotangents[1] = torch.where(lse == -torch.inf, 0.0, cotangents[1])
+    found = torch.autograd.grad([out, lse], [*leaves.values()], cotangents, allow_unused=True, materialize_grads=True)
     names = ["dq", "dk", "dv", *(f"d {n}" for n in learned)]
     gradients = dict(zip(names, found, strict=True)) if all(x.isfinite().all() for x in found) else {}
-    return {"out": out.detach(), "lse": lse, **gradients}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def attention(
+    seen: Tensor, q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor], Tensor], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); a query that sees no key gives 0 and -inf, or its sink."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    x = mod(q @ k.mT * q.shape[-1] ** -0.5)
+    seen = seen & (x > -torch.inf)
+    logits, some = torch.where(seen, x, -1e30), seen.any(-1)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(*x.shape[:3], 1)], -1)
+        some = torch.ones_like(some)
+    p = torch.where(seen, torch.softmax(logits, -1)[..., : x.shape[3]], 0.0)
+    return p @ v, torch.where(some, torch.logsumexp(logits, -1), -torch.inf)
 
 
 def reaches(
     seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...]
 ) -> dict[str, float]:
     """The largest numbers that the sums of 16-bit arrays can reach."""
-    q, k, v, do = (x.double() for x in arrays)
+    q, k, v, do, dlse = (x.double() for x in arrays)
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5
@@ -98,7 +122,8 @@ def reaches(
     slope = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
     seen = seen & (y > -torch.inf)
     p = torch.where(seen, torch.softmax(torch.where(seen, y, -1e30), -1), 0.0).detach()
-    ds = p * (do.abs() @ v.abs().mT + (do.abs() * (p @ v.abs())).sum(-1, keepdim=True)) * slope.abs() * scale
+    delta = (do.abs() * (p @ v.abs())).sum(-1) + dlse.abs()
+    ds = p * (do.abs() @ v.abs().mT + delta[..., None]) * slope.abs() * scale
     by_key = [g.unflatten(1, (-1, groups)).sum(2) for g in (ds.mT @ q.abs(), p.mT @ do.abs())]
     found = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": by_key[0], "dv": by_key[1]}
     return {n: largest(x) for n, x in found.items()}
@@ -122,7 +147,7 @@ def compared(name: str, x: Input, found: dict[str, Any]) -> None:
 def strided(x: Tensor, number: int) -> Tensor:
     """The same values under other strides, with NaN between and behind them."""
     order = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 2, 3)][number % 4]
-    if not number % 4:
+    if not number % 4 or x.ndim < 4:
         return x.contiguous()
     axes = [x.shape[i] for i in order]
     whole = torch.full([axes[0] + 1, axes[1] + 1, axes[2] + 2, axes[3] + 8], torch.nan, dtype=x.dtype)
@@ -132,13 +157,14 @@ def strided(x: Tensor, number: int) -> Tensor:
 def in_torch(att: Any, x: Input, number: int, gradients: str = "all") -> dict[str, Any]:
     """`gradients` are "all", those of "arrays", or ""."""
     learned = {n: t.clone().requires_grad_(gradients == "all") for n, t in x.learned.items()}
-    q, k, v, cotangent = (strided(t, number + i) for i, t in enumerate(x.arrays))
+    q, k, v, cotangent, dlse = (strided(t, number + i) for i, t in enumerate(x.arrays))
     leaves = {f"d{n}": t.requires_grad_(bool(gradients)) for n, t in zip("qkv", (q, k, v), strict=True)}
     leaves |= {f"d {n}": t for n, t in learned.items() if t.requires_grad}
     out, lse = att(q, k, v, return_lse=True, **x.given, **learned)
     found = {"out": out.detach().float(), "lse": lse.detach()}
     if gradients and "dq" in x.wanted:
-        slopes = torch.autograd.grad(out, [*leaves.values()], cotangent, allow_unused=True, materialize_grads=True)
+        ends = [cotangent, torch.where(lse == -torch.inf, 0.0, dlse)]
+        slopes = torch.autograd.grad([out, lse], [*leaves.values()], ends, allow_unused=True, materialize_grads=True)
         found |= {n: g.float() for n, g in zip(leaves, slopes, strict=True)}
     return found
 
@@ -152,15 +178,15 @@ def in_jax(att: Any, static: dict[str, Any]) -> Callable[[Input], dict[str, Any]
         return att(q, k, v, return_lse=True, **static, **given, **learned)
 
     @jax.jit
-    def both(arrays: Any, learned: Any, given: Any, cotangent: Any) -> Any:
+    def both(arrays: Any, learned: Any, given: Any, cotangent: Any, dlse: Any) -> Any:
         (out, lse), back = jax.vjp(lambda *a: attended(*a, given), *arrays, learned)
-        return out, lse, back((cotangent, jnp.zeros_like(lse)))
+        return out, lse, back((cotangent, jnp.where(lse == -jnp.inf, 0, dlse)))
 
     def call(x: Input) -> dict[str, Any]:
-        *arrays, cotangent = (as_jax(t) for t in x.arrays)
+        *arrays, cotangent, dlse = (as_jax(t) for t in x.arrays)
         given = {n: jnp.asarray(g) for n, g in x.given.items() if n not in static}
         out, lse, (dq, dk, dv, learned) = both(
-            arrays, {n: jnp.asarray(t.numpy()) for n, t in x.learned.items()}, given, cotangent
+            arrays, {n: jnp.asarray(t.numpy()) for n, t in x.learned.items()}, given, cotangent, dlse
         )
         found = {
             n: np.asarray(a, np.float32).swapaxes(1, 2) for n, a in zip(["out", "dq", "dk", "dv"], [out, dq, dk, dv])
@@ -173,7 +199,8 @@ def in_jax(att: Any, static: dict[str, Any]) -> Callable[[Input], dict[str, Any]
 def as_jax(x: Tensor) -> Any:
     import jax.numpy as jnp
 
-    return jnp.asarray(x.transpose(1, 2).float().numpy(), str(x.dtype).removeprefix("torch."))
+    x = x.transpose(1, 2) if x.ndim == 4 else x  # of lse as it is
+    return jnp.asarray(x.float().numpy(), str(x.dtype).removeprefix("torch."))
 
 
 # -- targets ---------------------------------------------------------------------------------------------------
@@ -188,6 +215,7 @@ class Setting:
     dtype: Any
     dims: tuple[int, int]
     number: int
+    sinks: bool
 
     def compiled(self, backend: str, **options: Any) -> Any:
         score = None if self.text == "score" else self.text
@@ -198,14 +226,14 @@ class Setting:
         n = len(self.problems)
         crop = i >= n if crop is None else crop
         p = self.problems[i % n if problem is None else problem]
-        return drawn(p, self.text, self.dtype, self.dims, self.number + i, crop)
+        return drawn(p, self.text, self.dtype, self.dims, self.number + i, crop, self.sinks)
 
 
 def setting(p: Problem, dtypes: str = "float32 float32 float32 bfloat16 float16", dims: Any = None) -> Setting:
     draw = random.Random(number := number_of(p.text))
     text = "score" if draw.random() < 0.3 else scores.make_score(number, smooth=True)
     dtype = getattr(torch, draw.choice(dtypes.split()))
-    return Setting((p, *p.others), text, dtype, draw.choice(dims or SHAPES), number)
+    return Setting((p, *p.others), text, dtype, draw.choice(dims or SHAPES), number, draw.random() < 0.25)
 
 
 def kernels(p: Problem) -> str:

@@ -56,11 +56,13 @@ def dealt(s: Setting, deal: Any, variant: str) -> dict[str, Any]:
         return deal.unpermute(out, 1), deal.unpermute(lse, 2)
 
     @jax.jit
-    def both(arrays: Any, learned: Any, cotangent: Any) -> Any:
+    def both(arrays: Any, learned: Any, cotangent: Any, dlse: Any) -> Any:
         (out, lse), back = jax.vjp(attended, *arrays, learned)
-        return out, lse, back((cotangent, jnp.zeros_like(lse)))
+        return out, lse, back((cotangent, jnp.where(lse == -jnp.inf, 0, dlse)))
 
-    *arrays, cotangent = map(as_jax, x.arrays)
-    out, lse, (dq, dk, dv, learned) = both(arrays, {n: jnp.asarray(t.numpy()) for n, t in x.learned.items()}, cotangent)
+    *arrays, cotangent, dlse = map(as_jax, x.arrays)
+    out, lse, (dq, dk, dv, learned) = both(
+        arrays, {n: jnp.asarray(t.numpy()) for n, t in x.learned.items()}, cotangent, dlse
+    )
     found = {n: np.asarray(a).swapaxes(1, 2) for n, a in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items()}
     return {**found, "lse": np.asarray(lse), **{f"d {n}": np.asarray(g) for n, g in learned.items()}}
