@@ -216,6 +216,7 @@ class Setting:
     dims: tuple[int, int]
     number: int
     sinks: bool
+    arch: str
 
     def compiled(self, backend: str, **options: Any) -> Any:
         score = None if self.text == "score" else self.text
@@ -233,7 +234,8 @@ def setting(p: Problem, dtypes: str = "float32 float32 float32 bfloat16 float16"
     draw = random.Random(number := number_of(p.text))
     text = "score" if draw.random() < 0.3 else scores.make_score(number, smooth=True)
     dtype = getattr(torch, draw.choice(dtypes.split()))
-    return Setting((p, *p.others), text, dtype, draw.choice(dims or SHAPES), number, draw.random() < 0.25)
+    dims_of, sinks, arch = draw.choice(dims or SHAPES), draw.random() < 0.25, draw.choice(["sm_90", "sm_100"])
+    return Setting((p, *p.others), text, dtype, dims_of, number, sinks, arch)
 
 
 def kernels(p: Problem) -> str:
@@ -282,8 +284,8 @@ def pallas(p: Problem) -> str:
 
 
 @contextmanager
-def stand_in(name: str) -> Iterator[None]:
-    """The backend runs here, on a stand-in of tests/support."""
+def stand_in(name: str, arch: str) -> Iterator[None]:
+    """The backend runs here, on a stand-in of tests/support, with the kernels of an architecture."""
     from support.flash import engine
     from support.gluon import gluon_call
 
@@ -292,9 +294,9 @@ def stand_in(name: str) -> Iterator[None]:
 
     was = RECORDS[name]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "architecture", lambda device=None: arch)
         if name == "gluon":
             gluon_call.install(patch)
-            patch.setattr(tiles, "architecture", lambda device=None: "sm_90")
             register(replace(was, reason=lambda framework=None: ""))
         else:
             engine.install(patch)
@@ -305,9 +307,9 @@ def stand_in(name: str) -> Iterator[None]:
 
 
 def gluon(p: Problem) -> str:
-    """The Gluon forward for Hopper, in the interpreter of tests/support/gluon."""
-    s = setting(p, "bfloat16 float16", [(64, 64)])
-    with stand_in("gluon"):
+    """The Gluon forward for Hopper or Blackwell, in the interpreter of tests/support/gluon."""
+    s = setting(p, "bfloat16 float16", [(64, 64), (128, 128), (16, 16), (32, 16), (24, 40)])
+    with stand_in("gluon", s.arch):
         att = s.compiled("gluon")
         for i in range(12):
             x = s.input(i)
@@ -318,7 +320,7 @@ def gluon(p: Problem) -> str:
 def flash(p: Problem) -> str:
     """Printed CuTe functions, in the stand-in of FlashAttention 4 of tests/support/flash, forward and backward."""
     s = setting(p, "bfloat16 float16", [(64, 64)])
-    with stand_in("flash"):
+    with stand_in("flash", s.arch):
         att = s.compiled("flash", deterministic=False)
         for i in range(12):
             x = s.input(i)

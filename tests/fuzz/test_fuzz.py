@@ -219,7 +219,7 @@ def test_a_definition_that_nobody_calls_is_made_small():
     assert smaller.smaller_case(case, lambda one: True).definitions == {}
 
 
-@pytest.mark.parametrize(("target", "seed", "i"), [("meaning", 3000, 191959)])
+@pytest.mark.parametrize(("target", "seed", "i"), [("meaning", 3000, 191959), ("flash", 77, 3), ("flash", 77, 65)])
 def test_what_campaigns_have_found(target, seed, i):
     failure = campaign.one(target, seed, i)[1]
     assert failure is None, failure
