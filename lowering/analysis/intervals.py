@@ -60,7 +60,7 @@ def ends(e: Expr) -> Range:
         return point(e)
     if e.op == "var":
         return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
-    if e.type is INT and e.op in ("add", "sub", "neg", "mul"):
+    if e.type is INT:
         form = linear(e)
         if form.terms != ((e, 1),):
             return _affine(form)
@@ -211,18 +211,16 @@ def _sign(e: Expr) -> Range:
 
 def _minmax(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
-    free = independent(*e.args) and x.attained and y.attained
-    if e.type is FLOAT:
-        free = False
+    free = e.type is INT and independent(*e.args) and x.attained and y.attained
     if e.op == "min":
-        hi = _either(x.hi, y.hi, minimum) if e.type is INT else _least(x.hi, y.hi)
-        return Range(_least(x.lo, y.lo), hi, free, x.dense and y.dense, disj(x.nan, y.nan))
-    lo = _either(x.lo, y.lo, maximum) if e.type is INT else _most(x.lo, y.lo)
-    return Range(lo, _most(x.hi, y.hi), free, x.dense and y.dense, disj(x.nan, y.nan))
+        lo, hi = _least(x.lo, y.lo), _either(x.hi, y.hi, minimum)
+    else:
+        lo, hi = _either(x.lo, y.lo, maximum), _most(x.hi, y.hi)
+    return Range(lo, hi, free, x.dense and y.dense, disj(x.nan, y.nan))
 
 
 def _either(x: Expr | None, y: Expr | None, pick: Callable[[Expr, Expr], Expr]) -> Expr | None:
-    # min(x, y) <= x even where y is unbounded
+    # min(x, y) <= x even where y is unbounded; of Floats, y may be NaN there, which lies outside the ends
     return pick(x, y) if x is not None and y is not None else x if y is None else y
 
 

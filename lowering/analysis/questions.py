@@ -40,6 +40,7 @@ _Q, _K = var("q"), var("k")
 TERMS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
 DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
 _TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
+_PERIODIC = frozenset({"abs", "min", "max", "mul", "where"})  # operators that repeat where their operands do
 _PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
 
 
@@ -227,8 +228,6 @@ def _never_comparison(e: Expr) -> Expr:
         found = _congruent(e)
         missed = FALSE if found is None else build("not", found[0])
         return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"), missed)
-    if e.args[0].type is INT:
-        return FALSE if x.lo is None or x.hi is None else conj(eq(x.lo, 0), eq(x.hi, 0))
     return conj(_same(x, y), _sane(x, y))
 
 
@@ -392,12 +391,11 @@ def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
         return (p, s // d.name) if e.op == "floordiv" else (p, 0)
     form = linear(e)
     if form.terms == ((e, 1),):
-        parts = [_period(a, x) for a in e.args]
-        if e.op in ("abs", "min", "max", "mul", "where") and all(t is not None and t[1] == 0 for t in parts):
-            return (math.lcm(*(t[0] for t in parts if t is not None)), 0)
+        parts = [t for a in e.args if (t := _period(a, x)) is not None]
+        known = len(parts) == len(e.args) and all(t[1] == 0 for t in parts)
+        return (math.lcm(*(t[0] for t in parts)), 0) if known and e.op in _PERIODIC else None
+    steps = [(t, f) for a, f in form.terms if (t := _period(a, x)) is not None]
+    if len(steps) < len(form.terms):
         return None
-    steps = [(_period(a, x), f) for a, f in form.terms]
-    if any(t is None for t, _ in steps):
-        return None
-    p = math.lcm(*(t[0] for t, _ in steps if t is not None))
-    return (p, sum(f * t[1] * (p // t[0]) for t, f in steps if t is not None))
+    p = math.lcm(*(t[0] for t, _ in steps))
+    return (p, sum(f * t[1] * (p // t[0]) for t, f in steps))

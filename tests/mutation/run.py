@@ -56,10 +56,10 @@ def copied() -> Iterator[Path]:
 def enter(tree: Path, group: Group) -> None:
     """Make the copy what this process and its children import."""
     os.chdir(tree)
-    os.environ.update(
-        group.env, PYTHONPATH=str(tree / "build/types"), FRISKET_CACHE_DIR=str(tree.parent / "kernels"),
-        XDG_CACHE_HOME=str(tree.parent / "cache"), OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    here = {"FRISKET_CACHE_DIR": "kernels", "XDG_CACHE_HOME": "cache", "JAX_COMPILATION_CACHE_DIR": "xla"}
+    for name, folder in here.items():  # a folder that is given has kernels of other texts alone
+        os.environ.setdefault(name, str(tree.parent / folder))
+    os.environ.update(group.env, PYTHONPATH=str(tree / "build/types"), OMP_NUM_THREADS="1")
     others = [p for p in sys.path if not Path(p or ".").is_relative_to(ROOT / "tests")]
     sys.path[:] = [str(tree / "build/types"), *others]
     for name in ("numpy", "lark", "rich", *group.needs):

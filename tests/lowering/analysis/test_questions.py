@@ -99,7 +99,7 @@ min(q, 5) -> min(q0, 5) .. min(q1, 5), attained, dense
 max(2 * q, k) -> max(k0, 2 * q0) .. max(k1, 2 * q1), attained
 min(float(q), 2.5) -> min(q0, 2.5) .. min(q1, 2.5)
 max(float(q), 2.5) -> max(q0, 2.5) .. max(q1, 2.5)
-min(sin(float(q)), 2.5) -> ? .. ?, nan if true
+min(sin(float(q)), 2.5) -> ? .. 2.5, nan if true
 min(int(sin(float(q))), k) -> ? .. k1
 max(int(sin(float(q))), k) -> k0 .. ?
 min(k, int(sin(float(q)))) -> ? .. k1
@@ -168,7 +168,8 @@ exp(abs(sin(float(q)))) -> ? .. ?, nan if true
 floor(abs(sin(float(q)))) -> -4611686018427387904 .. ?
 abs(abs(sin(float(q)))) -> 0.0 .. ?, nan if true
 abs(-abs(sin(float(q)))) -> 0.0 .. ?, nan if true
-min(abs(sin(float(q))), u) -> min(u, 0.0) .. ?, nan if true
+min(abs(sin(float(q))), u) -> min(u, 0.0) .. u, nan if true
+max(sin(float(q)), 2.5) -> 2.5 .. ?, nan if true
 max(abs(sin(float(q))), u) -> max(u, 0.0) .. ?, nan if true
 where(q > 5, abs(sin(float(q))), u) -> where(q0 >= 6, 0.0, where(q1 <= 5, u, min(u, 0.0))) .. ?, nan if true
 where(q > 5, u, abs(sin(float(q)))) -> where(q0 >= 6, u, where(q1 <= 5, 0.0, min(u, 0.0))) .. ?, nan if true
@@ -389,6 +390,27 @@ isfinite(log(float(q) - 3.0)) -> 0 360 576 576 360
 sqrt(float(q)) < 1.5 -> 0 0 540 540 216
 log(float(q) - 3.0) >= 0.0 -> 0 216 576 576 360
 f[q] < 1.5 & q >= k -> 0 45 791 791 93
+abs(int(sin(f[q]))) % 4 == 1 -> 0 1296 0 0 0
+(q - abs(int(sin(f[q])))) % 4 == 1 -> 72 360 936 864 0
+q - abs(int(sin(f[q]))) != 3 -> 360 36 1260 684 0
+q + abs(int(sin(f[q]))) != 3 -> 216 36 1260 684 0
+q - abs(int(sin(f[q]))) == 3 -> 36 360 720 684 0
+q + abs(int(sin(f[q]))) == -3 -> 0 0 0 0 0
+q - abs(int(sin(f[q]))) >= 9 -> 0 1296 0 0 0
+q + abs(int(sin(f[q]))) >= 0 -> 1296 0 1296 0 0
+q + abs(int(sin(f[q]))) <= -1 -> 0 1296 0 0 0
+min(f[k], 2.0) < 3.0 -> 0 36 468 468 792
+max(sin(f[q]), float(k)) >= 3.0 -> 240 276 1020 780 0
+min(sin(f[q]), float(k)) < 3.0 -> 576 72 1224 648 0
+doc[k] == 3 & q >= k & k < 5 -> 0 480 0 0 0
+q >= k & k % 2 == 0 -> 0 40 632 632 330
+k % 2 == 0 & q % 2 == 0 -> 0 0 784 784 144
+doc[q] == 4 & k >= 2 -> 0 0 0 0 63
+doc[q] == 4 & k % 2 == 1 -> 0 0 476 476 108
+~flag -> 0 0 0 0 0
+flag & x >= 2 -> 0 0 0 0 1296
+q % 2 == 0 ^ k % 2 == 0 -> 0 0 784 784 288
+q >= 2 & doc[2] == doc[k] -> 0 99 330 330 63
 """
 
 
@@ -456,6 +478,9 @@ k % 4 == x -> 0
 doc[k] == 3 -> 0
 doc[k % 4] == 3 -> 0
 k % 4 == q -> 0
+k % 4 + k * k == 5 -> 0
+q % 4 + k * k == 5 -> 0
+min(k % 4, k) == 1 -> 0
 k - k % 4 == 4 -> 0
 k % 6 - k % 3 == 0 -> 6
 k % 6 - k // 3 % 2 == 0 -> 6
