@@ -56,8 +56,7 @@ AREAS = {
         Group(
             ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
              "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
-            (f"{KERNELS}/cpp/test_cpp_forward.py", f"{KERNELS}/cpp/test_cpp_weights.py",
-             f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_native_stored.py"), ("torch",),
+            (f"{KERNELS}/cpp/test_cpp_weights.py", f"{KERNELS}/cpp/test_native_holes.py"), ("torch",),
         ),
         Group(
             ("lowering/kernels/cpp/backward*.hpp",),
