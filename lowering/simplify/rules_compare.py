@@ -104,7 +104,7 @@ def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
     if atom.op == "abs" and rel in ("le", "ge"):
         inner = args[0]
         return conj(inner <= other, inner >= -other) if rel == "le" else disj(inner >= other, inner <= -other)
-    if atom.op == "abs" and alone and other.op == "lit" and rel in ("eq", "ne"):
+    if atom.op == "abs" and alone and other.op == "lit":
         return _absolute_equal(rel, args[0], other)
     if atom.op in ("min", "max") and rel in ("le", "ge"):
         both = (atom.op == "max") == (rel == "le")
@@ -128,7 +128,7 @@ def _see_through_number(rel: str, atom: Expr, value: Expr) -> Expr | None:
         return _square_is(rel, x, value.name)
     if atom.op == "mul" and x is y and value is ZERO:
         return build(rel, x, ZERO)
-    if atom.op in ("min", "max") and y.op == "lit" and rel in ("eq", "ne"):
+    if atom.op in ("min", "max") and y.op == "lit":
         return _extreme_is(rel, atom.op, x, y.name, value.name)
     return None
 

@@ -390,6 +390,7 @@ compare-positions: q != 1.5 -> true
 compare-positions: 1.5 > q -> q < 1.5
 compare-positions: float(q + 1) <= float(k) -> q + 1 <= k
 compare-positions: float(where(flag, q, 3)) < 2.0 -> where(flag, q, 3) < 2
+compare-positions: float(q + 2147483647) < float(k) -> q + 2147483647 < k
 compare-positions: q < 2147483647.0 -> q < 2147483647
 floor-of-quotient: floor(k / 1.0) -> k // 1
 fold: 9223372036854775807 - 9223372036854775807 -> 0
@@ -504,6 +505,7 @@ push-not: ~flag
 junction: flag & other
 xor: flag ^ other
 compare-positions: q < 2147483648.0
+compare-positions: float(q + 2147483648) < float(k)
 compare-positions: q < inf
 compare-positions: float(q * k) < float(k)
 compare-positions: float(x) < float(k)
