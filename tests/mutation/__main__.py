@@ -38,9 +38,9 @@ def main() -> int:
         found = [m for m in areas.mutants(run.ROOT, group) if not args.only or args.only in str(m)]
         # a larger sample of the same seed begins with a smaller one, whatever other lines are edited
         found = sorted(found, key=lambda m: blake2b(f"{args.seed} {m.id}".encode()).digest())[: args.sample]
-        results += [done[m.id] for m in found if m.id in done]
-        left = [m for m in found if m.id not in done and m.id not in known]
         results += [{"id": m.id, "outcome": "equivalent"} for m in found if m.id in known]
+        results += [done[m.id] for m in found if m.id in done and m.id not in known]
+        left = [m for m in found if m.id not in done and m.id not in known]
         for result in run.of_group(group, left):
             results.append(result | {"commit": here})
             if args.resume:

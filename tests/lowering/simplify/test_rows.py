@@ -362,6 +362,9 @@ resolve: k >= 4 & (k < 4 | flag) -> k >= 4 & flag
 resolve: k <= 3 | (k > 3 & flag) -> k <= 3 | flag
 resolve: flag & (flag & other | q >= k) -> flag & (other | q >= k)
 resolve: flag | (flag | other) & q >= k -> flag | other & q >= k
+substitute-equal: q % 4 == k % 3 & k % 3 > 1 -> q % 4 == k % 3 & q % 4 > 1
+substitute-equal: segment(off, q) == segment(off, k) & segment(off, k) > 1
+    -> segment(off, q) == segment(off, k) & segment(off, q) > 1
 substitute-equal: q // 4 == k // 4 & k % 4 > 1 -> q // 4 == k // 4 & k - 4 * (q // 4) > 1
 choose: where(q > k, q >= k, flag) -> where(q > k, true, flag)
 choose: where(q > k, q < k, flag) -> where(q > k, false, flag)
@@ -531,7 +534,7 @@ def rows(name: str, node: Expr):
 
 
 def lines(text: str):
-    return [line.partition(": ")[::2] for line in text.strip().split("\n")]
+    return [line.partition(": ")[::2] for line in text.replace("\n    ", " ").strip().split("\n")]
 
 
 @pytest.mark.parametrize(("name", "row"), lines(CHANGED))
