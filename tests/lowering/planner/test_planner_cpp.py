@@ -13,7 +13,7 @@ from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import lit, lookup
 from frisket.dsl.sugar import eq, k, q
 from frisket.lowering.analysis.layout import bind, grid_of
 from frisket.lowering.planner import arrays
@@ -116,6 +116,17 @@ def test_room_and_records_run_out():
         case = columns_case(keep, int(rng.integers(1, 9)), (4, int(rng.integers(1, 5))))
         for room in (3, 5, 16, 64, 400):
             assert agree(run, plan, mask, case, room, records=int(rng.choice([1, 2, 5, 200])))
+
+
+LITERALS = {
+    "2147483647": 2**31 - 1, "2147483648L": 2**31, "-5": -5, "INT64_MIN": -(2**63), "true": True, "false": False,
+    "4294967296.0": 2.0**32, "-0.5": -0.5, "INF": np.inf, "-INF": -np.inf, "NOT_A_NUMBER": np.nan,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", LITERALS)
+def test_literals(written):
+    assert text._literal(lit(LITERALS[written])).text == written
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 4096, 4097, 5000])
