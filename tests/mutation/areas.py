@@ -54,21 +54,6 @@ AREAS = {
             (f"{KERNELS}/cpp/test_cpp_operators.py", f"{KERNELS}/cpp/test_cpp_remainders.py"), ("torch",),
         ),
         Group(
-            ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
-             "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
-            (f"{KERNELS}/cpp/test_cpp_weights.py", f"{KERNELS}/cpp/test_native_holes.py"), ("torch",),
-        ),
-        Group(
-            ("lowering/kernels/cpp/backward*.hpp",),
-            (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
-        ),
-        Group(
-            ("lowering/kernels/triton/skeletons/*.tpl",),
-            tuple(f"tests/{file}::test_{name}" for file, names in INTERPRETED.items() for name in names
-                  if file.startswith("lowering/kernels")),
-            ("torch", "triton"), INTERPRET,
-        ),
-        Group(
             ("lowering/kernels/gluon/skeletons/*.tpl",),
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
              f"{KERNELS}/gluon/test_gluon_library.py"), ("torch", "triton"),
@@ -79,8 +64,23 @@ AREAS = {
              f"{KERNELS}/pallas/test_pallas_tpu_stored.py", f"{KERNELS}/pallas/test_pallas_walk.py"), ("jax",),
         ),
         Group(
+            ("lowering/kernels/triton/skeletons/*.tpl",),
+            tuple(f"tests/{file}::test_{name}" for file, names in INTERPRETED.items() for name in names
+                  if file.startswith("lowering/kernels")),
+            ("torch", "triton"), INTERPRET,
+        ),
+        Group(
             ("lowering/kernels/pallas_gpu/skeletons/*.py",),
             (f"{KERNELS}/pallas/test_pallas_gpu.py", f"{KERNELS}/pallas/test_pallas_gpu_backward.py"), ("jax",),
+        ),
+        Group(
+            ("lowering/kernels/cpp/backward*.hpp",),
+            (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
+        ),
+        Group(
+            ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
+             "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
+            (f"{KERNELS}/cpp/test_cpp_weights.py", f"{KERNELS}/cpp/test_native_holes.py"), ("torch",),
         ),
     ],
 }  # fmt: skip
