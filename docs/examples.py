@@ -18,24 +18,27 @@ PROGRAMS = ("packed_pretraining", "streaming_serving", "natten_image", "speculat
 INTRO = """\
 # Examples
 
-Five programs to read from top to bottom, as a notebook or as a script: cells begin with `# %%`, which editors show as \
-such. Each trains or serves something on real data in less than a minute on two cores, says what it finds in sentences \
-with numbers, and ends with assertions of what it claims. `--small` makes them shorter. What they printed here they \
-printed on two cores of an AMD EPYC that were busy with other work: times of one line are beside one another, and \
-[performance](performance.md) has the measured ones.
+Five programs for readers who learn from code. Each trains or serves a small model on real data in less than a \
+minute on two cores, prints what it finds, and ends with assertions. `--small` makes a program shorter. Cells begin \
+with `# %%`, so editors open the programs as notebooks. \
+Install once: `pip install -e '.[torch,jax,plot]' -c constraints.txt`.
+
+The output below was printed on two cores of an AMD EPYC that ran other work too. Compare times only within a line; \
+[performance](performance.md) has measured ones.
 
 The page is written by `python docs/examples.py`, which runs them.
 """
 OTHERS = """
 ## Notebooks
 
-For Jupyter, with their outputs; the tests run them: [quick start](../examples/notebooks/quick_start.ipynb), \
+Six notebooks with outputs, which the tests run. To open them, `pip install jupyterlab` and `jupyter lab \
+examples/notebooks`: [quick start](../examples/notebooks/quick_start.ipynb), \
 [a gallery of masks](../examples/notebooks/masks_gallery.ipynb), \
 [packed training](../examples/notebooks/packed_training.ipynb), \
 [serving with KV caches](../examples/notebooks/serving_with_caches.ipynb), \
 [images](../examples/notebooks/vision.ipynb) and [JAX](../examples/notebooks/with_jax.ipynb).
 
-## Shorter ones
+## Shorter programs
 
 - [`context_parallel.py`](../examples/context_parallel.py): a training step of torch over the processes of a group
 - training stacks ([the page](training.md)): [`torchtitan_style.py`](../examples/torchtitan_style.py), FSDP2, \

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A long sequence over several devices
 #
-# A sequence too long for one device is split over several. Attention is the one place where devices need what others
-# hold, and the mask says what: `fk.parallel.deal` gives all of them equally much to do and sends what is seen, and no
-# more. Here the devices are parts of this machine's CPU, as JAX offers them for trying out such programs.
-# `context_parallel.py` beside this file is the same in torch, over processes.
+# A sequence too long for one device is split over several. In attention, devices need keys that others hold.
+# `fk.parallel.deal` gives all devices equal work under the mask, and sends only keys that the mask shows. Here JAX
+# splits this machine's CPU into several devices. `context_parallel.py` in this folder does the same in torch, over
+# processes.
 #
 #     python examples/long_context_ring.py             # about half a minute; --small for a few seconds
 
@@ -29,8 +29,7 @@ import frisket as fk
 # %% [markdown]
 # ## The sequence
 #
-# Functions of Python's standard library, one behind another, until the sequence is full. A byte sees what stands before
-# it in its own function.
+# Functions of Python's standard library, packed until the sequence is full. A byte sees earlier bytes of its function.
 
 # %%
 texts = documents()
@@ -41,8 +40,8 @@ print(f"{LENGTH:,} bytes of {doc[-1] + 1} documents go over {DEVICES} devices.")
 # %% [markdown]
 # ## The deal
 #
-# Causal attention alone would give the device with the end of the sequence most of the work. Tiles are dealt so that
-# none has, and that little is sent.
+# Under a causal mask, the device with the end of the sequence would have most of the work. The deal assigns tiles so
+# that the work is equal and little is sent.
 
 # %%
 deal = fk.parallel.deal("causal & same(doc)", LENGTH, DEVICES, tile=TILE, doc=doc)
@@ -58,7 +57,7 @@ print(
 # %% [markdown]
 # ## A model, the same on one device and on all
 #
-# Everything but attention works token by token and does not notice. `attend` is the only line that differs.
+# All other layers work token by token, so only the line with `attend` differs.
 
 # %%
 mesh = jax.make_mesh((DEVICES,), ("sp",), axis_types=(AxisType.Auto,))

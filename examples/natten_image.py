@@ -3,7 +3,8 @@
 #
 # Every patch of an image attends to the patches around it (NATTEN, Hassani et al., 2023). Patches are tokens, row by
 # row, so a two-dimensional neighbourhood is a mask of bands: `natten2d(rows, cols, kernel_rows, kernel_cols)`. A block
-# of it learns to take noise out of a photograph, on its left half, and is tried on its right half.
+# learns to remove noise from the left half of a photograph and is tested on the right half. The photograph comes with
+# matplotlib: `pip install -e '.[torch,plot]' -c constraints.txt`.
 #
 #     python examples/natten_image.py                  # about half a minute; --small for a few seconds
 #     python examples/natten_image.py --save out.png   # and the pictures: noisy, denoised, the photograph
@@ -28,7 +29,7 @@ SIDE, STEPS, KERNEL, PATCH, NOISE = (16, 80, 5, 2, 0.2) if SMALL else (48, 80, 7
 # %% [markdown]
 # ## A photograph
 #
-# matplotlib brings one of Grace Hopper.
+# Grace Hopper, from matplotlib's sample data.
 
 # %%
 torch.manual_seed(0)
@@ -65,8 +66,7 @@ att = fk.compile(mask, "score + near[h, q // side - k // side + reach, q % side 
 # %% [markdown]
 # ## A block that denoises
 #
-# Beside the neighbourhood there is a learned bias for each of its places, as in the paper; its gradients are sums over
-# all patches, which the kernels make.
+# Each place of the neighbourhood has a learned bias, as in the paper. The kernels sum its gradients over all patches.
 
 
 # %%

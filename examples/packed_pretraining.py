@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Pre-training on packed documents
 #
-# Documents are of all lengths, and a batch wants one. So they are put one behind another in a long sequence, and the
-# mask keeps them apart: `causal & same(doc)`. Here a small model of bytes learns Python from the standard library's
-# own functions, packed; nothing it computes differs from what each document alone would give, and attention costs what
-# the documents need, not the square of the sequence.
+# Documents have all lengths, and a batch needs one. Sequence packing puts several documents into one long sequence, and
+# a document mask keeps them apart: `causal & same(doc)`. Here a small model of bytes learns Python from packed
+# functions of the standard library. Logits and gradients equal those of each document alone. The cost of attention
+# grows with the lengths of the documents, not with the square of the sequence.
 #
 #     python examples/packed_pretraining.py            # about half a minute; --small for a few seconds
 
@@ -34,8 +34,8 @@ print(f"Each of {STEPS} sequences holds {LENGTH:,} bytes of Python, the last one
 # %% [markdown]
 # ## The mask
 #
-# `doc` has the document of every token. It is a table that changes at every step, so that the attention is compiled
-# once, without it, and every step makes a plan of its own, for all layers.
+# `doc` has the document of every token. It changes at every step, so the attention is compiled once without it, and
+# every step makes one plan for all layers.
 
 # %%
 att = fk.compile("causal & same(doc)")
@@ -102,7 +102,7 @@ print(f"Logits of packed and of separate documents differ by at most {error:.0e}
 # %% [markdown]
 # ## Beside a dense mask
 #
-# A whole step of training, forward and backward, turn about with scaled_dot_product_attention under the same mask.
+# A whole step of training, forward and backward, and the same step with scaled_dot_product_attention, in turns.
 
 
 # %%

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Speculative decoding with a tree of drafts
 #
-# A cheap draft guesses how the text goes on, with alternatives: a tree. The model looks at all of it in one pass, each
-# draft seeing its ancestors alone, and the longest path that the model would have written itself is kept. The result is
-# what the model writes token by token; it only takes fewer passes (SpecInfer, Miao et al., 2023).
+# A cheap draft model guesses several continuations of the text: a tree. The model reads the tree in one pass, in which
+# each draft sees only its ancestors. The longest path that the model itself would have written is kept. The text is
+# that of decoding token by token, in fewer passes (SpecInfer, Miao et al., 2023).
 #
 #     python examples/speculative_tree.py              # about half a minute; --small for a few seconds
 
@@ -29,8 +29,8 @@ STEPS, LENGTH, NEW, NODES = (10, 256, 32, 8) if SMALL else (120, 1024, 192, 16)
 # %% [markdown]
 # ## The model, and its draft
 #
-# The model is trained for a few seconds on the standard library. The draft counts, in the same text, which byte follows
-# which four.
+# The model is trained for a few seconds on the standard library. The draft model counts, in the same text, which byte
+# follows each four bytes.
 
 # %%
 torch.manual_seed(0)
@@ -69,8 +69,8 @@ def draft(written: bytes) -> tuple[list[int], list[int]]:
 # %% [markdown]
 # ## Token by token
 #
-# One pass of the model for every byte. Bytes are drawn from what the model says, by noise that belongs to their place
-# (the Gumbel trick): so there is one right answer, which drafts must not change.
+# One pass of the model for every byte. Bytes are sampled with noise that depends on their place alone (the Gumbel
+# trick). So there is one right text, which drafts must not change.
 
 
 # %%
@@ -107,8 +107,8 @@ def step_by_step():
 # %% [markdown]
 # ## A tree in one pass
 #
-# `tree=` is the parent of every node: the cache gives each draft the position that its depth says and hides all that
-# are not its ancestors. `keep` leaves in the cache those that were right.
+# `tree=` is the parent of every node. The cache gives each draft the position of its depth and hides all drafts that
+# are not its ancestors. `keep` leaves the accepted drafts in the cache.
 
 
 # %%
@@ -148,7 +148,7 @@ print(f"That took {end - middle:.2f} s instead of {middle - start:.2f} s, drafti
 # %% [markdown]
 # ## What a draft sees
 #
-# A small tree in words: two answers to node 0, and one to the first of them.
+# A small tree, printed: two answers to node 0, and one answer to the first of them.
 
 # %%
 parents = torch.tensor([-1, 0, 0, 1])

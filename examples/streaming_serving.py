@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Serving without end: a sliding window and attention sinks
 #
-# A model that sees the last tokens and the first few (StreamingLLM, Xiao et al., 2023) can run forever in constant
-# memory: a ring holds the window, a handful of places hold the sinks. The mask is one line of text, the same for
-# training, for a prompt and for every step, and the ring is refused where it would be too small for it.
+# A model that sees only the last tokens and the first few (StreamingLLM, Xiao et al., 2023) runs without end in
+# constant memory: a ring holds the window, and a small cache holds the sinks. The mask is one line of text, the same
+# for training, for a prompt and for every step. A ring that is too small for the mask raises an error.
 #
 #     python examples/streaming_serving.py             # about half a minute; --small for a few seconds
 
@@ -42,8 +42,8 @@ print(f"{STEPS} steps of training take the loss from {losses[0]:.2f} to {losses[
 # %% [markdown]
 # ## A cache of constant size
 #
-# Keys of the sinks and keys in the window are disjoint, so attention to each is computed by itself and the two are
-# merged by their logsumexp, exactly.
+# Sinks and window have no key in common. So attention to each is computed separately, and the two results are merged
+# exactly, by their logsumexp.
 
 
 # %%
@@ -76,8 +76,8 @@ def held_by(cache):
 # %% [markdown]
 # ## A prompt, then token by token
 #
-# The text is one the model has not seen; what it says of every byte is compared with all of the text at once under the
-# same mask. A cache that keeps everything, for the full causal mask, is run beside it.
+# The model has not seen this text. Its predictions, byte by byte, are compared with one pass over the whole text under
+# the same mask. A cache that keeps all keys, for the full causal mask, runs beside it.
 
 
 # %%
