@@ -21,6 +21,8 @@ PAGE = Path(__file__).resolve().parent / "command-line.md"
 INTRO = """\
 # The command line
 
+For readers who use frisket from a shell. This page is the reference of every command and its options.
+
 `frisket COMMAND` works on a mask as you write it in [the language](language.md): text in quotes, a `.frisket` file, or
 `-` for standard input. Written by `python docs/command_line.py` from what the commands say of themselves.
 """

@@ -41,11 +41,11 @@ COUNTED = 4096  # tokens, at which tiles are counted
 INTRO = """\
 # The library, in pictures
 
-Every mask and score mod that has a name: a sentence, a formula, where it comes from, its text in
-[the language](language.md), what it looks like on a few tokens, and how much of dense attention is left to compute.
-The text is [dsl/library.frisket](../dsl/library.frisket); `frisket.library()` gives it in Python, and on the command
-line `frisket library NAME`. The last two parts are no library entries but [a collection](peers.frisket), to copy from,
-of what the test suites of PyTorch and FlashAttention try.
+For readers who look for a mask or score mod that has a name already. Each entry has a sentence, a formula, its source,
+its text in [the language](language.md), a picture on a few tokens, and the share of dense attention that is left to
+compute. The text is [dsl/library.frisket](../dsl/library.frisket); `frisket.library()` gives it in Python, and
+`frisket library NAME` on the command line. The last two parts are not in the library: they are
+[a collection](peers.frisket) of masks from the test suites of PyTorch and FlashAttention, to copy from.
 
 Queries run down and keys to the right, in tiles. Dark orange is visible; light orange is hidden in a tile that a
 kernel reads and masks; dark blue tiles are visible whole and read without a mask; grey tiles are never read. Where

@@ -1,9 +1,13 @@
 """Prose: docs/prose.py finds the banned forms, and nothing that users read has one."""
 
+import re
+from pathlib import Path
+
 import pytest
 from support.scripts import script
 
 PROSE = script("prose")
+PAGES = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,13 @@ def test_docstrings_are_read():
     Public.__module__ = "frisket.somewhere"
     found = [f for where, text in PROSE.docstrings("Public", Public) for f in PROSE.findings(where, text)]
     assert [(f.where, f.words) for f in found] == [("Public:1", "Nobody"), ("Public.method:3", "the latter")]
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES.rglob("*.md")} - {PAGES / "index.md", *(PAGES / "gallery").iterdir()}))
+def test_a_page_begins_with_its_readers(page):
+    """The rule of Diátaxis: who the page is for, and what they will be able to do."""
+    first = next(p for p in page.read_text(encoding="utf-8").split("\n\n") if not p.startswith(("#", "<!--")))
+    assert re.match(r"For (readers|those|people|users|contributors)\b|Five programs for readers", first.strip()), first
 
 
 def test_what_users_read():
