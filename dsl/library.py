@@ -50,8 +50,8 @@ class Definition:
 @dataclass(frozen=True)
 class Entry:
     """A definition of the library with its documentation: signature, a sentence, a formula of mathematics, the text of
-    the language (`text`), the source, the section of the library, and an example call with numbers that suit some
-    thousand tokens, where numbers are all it takes.
+    the language (`text`), the source, the section of the library, and an example call with numbers for some thousand
+    tokens, if it takes only numbers.
 
     >>> entry = library()["causal"]
     >>> entry.text, entry.formula

@@ -39,11 +39,11 @@ class Stages:
     >>> print(fk.compile("causal").stages(q_len=256).text("expr"))
     mask = q >= k
 
-    `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
-    mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the
-    `source` of the kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs
-    in the place of a generated one, and why the others do not; `awaits` the backend that runs once FRISKET_COMPILE has
-    its kernel compiled.
+    `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score mod,
+    `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the `source` of the
+    kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs instead of a
+    generated one, and why others do not. `awaits` is the backend that runs after FRISKET_COMPILE has compiled its
+    kernel.
     """
 
     expr: Pair

@@ -150,22 +150,22 @@ class Attention:
         lse and max are float32, float64 beside float64, and -inf where a query sees nothing. Gradients flow from out
         and lse to q, k, v, sinks and the Float parameters that only the score mod reads.
 
-        - `params`: scalars and tables that have no value yet, or another one for this call.
-        - `plan`: what `att.plan` made for these lengths.
+        - `params`: values of scalars and tables: those without a value, or other values for this call.
+        - `plan`: a plan that `att.plan` made for these lengths.
         - `origin`, `sizes`: (b, h, q, k) where the arrays begin in the whole problem, and its lengths.
-        - `sinks`: [heads] or one number, logits beside every query's scores that have no value.
-        - `seed`: 0 <= seed < 2**31, decides what dropout drops. Equal seeds drop the same positions of the whole
-          problem on every backend. Without one torch draws it from its default generator; JAX needs one. Dropout is
-          applied whenever it is not 0: there is no training mode.
-        - `layout`: "bhsd" or "bshd", the order of axes where it is not the framework's own.
-        - `k_scale`, `v_scale`: keys and values may be int8, float8_e4m3fn or float8_e5m2 beside q of any Float. They
-          are multiplied with these, float32 with the axes of k and v but the last: one number for a token and head.
+        - `sinks`: [heads] or one number: extra logits in the softmax of every query, which have no value vector.
+        - `seed`: 0 <= seed < 2**31, of dropout. Equal seeds drop the same positions of the whole problem on every
+          backend. Without a seed torch draws one from its default generator; JAX needs one. Dropout that is not 0 is
+          always applied: there is no training mode.
+        - `layout`: "bhsd" or "bshd", the order of axes; that of the framework unless given.
+        - `k_scale`, `v_scale`: keys and values may be int8, float8_e4m3fn or float8_e5m2 beside q of any Float. The
+          scales, float32 with all axes of k and v but the last, multiply them: one number for a token and head.
         - `pages`: int32 [batch, pages of a sequence]. k and v are pools then: torch [pages, kv_heads, tokens, dim], JAX
-          [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple. Key i of batch entry b is token
-          i % tokens of page pages[b, i // tokens]. A number that is no page of the pool is taken for the nearest.
+          [pages, tokens, kv_heads, dim], with a multiple of 16 tokens in a page. Key i of batch entry b is token i %
+          tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page.
 
-        Where nothing is visible anything may stand in stored k, v and scales. Other values of scales and pages plan and
-        compile nothing. Calls on stored keys have no gradients.
+        Hidden entries of stored k, v and scales may hold anything. Other values of scales and pages neither plan nor
+        compile again. Calls on stored keys have no gradients.
         """
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
@@ -321,16 +321,15 @@ class Attention:
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
         sizes: Sizes | None = None, flat: bool | None = None, **params: Any,
     ) -> AnyPlan:  # fmt: skip
-        """Tables and layout built once, for any number of calls with these lengths.
+        """Build tables and layout once, for any number of calls with these lengths.
 
         >>> import frisket as fk
         >>> fk.compile("causal & same(doc)").plan(64, 64, heads=2, doc=[0] * 40 + [1] * 24).work((16, 16)).layout.counts
         Counts(empty=16, partial=14, full=2)
 
-        Tables that are traced (under `jax.jit`) or live on an accelerator (torch) are planned where they are, with
-        fixed shapes and no copy; `flat=True` asks for that for any table of a framework, `flat=False` copies.
-        Float tables that only the score mod reads are not part of a plan: it holds the arrays themselves, and
-        gradients flow to them.
+        Tables that are traced (under `jax.jit`) or live on an accelerator (torch) are planned on their device, with
+        fixed shapes and no copy. `flat=True` does so for any table of a framework, and `flat=False` copies tables to
+        the host. A plan holds Float tables that only the score mod reads as they are, and gradients flow to them.
         """
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
         host, given = divided(params, flat, self.program.learnable)
@@ -351,18 +350,19 @@ class Attention:
         return target.block_q, target.block_k
 
     def at(self, **coordinates: Any) -> Attention:
-        """An equal attention to arrays that hold positions in another order: `att.at(q="q + start[b]", k="pos[k]")`.
+        """Attention with this mask for arrays that hold positions in another order: `att.at(q="q + start[b]",
+        k="pos[k]")`.
 
         >>> import frisket as fk
         >>> fk.compile("causal").at(q="q + start[b]")
         Attention(mask = q + start[b] >= k)
 
-        Place q of the arrays holds the token at the position that the text gives. Mask, score mod and dropout are those
-        of positions. So the result is that of arrays that are put in order, attended, and put back.
+        Place q of the arrays holds the token at the position that the text gives. Mask, score mod and dropout read
+        positions. So the result equals that of arrays that are put in order, attended, and put back.
 
-        - Keywords b, h, q and k: texts or Ints. Others are values of names in the texts. A call may give those too, a
-          table that is traced or lives on a device, say: `att(q, k, v, start=start)`.
-        - `origin` moves places. Positions are then those of the moved places.
+        - Keywords b, h, q and k are texts or Ints. Other keywords are values of names in the texts. A call may give
+          them too, such as a traced table: `att(q, k, v, start=start)`.
+        - `origin` moves places, and the texts then read the moved places.
         - `sizes` gives the lengths of the problem where they are not those of the arrays.
         """
         texts = tuple(coordinates.items())
@@ -457,9 +457,9 @@ class Attention:
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
         k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Report:  # fmt: skip
-        """The call beside the float64 interpreter, and its gradients for random cotangents, where there are any: of q,
-        k, v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises
-        `MismatchError` when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
+        """Compare a call and its gradients, for random cotangents, with the float64 interpreter. Gradients are of q, k,
+        v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
+        when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         live = live_of(k_scale, v_scale, pages)
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}

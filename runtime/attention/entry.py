@@ -49,24 +49,26 @@ def compile(
 
     - `mask`, `score`: texts, Python functions, or what `frisket.mask` and `frisket.score` give. Values of their names
       follow as `**params`, here or at a call.
-    - `scale`: what products of queries and keys are multiplied with, 1 / sqrt(head_dim) unless given.
+    - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given.
     - `enable_gqa`: whether query heads may share key heads, in groups.
     - `dropout`: the share of weights to drop, in [0, 1), at every call. Make another attention for inference.
-    - `sinks`: [heads] or one number, logits beside every query's scores that have no value. A call may bring others.
+    - `sinks`: [heads] or one number: extra logits in the softmax of every query, which have no value vector. A call may
+      give others.
     - `backend`: one of `frisket.backends()`, "library" or "native".
     - `tile`: the (queries, keys) of a tile, in tokens.
     - `engines`: a kernel of a vendor (an engine) runs where it provably computes this mask and score mod, has run on
       the platform under frisket, and is known to be faster. False keeps to generated kernels. Names, "flash, cudnn",
-      are the engines that take part, also where they have not run yet. FRISKET_ENGINES says the same: names, or 0.
-    - `reorder`: an order that `frisket.reorder` found, or "auto": tokens are moved, for each call, so that the mask
-      visits fewer tiles.
+      are the engines that take part, also where they have not run yet. FRISKET_ENGINES does this for all calls: names,
+      or 0.
+    - `reorder`: an order that `frisket.reorder` found, or "auto". Each call then moves tokens so that the mask visits
+      fewer tiles.
     - `deterministic`: False allows gradients of tables whose sums change from run to run. Triton's then take one pass
       instead of two where the place in a table is neither a function of the distance nor known to be a query's and
-      key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` comes first.
+      key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` takes precedence.
 
-    A torch tensor that requires a gradient is learned where only the score mod reads it: given here, given to the call,
-    or captured by a function. Every call reads it again. No gradient flows through a mask, which reads such a tensor as
-    it is now. One attention serves every length, batch and number of heads.
+    A torch tensor that requires a gradient is learned if only the score mod reads it, whether it is given here, given
+    to the call, or captured by a function. Every call reads it again. No gradient flows through a mask; it reads the
+    values of such a tensor when it is made. One attention serves every length, batch and number of heads.
 
     Raises what `frisket.mask` and `frisket.score` raise, and `BackendError` for a backend that is not there.
     """
@@ -186,14 +188,14 @@ def reference(
     return_lse: bool = False, return_max: bool = False, dropout: float = 0.0, seed: int | None = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays, "bhsd" or "bshd".
+    """Dense attention by the float64 interpreter, as a numpy array; `layout` is "bhsd" or "bshd".
 
     >>> q = np.ones((1, 1, 4, 2))
     >>> reference(q, q, np.arange(8.0).reshape(1, 1, 4, 2), "causal", layout="bhsd")[0, 0, :, 0]
     array([0., 1., 2., 3.])
 
-    It takes arrays of any framework, works in memory of the square of the length, and is what every backend is compared
-    with. Scales and pages are as for `Attention.__call__`.
+    It takes arrays of any framework, and memory in the square of the length. Every backend is compared with it. Scales
+    and pages are as for `Attention.__call__`.
     """
     given = arrays(q, k, v, layout, numpy=True, pages=pages)
     program = program_of(mask, score, params)

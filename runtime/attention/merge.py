@@ -22,10 +22,10 @@ def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array
     >>> torch.allclose(out, fk.attention(q, k, v), atol=1e-6)
     True
 
-    `out` is (batch, heads, length, dim) in torch and (batch, length, heads, dim) in JAX unless `layout` says
-    otherwise, `lse` (batch, heads, length), natural log. Works in float32 (float64 for float64) and gives `out` in
-    the dtype of the parts; differentiable in every `out` and `lse`. Where a part saw no key, its lse is -inf and its
-    out does not matter; where none did, the result is 0 and -inf, with gradients of 0.
+    `out` is (batch, heads, length, dim) in torch and (batch, length, heads, dim) in JAX unless `layout` says otherwise,
+    `lse` (batch, heads, length), natural log. Works in float32 (float64 for float64) and gives `out` in the dtype of
+    the parts; differentiable in every `out` and `lse`. The lse of a part that saw no key is -inf, and its out is
+    ignored. Where no part saw a key, the result is 0 and -inf, with gradients of 0.
 
         lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i
 

@@ -97,7 +97,7 @@ class Order:
         return take(x, self._index(keys, back), self._axis(x, axis, keys), self._index(keys, not back), not back)
 
     def ready(self) -> None:
-        """Work out the places now: a graph of torch cannot.
+        """Compute the places now, because a graph of torch cannot.
 
         >>> import frisket as fk
         >>> fk.reorder("causal & dilated(1024, 4)", 16384, 16384).ready()  # before torch.compile(step)
@@ -190,17 +190,17 @@ def reorder(
     queries and keys: tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 256 x 256
       tiles of 128 x 64: 19,968 before, 5,828 after; gain 2.4
 
-    The candidates are what the mask itself suggests. Remainders and quotients (`(q - k) % 4`, `q // 256`) cut positions
-    into axes, which are tiled together or laid one after another; a table that is not sorted (`doc[q] == doc[k]`) gives
-    the order of its values; keys may move where queries stay. The analysis counts the tiles of each, of `block`
-    (queries, keys) in tokens. A tile counts for as much as its positions, a border tile 1.25 times that; moving a row
-    of q, k, v or the result takes as long as `moving` keys of a query do, some 100 on a GPU and 10 on a CPU, and 0 for
-    a model that keeps its tokens in order. An order that gains less than a tenth is left alone.
+    The mask suggests the candidates. Remainders and quotients (`(q - k) % 4`, `q // 256`) cut positions into axes,
+    which are tiled together or laid one after another; a table that is not sorted (`doc[q] == doc[k]`) gives the order
+    of its values; keys may move where queries stay. The analysis counts the tiles of each candidate, of `block`
+    (queries, keys) in tokens. A tile costs its number of positions, and a border tile 1.25 times that. Moving a row of
+    q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a model that keeps its
+    tokens in order. An order that gains less than a tenth is not used.
 
     `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
-    its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`.
-    Batch entry 0 and head 0 are counted. Raises `ParameterError` for a parameter without a value, `ShapeError` for
-    lengths and tiles that make no sense.
+    its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`. Batch entry 0 and head 0 are
+    counted. Raises `ParameterError` for a parameter without a value, and `ShapeError` for lengths and tiles that are
+    not positive.
     """
     what = as_mask(mask, **params)
     kv_len = q_len if kv_len is None else kv_len

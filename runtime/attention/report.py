@@ -25,8 +25,8 @@ SMALL = 1 << 15  # entries of out, from which on errors are those of many number
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """Largest absolute errors against the float64 interpreter: of the result, and of dense attention done in the
-    dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too.
+    """Largest absolute errors of a result, and of dense attention in the dtype of the arrays, against the float64
+    interpreter. NaN counts as infinitely wrong, except where the interpreter has NaN too.
 
     >>> import torch, frisket as fk
     >>> report = fk.compile("causal").check(*torch.randn(3, 1, 2, 64, 16))
@@ -35,9 +35,9 @@ class Report:
     >>> report.require()  # raises MismatchError where it is not good
 
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
-    differentiated, where gradients were asked for; they are sums over rows of any number, so their errors are parts
-    of the largest entry where that is above 1. Dense attention is taken to be no better at sinks, tables and scalars,
-    which have few entries, than at q, k and v.
+    differentiated, if gradients were checked. Gradients are sums over any number of rows, so where the largest entry is
+    above 1 their errors are relative to it. Sinks, tables and scalars have few entries, so dense attention is assumed
+    to be no better at them than at q, k and v.
     """
 
     out: float

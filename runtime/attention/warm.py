@@ -63,7 +63,7 @@ class Warmed:
 
 
 def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framework: str = "torch") -> Warmed:
-    """Compile the native kernels of calls to come into the cache on disk, one compiler for each core.
+    """Compile the native kernels of later calls into the cache on disk, with one compiler for each core.
 
     >>> import frisket as fk
     >>> report = fk.warm("causal & window(256)", {"q_len": 1024, "head_dim": 32}, gradients=False)
@@ -72,11 +72,11 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
 
     - `masks`: an `Attention`, or a mask as `frisket.compile` takes it, with values; or a list of them.
     - `shapes`: sizes of calls by name: q_len, kv_len, batch, heads, kv_heads, head_dim, v_dim, in tokens, heads and
-      numbers, and dtype. What is left out is as in `Attention.source`. Without any, one call of those sizes.
+      numbers, and dtype. A size that is left out is that of `Attention.source`; without `shapes`, all are.
     - `gradients`: whether the kernels of gradients are compiled too.
     - `framework`: "torch" or "jax", whose arrays the calls take.
 
-    The report has a row for each kernel. A kernel that cannot be compiled has its reason there, and no error.
+    The report has a row for each kernel. The row of a kernel that cannot be compiled says why; no error is raised.
     """
     if framework not in ("torch", "jax"):
         raise ParameterError(f"framework={framework!r}: write 'torch' or 'jax'")

@@ -23,8 +23,7 @@ from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class PagedKVCache(JaxCache):
-    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
-    common.
+    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share common pages.
 
     >>> import frisket as fk
     >>> pool = PagePool(pages=32, page=16)
@@ -43,11 +42,11 @@ class PagedKVCache(JaxCache):
     >>> cache.lengths.tolist(), cache.truncate([7, 0]).lengths.tolist()  # tell the pool by `pool.truncate`
     ([7, 7], [7, 0])
 
-    The host decides with a `PagePool`; arrays hold what it decided: `pages` int32 [batch, width], the pages of every
-    row in order, `room` int32 [batch], tokens those have place for, `lengths` int32 [batch]. k [pages, page, kv_heads,
-    head_dim], v likewise with v_dim; beside 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads]. `width` is how
-    many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are, how many and
-    who shares them changes no shape and does not recompile.
+    A `PagePool` on the host decides, and arrays hold its decisions: `pages` int32 [batch, width], the pages of every
+    row in order, `room` int32 [batch], the tokens that fit these pages, `lengths` int32 [batch]. k [pages, page,
+    kv_heads, head_dim], v likewise with v_dim; beside 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads].
+    `width` is how many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Other pages, more
+    pages and shared pages change no shape and do not recompile.
 
     Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in
     `KVCache`.
@@ -85,12 +84,11 @@ class PagedKVCache(JaxCache):
 
     @usual_promotion()
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
-        """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
-        or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
-        `pool.append` gave back, done here, in place of the old cache's memory.
-
-        Raises `ShapeError` where the pool counts other tokens than the rows hold, as after a `keep` that it was not
-        told of; for that `seat` reads the lengths of the rows, and so waits for the step before."""
+        """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number, or
+        int [batch]) are tokens that the pool counts already and that are appended next; `copies` what `pool.append`
+        gave back, done here, in place of the old cache's memory. Raises `ShapeError` where pool and rows count
+        different numbers of tokens, as after a `keep` without `pool.truncate`. To compare, `seat` reads the lengths of
+        the rows, and so waits for the step before."""
         before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
         table, room, lengths, rows = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape, *before)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
@@ -117,9 +115,9 @@ class PagedKVCache(JaxCache):
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
 
-        Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`: `seat` refuses a pool
-        that counts drafts which were not kept. Drafts on pages that another sequence shares are a `ShapeError`,
-        under `jax.jit` they are left and set `overflowed`: `pool.own` gives copies."""
+        Call `pool.truncate(sequence, tokens)` right after: `seat` refuses a pool that counts drafts which were not
+        kept. Drafts on pages that another sequence shares are a `ShapeError`, under `jax.jit` they are left and set
+        `overflowed`: `pool.own` gives copies."""
         path, start, counts = pathed(self, path, drafted, counts)
         known = (start, counts, self.rows[OWN])
         if not any(map(traced, known)):
@@ -136,9 +134,8 @@ class PagedKVCache(JaxCache):
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
-        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Tell the pool, as after `keep`.
-
-        A row that ends on pages that another sequence shares takes no tokens until `seat` has given it others."""
+        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Call `pool.truncate`, as after
+        `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
         made = super().truncate(lengths)
         shorter = made.lengths < self.lengths
         rows = self.rows.at[LOW].min(jnp.where(shorter, made.lengths, self.rows[LOW]))

@@ -17,7 +17,7 @@ from .jax_store import JaxCache, check_new, counted, empty, grown, pathed, read,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class KVCache(JaxCache):
-    """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
+    """Keys and values of a batch of sequences of different lengths, in one buffer of a fixed capacity.
 
     >>> import frisket as fk
     >>> att = fk.compile("causal & window(64)")
@@ -34,15 +34,15 @@ class KVCache(JaxCache):
     >>> cache.lengths.tolist(), cache.truncate([4, 0]).lengths.tolist()
     ([12, 12], [4, 0])
 
-    A pytree: `append` and `attention` give a new one, which under `jax.jit` with the old one donated is the same
-    memory. Growing changes no shape and does not recompile. k [batch, capacity, kv_heads, head_dim], v likewise with
-    v_dim; beside 8 bits `k_scale`, `v_scale` float32 [batch, capacity, kv_heads], one for every vector, which kernels
-    apply to what they load: there is no dequantised copy. `lengths` int32 [batch], in tokens.
+    A pytree: `append` and `attention` return a new cache. Under `jax.jit` it takes the memory of the old one, if that
+    is donated. Growing changes no shape and does not recompile. k [batch, capacity, kv_heads, head_dim], v likewise
+    with v_dim; with 8 bits also `k_scale`, `v_scale` float32 [batch, capacity, kv_heads], one for every vector. Kernels
+    apply scales as they load, so no dequantised copy is made. `lengths` int32 [batch], in tokens.
 
-    Masks and score mods speak of positions in the sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
+    Masks and score mods read positions in the sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
 
-    Where tokens do not fit, `append` raises `CapacityError`; under `jax.jit`, where nothing can be raised, they are
-    dropped and `overflowed` bool [batch] is True from then on: results of that sequence mean nothing.
+    Where tokens do not fit, `append` raises `CapacityError`. Code under `jax.jit` cannot raise: the tokens are dropped
+    and `overflowed` bool [batch] is True from then on, and results of that sequence are wrong.
     """
 
     k: jax.Array
@@ -65,8 +65,8 @@ class KVCache(JaxCache):
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
-        """The cache with new tokens behind those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
-        `counts` int [batch] says how many of the new tokens are real, those in front; None: all."""
+        """The cache with new tokens after those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
+        `counts` int [batch] says how many of the new tokens are real, the first ones; None means all."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
         lengths, over = grown(self.lengths, counts, self.capacity)
@@ -76,20 +76,20 @@ class KVCache(JaxCache):
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the
-        `counts` last ones (None: of as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of
-        `att`, `return_lse=True` among them.
+        """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the last
+        `counts` tokens (None: as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of `att`,
+        `return_lse=True` among them.
 
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
-        sees what is before the tree, its ancestors and itself, as far as the mask lets it, and its position is that of
+        sees the tokens before the tree, its ancestors and itself, as far as the mask allows. Its position is that of
         the first draft plus its depth."""
         return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
-        [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
-        the path are meant."""
+        [batch, m], nodes of the tree in the order of the tree. `counts` int [batch] says how many entries of the path
+        are used."""
         path, start, counts = pathed(self, path, drafted, counts)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
         kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}

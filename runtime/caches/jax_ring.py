@@ -22,7 +22,7 @@ from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_bef
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class RingKVCache(JaxCache):
-    """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
+    """The last `window` tokens of every sequence of any length, for masks that see no further back.
 
     >>> import frisket as fk
     >>> cache = RingKVCache.create(batch=1, window=16, kv_heads=2, head_dim=8)
@@ -64,8 +64,8 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """Attend like `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
-        `attention` reads it before."""
+        """Attend like `KVCache.attend`; `ShapeError` where the last tokens may have overwritten keys that they see;
+        `attention` reads these keys first."""
         self._check(att, q, tree, params)
         batch, new = q.shape[:2]
         require_room(att, self.window, new, params)
@@ -75,7 +75,8 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
-        """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
+        """Empty the sequences with 0 in `lengths`; other sequences stay, because a ring has overwritten their old
+        tokens."""
         lengths = numbers("lengths", lengths, self.batch)
         partly = (lengths > 0) & (lengths < self.lengths)
         if not traced(partly) and bool(partly.any()):
@@ -87,8 +88,8 @@ class RingKVCache(JaxCache):
         self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
         **params: Any,
     ) -> tuple[Any, Self]:  # fmt: skip
-        """(out, cache): the new tokens appended, and attention of their queries. A chunk that leaves no room for what
-        it sees is read beside the ring as it was, and the two are merged."""
+        """(out, cache): the new tokens appended, and attention of their queries. A chunk may overwrite keys that it
+        sees. Then the old ring and the chunk are read separately, and the results are merged."""
         self._check(att, q, tree, params)
         new = check_new(self.arrays, self.batch, k, v)
         if not no_room(att, self.window, new, params):

@@ -43,12 +43,11 @@ class ShardedKVCache(JaxCache):
     >>> cache.attend(fk.compile("causal"), q[:, :1]).shape, cache.truncate([4]).lengths.tolist()
     ((1, 1, 4, 8), [4])
 
-    `append` writes on the device that owns a position alone and sends nothing; `attend` runs on every device over the
-    positions it holds, and merges results by collectives of the size of out: one maximum and two sums. Queries and new
-    tokens are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes that split the batch and
-    the heads besides, one or several: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout
-    `P(("dp", "fsdp"), "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and speak of global
-    b, h, q and k.
+    `append` writes only on the device that owns a position, and sends nothing. `attend` runs on every device over its
+    positions, and merges results by collectives of the size of out: one maximum and two sums. Queries and new tokens
+    are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes, one or several, that split the
+    batch and the heads too: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout `P(("dp", "fsdp"),
+    "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and are read at global b, h, q and k.
     """
 
     k: jax.Array

@@ -17,7 +17,7 @@ Copy = tuple[int, int]  # (page to read, page to write)
 
 
 class PagePool:
-    """A pool of pages, which says which pages hold which tokens of which sequence.
+    """A pool of pages: it records the pages that hold the tokens of each sequence.
 
     >>> pool = PagePool(8, 16)  # pages, tokens of a page
     >>> pool.allocate("prompt", 40)  # two pages and a half
@@ -38,10 +38,9 @@ class PagePool:
     >>> PagePool.of(8, 16, {"answer": ([0], 16)}).available  # a pool from stored pages and lengths
     7
 
-    Token t of a sequence is token `t % page` of its page `t // page`. Sequences have names of the caller's, anything
-    hashable; lengths are in tokens. A call that asks for more pages than are free raises `CapacityError` and changes
-    nothing. Each call takes time for the pages it hands out or takes back and the sequences it names, whatever the
-    size of the pool.
+    Token t of a sequence is token `t % page` of its page `t // page`. Sequences have names, any hashable value; lengths
+    are in tokens. A call that asks for more pages than are free raises `CapacityError` and changes nothing. The time of
+    a call depends on the pages and sequences that it changes, not on the size of the pool.
     """
 
     def __init__(self, pages: int, page: int) -> None:
@@ -57,7 +56,7 @@ class PagePool:
 
     @classmethod
     def of(cls, pages: int, page: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
-        """A pool as it was: the pages and the number of tokens of every sequence."""
+        """A pool with these pages and this number of tokens of every sequence."""
         pool = cls(pages, page)
         for sequence, (its, tokens) in sequences.items():
             pool._held[sequence], pool._lengths[sequence] = list(its), tokens
@@ -113,9 +112,8 @@ class PagePool:
             raise
 
     def append(self, tokens: Mapping[Any, int]) -> list[Copy]:
-        """So many more tokens for each of the sequences: all of them, or none where pages are short. What comes back
-        are pages to copy, (from, to) in any order, before the new tokens are written: the last page of a sequence
-        that others share."""
+        """Add tokens to each of the sequences, or to none where pages are short. Returns pages to copy before the new
+        tokens are written, (from, to) in any order: the last page of a sequence, where others share it."""
         tokens, needed = _of_each("tokens", tokens), {}
         for s, n in tokens.items():
             self._there(s)
@@ -133,8 +131,7 @@ class PagePool:
         return copies
 
     def own(self, starts: Mapping[Any, int]) -> list[Copy]:
-        """Let tokens of sequences be written again, from `starts` on: pages that others share are copied, as by
-        `append`."""
+        """Make tokens of sequences writable from `starts` on: pages that others share are copied, as by `append`."""
         starts = _of_each("starts", starts)
         for sequence, n in starts.items():
             self._there(sequence)
@@ -155,8 +152,8 @@ class PagePool:
             self._users[page] += 1
 
     def truncate(self, sequence: Hashable, tokens: int) -> None:
-        """Keep the first `tokens` of a sequence: drafts that were not kept are let go. `keep` and `truncate` of a cache
-        do not tell the pool; `seat` refuses where the two disagree."""
+        """Keep the first `tokens` of a sequence, and release the pages of the others. `keep` and `truncate` of a cache
+        do not change the pool; `seat` raises an error where the two disagree."""
         self._known(sequence)
         tokens = _whole("tokens", tokens)
         if not 0 <= tokens <= self._lengths[sequence]:
@@ -168,14 +165,14 @@ class PagePool:
         self.ledger.cut(sequence, tokens)
 
     def free(self, sequence: Hashable) -> None:
-        """Forget a sequence; pages that no other one shares can be handed out again."""
+        """Remove a sequence; pages that no other sequence shares are free again."""
         self._known(sequence)
         self._let_go(self._held.pop(sequence))
         del self._lengths[sequence]
         self.ledger.free(sequence)
 
     def owned(self, sequence: Hashable) -> int:
-        """The first token that is, with all behind it, on pages that no other sequence shares."""
+        """The first token from which on all pages belong to this sequence alone."""
         held = self.pages_of(sequence)
         shared = self._extra and next((i + 1 for i in reversed(range(len(held))) if self._users[held[i]] > 1), 0)
         return shared * self.page

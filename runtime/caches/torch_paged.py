@@ -18,8 +18,7 @@ from .torch_store import Taken
 
 
 class PagedKVCache(TorchCache):
-    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
-    common.
+    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share common pages.
 
     >>> import torch, frisket as fk
     >>> pool = PagePool(pages=12, page=16)
@@ -44,11 +43,11 @@ class PagedKVCache(TorchCache):
     >>> cache.extra_repr()
     '2 x 128, kv_heads=2, head_dim=16, float32'
 
-    The host decides with a `PagePool`, one for the caches of all layers; buffers hold what it decided: `pages` int32
-    [batch, width], the pages of every row in order, `room` int32 [batch], tokens those have place for, `lengths` int32
-    [batch]. `k` [pages, kv_heads, page, head_dim], `v` likewise with v_dim, scales likewise without dim. `width` is how
-    many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are and who shares
-    them changes no shape and does not recompile.
+    One `PagePool` on the host decides for the caches of all layers, and buffers hold its decisions: `pages` int32
+    [batch, width], the pages of every row in order, `room` int32 [batch], the tokens that fit these pages, `lengths`
+    int32 [batch]. `k` [pages, kv_heads, page, head_dim], `v` likewise with v_dim, scales likewise without dim. `width`
+    is how many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Other pages and shared pages
+    change no shape and do not recompile.
     """
 
     room: Tensor
@@ -87,8 +86,8 @@ class PagedKVCache(TorchCache):
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
         `pool.append` gave back, done here.
 
-        Raises `ShapeError` where the pool counts other tokens than the rows hold, as after a `keep` that it was not
-        told of; for that it waits where only a device knows the lengths."""
+        Raises `ShapeError` where pool and rows count different numbers of tokens, as after a `keep` without
+        `pool.truncate`. To compare, it waits where only a device knows the lengths."""
         held = self.known()
         if held is None:
             held = self.lengths.tolist()
@@ -108,15 +107,14 @@ class PagedKVCache(TorchCache):
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
         """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
 
-        Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`: `seat` refuses a pool
-        that counts drafts which were not kept. Drafts on pages that another sequence shares are a `ShapeError`:
-        `pool.own` gives copies. Where only a device knows the lengths they are left, and `overflowed` is true."""
+        Call `pool.truncate(sequence, tokens)` right after: `seat` refuses a pool that counts drafts which were not
+        kept. Drafts on pages that another sequence shares are a `ShapeError`: `pool.own` gives copies. Where only a
+        device knows the lengths they are left, and `overflowed` is true."""
         return super().keep(path, drafted, counts)
 
     def truncate(self, lengths: Any) -> Self:
-        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Tell the pool, as after `keep`.
-
-        A row that ends on pages that another sequence shares takes no tokens until `seat` has given it others."""
+        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Call `pool.truncate`, as after
+        `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
         before = self.known()
         super().truncate(lengths)
         self.room.copy_(torch.where(self.lengths < self.own, torch.minimum(self.room, self.lengths), self.room))

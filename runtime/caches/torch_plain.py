@@ -310,7 +310,7 @@ class TorchCache(nn.Module):
 
 
 class KVCache(TorchCache):
-    """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
+    """Keys and values of a batch of sequences of different lengths, in one buffer of a fixed capacity.
 
     >>> import torch, frisket as fk
     >>> cache = KVCache.create(batch=2, capacity=1024, kv_heads=2, head_dim=64, dtype=torch.int8)
@@ -329,8 +329,8 @@ class KVCache(TorchCache):
     >>> cache.extra_repr()
     '2 x 1024, kv_heads=2, head_dim=64, int8'
 
-    Growing changes no shape, does not recompile and moves nothing. Masks and score mods speak of positions in the
-    sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
+    Growing changes no shape, does not recompile and moves nothing. Masks and score mods read positions in the sequence,
+    from 0; `Q_LEN` and `KV_LEN` are the capacity.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from .torch_store import Taken
 
 
 class RingKVCache(TorchCache):
-    """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
+    """The last `window` tokens of every sequence of any length, for masks that see no further back.
 
     >>> import torch, frisket as fk
     >>> att = fk.compile("causal & window(32)")
@@ -60,8 +60,8 @@ class RingKVCache(TorchCache):
         return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """Attend like `KVCache.attend`, without trees; `ShapeError` where what the last tokens see may have been
-        overwritten by them: `attention` reads it before."""
+        """Attend like `KVCache.attend`, without trees; `ShapeError` where the last tokens may have overwritten keys
+        that they see; `attention` reads these keys first."""
         self._check(att, q, tree, params)
         require_room(att, self.window, q.shape[2], params)
         return self._attend(att, q, counts, None, params)
@@ -69,8 +69,8 @@ class RingKVCache(TorchCache):
     def attention(
         self, att: Attention, q: Tensor, k: Tensor, v: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
     ) -> Any:
-        """The new tokens appended, and attention of their queries. A chunk that leaves no room for what it sees is
-        read beside the ring as it was, and the two are merged."""
+        """The new tokens appended, and attention of their queries. A chunk may overwrite keys that it sees. Then the
+        old ring and the chunk are read separately, and the results are merged."""
         self._check(att, q, tree, params)
         new = self._new(k, v)
         room = not no_room(att, self.window, new, params)
@@ -109,7 +109,8 @@ class RingKVCache(TorchCache):
         raise ParameterError("a ring has overwritten its oldest tokens with the drafts; take a KVCache")
 
     def truncate(self, lengths: Any) -> Self:
-        """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
+        """Empty the sequences with 0 in `lengths`; other sequences stay, because a ring has overwritten their old
+        tokens."""
         told = store.numbers("lengths", lengths, self.batch)
         known = self.known()
         if told is None or known is None or any(0 < n < have for n, have in zip(told, known, strict=True)):

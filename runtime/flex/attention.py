@@ -68,12 +68,13 @@ def flex_attention(
     natural log of the sum that the softmax divides by, and the largest visible score, without a gradient. A query that
     sees no key has out 0 and lse -inf.
 
-    Gradients flow to query, key, value and every Float tensor that score_mod captured, on CPUs too. What was traced
-    is kept: a score_mod of the same code and numbers costs no trace, though it captures other tensors.
+    Gradients flow to query, key, value and every Float tensor that score_mod captured, on CPUs too. Traces are kept: a
+    score_mod of the same code and numbers is not traced again, even where it captures other tensors.
 
-    Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for what
-    is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position, below 0 too;
-    `KernelOptionError` for options that are unknown, impossible, or promise what is not so. See docs/flex.md.
+    Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for a
+    function that is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position,
+    below 0 too; `KernelOptionError` for options that are unknown, impossible, or state something false about the mask.
+    See docs/flex.md.
     """
     if return_lse and return_aux is not None:
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")

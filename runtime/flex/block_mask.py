@@ -52,17 +52,17 @@ class BlockMask(theirs.BlockMask):
     >>> block_mask.lay_out() is block_mask  # its lists are made now, before torch.compile traces a step
     True
 
-    A subclass of torch's BlockMask: every attribute, shape and number is the same, but a mask made by
-    `create_block_mask` holds an expression in place of lists. The lists are laid out from it when they are first read,
-    in time that grows with the border of the mask. `mask` is that expression as a `frisket.Mask`, at any length:
+    A subclass of torch's BlockMask, with the same attributes, shapes and numbers. A mask made by `create_block_mask`
+    holds an expression. Its lists are made from the expression when they are first read, in time that grows with the
+    border of the mask. `mask` is that expression as a `frisket.Mask`, at any length:
     `create_block_mask(block_mask.mask, B, H, longer, longer)` and `block_mask.mask.layout(...)` do not trace again.
 
-    The tensors that a mask_mod captured stay the user's: change one in place, and lists, `mask` and attention follow
-    at the next use. (torch's lists stay as they were made, while its mask_mod reads the tensors as they are.)
+    Captured tensors are not copied: change one in place, and lists, `mask` and attention follow at the next use. (In
+    torch the lists stay, and mask_mod changes.)
 
-    Slicing, `_adjust` and `to` keep the mask: `block_mask[:, :, 1:3].mask_mod` counts queries from the first
-    of the part, `seq_lengths` is the length of what is left, and `to` moves captured tensors too. Masks of one shape
-    combine with `& | ~`, are equal when they show the same by the same expression, hash, and pickle, lambdas too.
+    Slicing, `_adjust` and `to` keep the mask: `block_mask[:, :, 1:3].mask_mod` counts queries from the first of the
+    part, `seq_lengths` is the length of the part, and `to` moves captured tensors too. Masks of one shape combine with
+    `& | ~`. Masks with the same expression and values are equal. They hash, and pickle with lambdas too.
     """
 
     dq_kv_order_spt: bool | None
@@ -129,13 +129,13 @@ class BlockMask(theirs.BlockMask):
         dq_kv_order: Tensor | bool | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask from lists of tiles: `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
-        tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` the same for those
-        in which every position is visible. B or H is 1, or left out, where all are alike.
+        tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` are the same for
+        tiles in which every position is visible. B or H is 1, or left out, where all entries or heads are alike.
 
         `seq_lengths` are rows and columns of whole tiles unless given, in tokens; where they are given, lists may be as
         short as the longest row needs. Raises `ListError` (a RuntimeError and an AssertionError, as torch raises) for
-        lists that do not fit together, a tile listed twice, and a column that is not there; the last two are looked
-        for where the lists are on the host.
+        lists that do not fit together, a tile listed twice, and a column that does not exist; the last two are checked
+        where the lists are on the host.
         """
         lists: Lists = dict.fromkeys(TENSORS)
         lists |= {"kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices}
@@ -258,10 +258,9 @@ class BlockMask(theirs.BlockMask):
     # -- the lists --------------------------------------------------------------------------------
 
     def lay_out(self) -> BlockMask:
-        """Makes what a graph of torch reads, its lists and `mask_mod`, before it is traced: itself.
-
-        Only needed for new masks that are given to torch's compiled functions, step by step. A mask that is not laid
-        out is traced again, as it is laid out while the graph is made.
+        """Make the lists and `mask_mod` before a graph of torch reads them, and return the mask. Only needed where
+        torch's compiled functions get new masks at every step. Without it such a mask is traced again while the graph
+        is made.
         """
         if torch.compiler.is_dynamo_compiling():
             self._tensors()
@@ -361,8 +360,8 @@ class BlockMask(theirs.BlockMask):
     def sparsity(self) -> float:
         """The percentage of tiles that are not computed, 0 to 100.
 
-        torch counts a tile at the end in full where the lengths cut it, and divides by the positions inside: of 100
-        queries and keys in tiles of 128 it reports -63.84 percent. This is a share of tiles.
+        torch counts positions, and those beyond the end of the last tile too: for 100 queries and keys in tiles of 128
+        it reports -63.84 percent.
         """
         if self._given is None:
             return 100 * (1 - self.layout.density)

@@ -43,16 +43,16 @@ def create_block_mask(
     37.5
 
     `mask_mod` is a torch function of (b, h, q_idx, kv_idx), a text, or a `frisket.Mask`. It is read once, as an
-    expression; no position is evaluated here, and nothing is copied. B and H are the batch entries and heads that the
-    mask is for; None stands for any number, all alike. Lengths and BLOCK_SIZE, one number or (queries, keys), are in
+    expression; no position is evaluated here, and nothing is copied. B and H are the numbers of batch entries and
+    heads; None stands for any number, with the same mask. Lengths and BLOCK_SIZE, one number or (queries, keys), are in
     tokens. `device` is where the lists will be: the accelerator, if there is one, unless given. With
     `separate_full_blocks=False` full tiles are among the partial ones, and `compute_dq_write_order` adds
     `dq_write_order`, from the first column of keys or (`dq_kv_order`) from the last. `_compile` has no effect.
 
-    Raises `MaskModError`, which is torch's AssertionError, RuntimeError and ValueError too, for what is no mask: a
-    score mod, a function that returns numbers, `and` or `if` on a position; `ShapeError`, a ValueError, for lengths
-    and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which it
-    reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
+    Raises `MaskModError`, which is torch's AssertionError, RuntimeError and ValueError too, for a function that is no
+    mask: a score mod, a function that returns numbers, `and` or `if` on a position; `ShapeError`, a ValueError, for
+    lengths and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which
+    it reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
     """
     compiling = torch.compiler.is_dynamo_compiling()
     if _compile and not compiling:
@@ -87,8 +87,8 @@ def create_mask(
     tensor([[ True, False],
             [ True,  True]])
 
-    `mod_fn` is a mask or a score mod, as a function, a text or one of ours; a score mod shows a position where it
-    makes anything but -inf of a score of 0. For looking at: memory is the square of the length.
+    `mod_fn` is a mask or a score mod: a function, a text, or an object of frisket. A score mod shows a position if a
+    score of 0 does not become -inf. Memory is in the square of the length, so use it to look at small masks.
     """
     if torch.compiler.is_dynamo_compiling():
         if callable(mod_fn):
@@ -122,7 +122,7 @@ def _shown(what: Any) -> LiveMask:
 
 
 def and_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
-    """`and_masks(causal, window)`: a mask_mod that shows what all of them show; of none, everything.
+    """`and_masks(causal, window)`: a mask_mod that shows what all of them show; without masks, everything.
 
     >>> create_mask(and_masks("causal", "k < 1"), None, None, 2, 2, "cpu")[0, 0].tolist()
     [[True, False], [True, False]]
@@ -133,7 +133,7 @@ def and_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
 
 
 def or_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
-    """`or_masks(causal, "k < 64")`: a mask_mod that shows what any of them shows; of none, nothing.
+    """`or_masks(causal, "k < 64")`: a mask_mod that shows what any of them shows; without masks, nothing.
 
     >>> create_mask(or_masks("causal", "k < 2"), None, None, 2, 2, "cpu")[0, 0].tolist()
     [[True, True], [True, True]]

@@ -125,15 +125,15 @@ class Layout(Tiling):
 
     @of_something
     def to_slices(self) -> Slices:
-        """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
-        into more slices than queries."""
+        """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or there are more
+        slices than queries."""
         from frisket.runtime.export.slices import to_slices
 
         return to_slices(self)
 
     @of_something
     def to_bsr(self, bits: bool = False) -> BSR:
-        """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
+        """Block sparse rows of each distinct slice, with the elements of partial tiles as `bits`."""
         from frisket.runtime.export.bsr import to_bsr
 
         return to_bsr(self, bits)

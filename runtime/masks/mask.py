@@ -54,10 +54,10 @@ class Mask(BoundExpr):
     >>> m.require_bound(), m.check_tables(512, 512)  # nothing is raised: every parameter has a value
     (None, None)
 
-    Masks, texts and functions are joined with `&`, `|`, `^` and `-`, and turned round with `~`. A mask is immutable; it
-    compares by its expression and values, hashes and pickles. `where` of its questions is any of `batch`, `heads`,
-    `origin` (b, h, q, k) and `sizes` (B, H, Q_LEN, KV_LEN), as for `layout`, and `budget`, the steps it may take
-    before `Undecided` is raised. Lengths are in tokens.
+    Masks, texts and functions are joined with `&`, `|`, `^` and `-`, and negated with `~`. A mask is immutable; it
+    compares by its expression and values, hashes and pickles. `where` of a question is any of `batch`, `heads`,
+    `origin` (b, h, q, k) and `sizes` (B, H, Q_LEN, KV_LEN), as for `layout`, and `budget`, the most steps before
+    `Undecided` is raised. Lengths are in tokens.
     """
 
     what = "mask"
@@ -96,7 +96,7 @@ class Mask(BoundExpr):
 
     @counting
     def dense(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> NDArray[np.bool_]:
-        """The whole mask, bool [batch, heads, q_len, kv_len], by the interpreter: for looking at, and for checking.
+        """The whole mask, bool [batch, heads, q_len, kv_len], by the interpreter, to look at or to check others with.
 
         >>> mask("causal & window(2)").dense(3, 3)[0, 0].astype(int)
         array([[1, 0, 0],
@@ -130,18 +130,18 @@ class Mask(BoundExpr):
         Counts(empty=43, partial=14, full=7)
 
         `block` is (queries, keys) of a tile, in tokens, or one number for both. `origin` (b, h, q, k) is where the
-        layout begins in a problem of `sizes` (B, H, Q_LEN, KV_LEN), those of the layout unless given.
-        `exact=False` leaves tiles partial that only a look at their elements could decide. `budget` is how many steps
-        the analysis may take, one operator at one position each (default 2**32, a second or two); past it tiles stay
-        partial and `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that make no sense,
-        `ParameterError` for a parameter without a value.
+        layout begins in a problem of `sizes` (B, H, Q_LEN, KV_LEN), those of the layout unless given. With
+        `exact=False`, tiles that only their elements could decide are partial. `budget` is how many steps the analysis
+        may take, one operator at one position each (default 2**32, a second or two); past it tiles stay partial and
+        `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that are out of range, `ParameterError` for
+        a parameter without a value.
         """
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
-        """How many (query, key) pairs are visible, over every batch entry and head, exactly: `layout(...)` counts
-        the same, and makes tiles besides. `BudgetError` where counting would cost too much.
+        """The exact number of visible (query, key) pairs of all batch entries and heads; a layout has it too. Raises
+        `BudgetError` where counting would take too many steps.
 
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
@@ -232,7 +232,7 @@ class ScoreMod(BoundExpr):
         super().__init__(ir.to_float(expr), params, origin)
 
     def then(self, other: ScoreLike) -> ScoreMod:
-        """Feed this one's result to the next as `score`.
+        """Give the result of this score mod to the next one as `score`.
 
         >>> score("score + slope * (k - q)", slope=0.5).then("softcap(50)")
         ScoreMod('50 * tanh((score + slope * (k - q)) / 50)', slope=0.5)

@@ -28,9 +28,8 @@ class BaseOperation(ABC):
     >>> op.get_impl_name(), op.get_impl_metadata(), op.current_backend() == jax.default_backend()
     ('Double', None, True)
 
-    `forward_native` is all that a subclass must write. It stands in for every `forward_...` that a subclass does not
-    write, `forward_cuda` and `forward_rocm` by way of `forward_gpu`. The platform is `metadata.backend`, or where JAX
-    puts arrays by itself.
+    A subclass must write `forward_native` only. Each `forward_...` that it does not write calls `forward_native`;
+    `forward_cuda` and `forward_rocm` call `forward_gpu`. The platform is `metadata.backend`, or JAX's default device.
     """
 
     def __init__(self, metadata: AttentionMetadata | None = None) -> None:
@@ -38,7 +37,7 @@ class BaseOperation(ABC):
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """The name to be registered under, or all of them; the class's own, unless written."""
+        """The name under which the class is registered, or several; by default the name of the class."""
         return cls.__name__
 
     def get_impl_metadata(self) -> AttentionMetadata | None:
@@ -46,7 +45,7 @@ class BaseOperation(ABC):
         return self.metadata
 
     def current_backend(self) -> str:
-        """ "tpu", "gpu" or "cpu": where JAX puts arrays by itself."""
+        """ "tpu", "gpu" or "cpu": JAX's default device."""
         return jax.default_backend()
 
     @abstractmethod

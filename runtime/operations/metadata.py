@@ -71,7 +71,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {  # field -> its value where nobody give
 
 @dataclass(eq=False)
 class AttentionMetadata(Record):
-    """`AttentionMetadata(softmax_scale=0.1, mesh=mesh)`: what calls of an operator have in common.
+    """`AttentionMetadata(softmax_scale=0.1, mesh=mesh)`: settings that all calls of an operator share.
 
     >>> AttentionMetadata(runtime_dtype="bfloat16").runtime_dtype
     dtype(bfloat16)
@@ -91,12 +91,12 @@ class AttentionMetadata(Record):
     Fields that are not given are taken from `base_config`, any object with attributes of these names (`attn_dtype`
     and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
 
-    - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their dtype.
+    - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
     - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
-    - `mesh` that of `partition_manager`, or the current one, or None: nothing is split. `partition_axis`, or a
-      `partition_manager`, whose axis it is, say how over a mesh; `sequence_axis_name` "sp" is the axis of ring
-      attention, which sends keys round, or, where `scan_ring_attention` is False, gathers them.
-    - `backend` None: the platform of arrays; `platform` None: the first kernels that can.
+    - `mesh` that of `partition_manager`, or the current one, or None: arrays are not split. `partition_axis`, or the
+      axis of `partition_manager`, says how arrays are split over a mesh. `sequence_axis_name` "sp" is the axis of ring
+      attention, which passes keys round the ring, or gathers them where `scan_ring_attention` is False.
+    - `backend` None: the platform of the arrays. `platform` None: the first kernels that can run the call.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
     - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask; both or none.
       `blocksize_b` 1: every tile is of one batch entry.

@@ -42,16 +42,16 @@ def deal(
 ) -> Deal:
     """`deal("causal & same(doc)", 65536, ranks=8, doc=doc)`: the tokens of a sequence over ranks.
 
-    Tokens go in tiles of `tile`, every rank holds the same number of tiles, and queries, keys and values of a token
-    are on one rank. Among the deals whose busiest rank has less than 1.05 times the mean of visible pairs, over
-    `batch` entries and `heads` heads, the one that sends least; where no deal is found that even, the most even one:
-    `.imbalance` says. Work is O(ranks * tiles + length), never pairs.
+    Tokens go in tiles of `tile`, every rank holds the same number of tiles, and queries, keys and values of a token are
+    on one rank. Chosen is the deal that sends least among those whose busiest rank has less than 1.05 times the mean of
+    visible pairs, over `batch` entries and `heads` heads. If there is none, it is the most even deal; `.imbalance` says
+    how even. Work is O(ranks * tiles + length), never pairs.
 
     >>> deal("causal & same(doc)", 1024, ranks=2, doc=np.arange(1024) // 300).imbalance < 1.05
     True
 
-    `length` is in tokens, for queries and keys alike. Raises `ShapeError` for lengths, tiles or ranks that make no
-    sense, `ParameterError` for a parameter of the mask without a value.
+    `length` is in tokens, for queries and keys alike. Raises `ShapeError` for lengths, tiles or ranks that are out of
+    range, `ParameterError` for a parameter of the mask without a value.
     """
     for name, n in (("ranks", ranks), ("tile", tile), ("length", length)):
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
@@ -91,9 +91,9 @@ class Deal:
     >>> d.under("causal & window(64)").needs[1, 0]  # rank 1 needs these places of rank 0 under a window
     array([  0, 256])
 
-    A *place* is where a token stands in the deal's order: rank r holds places r * shard .. (r + 1) * shard. Places
-    beyond the length are padding: they hold positions >= length, come last on their rank, see nothing and are not
-    seen. Ranges are half-open, in tokens.
+    A *place* is the index of a token in the order of the deal: rank r holds places r * shard .. (r + 1) * shard. Places
+    beyond the length are padding: they hold positions >= length, come last on their rank, see nothing and are not seen.
+    Ranges are half-open, in tokens.
     """
 
     length: int
@@ -106,8 +106,8 @@ class Deal:
     layout: Layout = field(repr=False)
 
     def under(self, mask: MaskLike, **params: Any) -> Deal:
-        """The deal of equal tokens to ranks under another mask: of another layer, or of other documents. What ranks
-        need of one another and what it costs them are that mask's."""
+        """A deal with equal tokens on each rank, under the mask of another layer or of other documents. Needs and costs
+        are those of that mask."""
         what = as_mask(mask, **params)
         layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
         return Deal(self.length, self.tile, self.ranks, self.batch, self.heads, self.tiles, what, layout)
@@ -156,7 +156,7 @@ class Deal:
 
     def permute(self, x: Any, axis: int, fill: float = 0) -> Any:
         """`x`, an array of numpy, torch or JAX, in the deal's order along `axis`: length becomes ranks * shard, padding
-        places hold `fill`. Split evenly, rank r's part is what it holds."""
+        places hold `fill`. Split into equal parts, part r is that of rank r."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
         taken = take(x, np.minimum(self.order, self.length - 1), axis)
         return _filled(taken, self.order >= self.length, axis, fill)
@@ -167,8 +167,8 @@ class Deal:
         return take(x, self._place, axis)
 
     def labels(self, x: Any, axis: int = -1, shift: int = 1, fill: int = -100) -> Any:
-        """Permuted labels of permuted tokens: the token `shift` positions on, `fill` where the sequence has ended and
-        on padding. Neighbours in the sequence may be on different ranks, so this is no shift of permuted tokens."""
+        """Labels of permuted tokens: the token `shift` positions later, and `fill` at the end of the sequence and on
+        padding. The next token may be on another rank, so labels are not shifted permuted tokens."""
         axis = self._axis(x, axis, self.length, "labels takes whole sequences")
         if not 0 <= shift <= self.length:
             raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")
@@ -192,7 +192,7 @@ class Deal:
 
     @cached_property
     def cost(self) -> NDArray[np.int64]:
-        """Visible pairs of the queries of every rank, int64 [ranks]; where counting would cost too much, positions
+        """Visible pairs of the queries of every rank, int64 [ranks]; where counting takes too many steps, the positions
         in tiles that are not empty."""
         return np.asarray(self._work.cost[self.tiles].sum(axis=1))
 
@@ -203,8 +203,8 @@ class Deal:
 
     @cached_property
     def needs(self) -> NDArray[np.int64]:
-        """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0, that queries of
-        rank r may see; (0, 0) where they see nothing there. To the tile."""
+        """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0 and rounded to tiles,
+        that queries of rank r may see; (0, 0) where they see none."""
         places = self._work.needs(self.tiles) * self.tile
         return np.asarray(np.minimum(places, self.held[None, :, None]))
 
@@ -212,12 +212,12 @@ class Deal:
         self, kv_heads: int, head_dim: int, v_dim: int, itemsize: int, variant: Variant = "ring",
         backward: bool = False, padded: bool = False,
     ) -> NDArray[np.int64]:  # fmt: skip
-        """int64 [ranks, ranks]: bytes that rank s sends to rank r stand at [s, r], of `batch` entries.
+        """int64 [ranks, ranks]: at [s, r], the bytes that rank s sends to rank r, for `batch` entries.
 
-        The forward sends the keys and values that are needed; the `backward` sends them again, and their gradients
-        home, in the same item size. `padded` is what one program for all ranks sends, whose shapes are fixed: with
-        "ring", at every step the longest need of that step, between the ranks that need anything; with
-        "all-gather", whole shards to everybody.
+        The forward sends the keys and values that are needed. The `backward` sends them again, and their gradients
+        back, in the same item size. `padded` counts one program for all ranks, whose shapes are fixed: with "ring",
+        every step sends the longest need of that step, between ranks that need anything; with "all-gather", whole
+        shards to all ranks.
         """
         check_variant(variant)
         size = self.needs[..., 1] - self.needs[..., 0]
@@ -234,8 +234,8 @@ class Deal:
 
     @cached_property
     def pairs(self) -> NDArray[np.int64]:
-        """int64 [ranks, ranks]: visible pairs of queries of rank r and keys of rank s, over batch and heads. Looks
-        at the positions of border tiles; `BudgetError` when those are more than a million."""
+        """int64 [ranks, ranks]: visible pairs of queries of rank r and keys of rank s, over batch and heads. Evaluates
+        the positions of border tiles; `BudgetError` for more than a million of them."""
         return _pairs(self)
 
     @cached_property

@@ -86,11 +86,11 @@ class FlatPlan:
     >>> plan.again({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
     torch.Size([1, 4, 2, 4])
 
-    It is used like a `Plan` and gives equal results; `exact` there is `overflow` here, an array that is true where some
-    row of tiles had more runs than there was room for and reads more tiles than it has to.
+    It is used like a `Plan` and gives equal results. `overflow` is an array that is true if some row of tiles had more
+    runs than there is room for; that row reads more tiles than needed.
 
-    On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans again from the
-    tables as they then are whenever it is replayed."""
+    On a GPU Python reads no values. So planning may be part of a CUDA graph, and every replay plans again from the
+    tables at that time."""
 
     on_device = True
 
