@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.text import Text
 
+CARETS = re.compile(r" *\^+")
 WIDTH = 10  # of the names of rows
+NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
 NARROWEST = 24  # columns that a value needs beside its name
 GOOD, BAD, SOME = "green", "bold red", "magenta"  # which can be read on white and on black
 CODE = {  # of a token of Pygments, for both, too
@@ -106,3 +112,20 @@ def code(source: str, language: str, console: Console) -> Text:
     text = Syntax("", language, theme=theme, background_color="default").highlight(source)
     text.rstrip()
     return text
+
+
+def folded(message: str) -> str:
+    """An error with its long sentences folded by words where a person reads it. A line above carets stays whole, as
+    the carets do."""
+    if not sys.stderr.isatty():
+        return message
+    columns = min(get_terminal_size().columns, NARROW)
+    lines = message.split("\n")
+    out: list[str] = []
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        if len(line) <= columns or CARETS.fullmatch(below) or CARETS.fullmatch(line):
+            out.append(line)
+        else:
+            rest = " " * (len(line) - len(line.lstrip()) + 2)
+            out += wrap(line, columns, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(out)

@@ -25,14 +25,13 @@ from rich.text import Text
 from frisket import __version__
 from frisket.dsl.errors import FrisketError, MismatchError
 
-from .answer import BAD, AnswerRow, CommandResult, Piece
+from .answer import BAD, NARROW, AnswerRow, CommandResult, Piece, folded
 from .options import Parser, meant
 
 PLAIN = str.maketrans({
     "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",
     "█": "#", "▓": "%", "▒": "+", "░": "-",
 })  # fmt: skip
-NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,11 @@ class Output(Console):
 
 
 def complain(name: str, message: str) -> None:
-    text = Text.assemble((name, BAD), ": ", message)
+    err = Output(stderr=True)
+    text = Text(folded(f"{name}: {message}"))
+    text.stylize(BAD, 0, len(name))
     text.highlight_regex(r"(?m)^ *\^+$", BAD)
-    show(Output(stderr=True), text)
+    show(err, text)
 
 
 def write(answer: CommandResult, *, as_json: bool) -> None:

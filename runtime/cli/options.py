@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from frisket.dsl.hints import nearest
 
+from .answer import folded
+
 
 class Parser(argparse.ArgumentParser):
     """Options are written out, and mistakes get one line and a way to the help."""
@@ -18,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}\n  see `{self.prog} --help`", file=sys.stderr)
+        print(folded(f"{self.prog}: {message}\n  see `{self.prog} --help`"), file=sys.stderr)
         raise SystemExit(2)
 
     @property

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,16 @@ def test_words_are_folded_below_their_beginning():
     assert code == "name      f(\n              words of code, more than\n              a line has\n          )"
     long = AnswerRow(Text("name"), Text("a  words that need more than a line has"), 6, 3).folded(Console(), 34).plain
     assert long == "name  a  words that need more than\n         a line has"
+
+
+def test_an_error_is_folded_and_its_place_is_not():
+    shown = ESCAPE.sub("", in_terminal("show", "natten2d(16, 16, 5, 3, 2, 4) & " * 4 + "causal"))
+    lines = shown.splitlines()
+    (code,) = {line for line, below in pairwise(lines) if re.fullmatch(r" *\^+", below)}
+    assert len(code) > 100
+    assert max(len(line) for line in lines if line != code and "^" not in line) <= 80
+    assert "kernel_cols)` or" in re.sub(r"\s+", " ", shown)
+    assert max(map(len, in_terminal("show", "causal", "window").splitlines())) <= 80
 
 
 # -- pipes ------------------------------------------------------------------------------------------------
