@@ -18,6 +18,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, candidates
 from frisket.lowering.orders.digits import closed, position
 from frisket.lowering.orders.folded import folded
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.layouts.facts import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
@@ -116,7 +117,8 @@ class Order:
     def _index(self, keys: bool, back: bool) -> NDArray[np.int64]:
         return self._indices[keys, back]
 
-    def _axis(self, x: Any, axis: int, keys: bool) -> int:
+    def check_length(self, x: Any, axis: int, keys: bool) -> None:
+        """Raise where an axis has another length than the order."""
         size = self.kv_len if keys else self.q_len
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
             raise ShapeError(
@@ -124,7 +126,15 @@ class Order:
                 f"  this order is of {self.q_len:,} queries and {self.kv_len:,} keys; lengths of batches and heads "
                 "come before: write axis="
             )
+
+    def _axis(self, x: Any, axis: int, keys: bool) -> int:
+        self.check_length(x, axis, keys)
         return axis % len(x.shape)
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """The rows of queries and keys in arrays as they come; None where nothing moves."""
+        return None if self._still(False) and self._still(True) else Rows(self.positions, self.kv_positions)
 
     @cached_property
     def coordinates(self) -> dict[str, Any]:

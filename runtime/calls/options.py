@@ -14,6 +14,7 @@ from frisket.runtime.backends.base import offered
 from frisket.runtime.machine.parameters import traced
 
 from .arrays import framework_of, uploaded
+from .rows import Rows
 from .tuning import AS_CHOSEN, Tuning
 
 SEEDS = 1 << 31
@@ -33,6 +34,7 @@ class Options:
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
     # kernels of vendors run where they provably compute the call: those that have run on the platform, none, or names
     engines: bool | tuple[str, ...] = True
+    rows: Rows | None = field(default=None, repr=False)  # ours: where arrays hold what is in another order
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
@@ -42,7 +44,7 @@ class Options:
                 f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if hasattr(x, "shape") and x.ndim else str(x)
             )
 
-        both = ((f.name, said(getattr(self, f.name)), said(f.default)) for f in fields(self))
+        both = ((f.name, said(getattr(self, f.name)), said(f.default)) for f in fields(self) if f.repr)
         return [(name, text) for name, text, usual in both if text != usual]
 
 

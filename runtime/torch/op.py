@@ -31,6 +31,7 @@ from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
 from frisket.runtime.machine.parameters import names_of
@@ -42,6 +43,7 @@ from frisket.runtime.plans.device import DeviceWork
 from .autograd import refuse_tangents
 from .engine import EngineReady, engine_call
 from .ready import ChangingTables, Ready, changing, readable
+from .take import around, gradients_around
 
 Tensor = Any
 
@@ -130,7 +132,7 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, saving
     layout = None if saving and layout == NATURAL["torch"] else layout  # operators have no other
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
-    if repeat is None or params or any(x is not None for x in given):
+    if repeat is None or params or att.options.rows is not None or any(x is not None for x in given):
         return
     if not (ready.live or ready.tables or ready.seed or ready.stored):
         kinds = saving, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
@@ -297,26 +299,30 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
     if run.build is None or options.backend or Settings.read().backend:
         return ready
+    rows: dict[str, Any] = {"rows": options.rows} if run.rows and options.rows is not None else {}
     try:
         with deferring(defers):
-            run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
+            run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype, **rows)
     except BuildError as error:
         fall_back(error)
         made = _prepared(replace(call, backend=library("torch")), options)
         return replace(made, awaits=True) if isinstance(error, LaterError) else made
     made = object.__new__(Ready)
-    made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward))
+    made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward, options.rows))
     return made
 
 
-def _or_library(backward: Callable[..., Any], *given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
+def _or_library(
+    backward: Callable[..., Any], rows: Rows | None, *given: Any, norm: Any = None, **more: Any
+) -> dict[str, Tensor]:
     """The gradients of a native backward, or of library calls where the native one cannot be built."""
     try:
         with deferring("share" not in more):
             found: dict[str, Tensor] = backward(*given, norm=norm, **more)
     except BuildError as error:
         fall_back(error)
-        found = RECORDS[library("torch")].executor("torch", gradients=True)(*given, **more)
+        other = RECORDS[library("torch")].executor("torch", gradients=True)
+        found = (other if rows is None else partial(gradients_around, other, rows))(*given, **more)
     return found
 
 
@@ -342,20 +348,25 @@ def _prepared(call: Call, options: Options) -> Ready:
     return Ready(
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(backend, options.deterministic), backend.rows,
+        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.rows,
         _checking(backend, options.deterministic),
     )  # fmt: skip
 
 
-def _executor(backend: Backend, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward; most backwards give equal calls equal gradients, whatever is asked."""
     run = backend.executors["torch"]
     if run.backward is None:  # `attend` has refused gradients
         return run.forward.function, partial(_refused, backend.name)
     backward = run.backward.function
-    if run.nondeterministic and not deterministic:
+    if run.nondeterministic and not options.deterministic:
         backward = partial(backward, deterministic=False)
-    return run.forward.function, backward
+    forward, rows = run.forward.function, options.rows
+    if rows is not None and run.rows:
+        forward, backward = partial(forward, rows=rows), partial(backward, rows=rows)
+    elif rows is not None:
+        forward, backward = partial(around, forward, rows), partial(gradients_around, backward, rows)
+    return forward, backward
 
 
 def _checking(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:

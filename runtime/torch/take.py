@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
 from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.rows import Rows
 
 Index = NDArray[np.int64]
 APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call of its own
@@ -68,3 +70,32 @@ def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
     if n >= LARGE:
         huge(found)
     return found
+
+
+# -- around executors that do not read rows by tables ----------------------------------------------
+
+
+def around(
+    forward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
+    *given: Any, **more: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of a forward, whose arrays are put in order, and its results back."""
+    q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
+    return tuple(_at(x, rows.back) for x in forward(plan, spans, geometry, q, k, v, *given, **more))
+
+
+def gradients_around(
+    backward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *given: Any, norm: Any = None, share: Any = None, **more: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of a backward, likewise."""
+    q, out, lse, dout, dlse, norm, share = (_at(x, rows.queries) for x in (q, out, lse, dout, dlse, norm, share))
+    k, v = (_at(x, rows.keys) for x in (k, v))
+    more |= {n: x for n, x in (("norm", norm), ("share", share)) if x is not None}
+    found: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *given, **more)
+    back = {"q": rows.back, "k": rows.keys_back, "v": rows.keys_back}
+    return {n: _at(x, back[n]) if n in back else x for n, x in found.items()}
+
+
+def _at(x: Any, index: NDArray[Any]) -> Any:
+    return None if x is None else x.index_select(2, torch.as_tensor(index))

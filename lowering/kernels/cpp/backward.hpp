@@ -11,8 +11,9 @@ const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
 const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
-const bool K_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;             // rows of keys and of dK need no copy
-const bool V_AS_IS = HALF == 0 && V_DIM % LANES == 0;                // rows of dV
+const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;            // rows of dK need no copy
+const bool DV_AS_IS = HALF == 0 && V_DIM % LANES == 0;
+const bool K_AS_IS = DK_AS_IS && !MOVED;
 const int64_t TURNED_K = (int64_t)STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
 const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)BLOCK_K / PAIR * Q_WIDE);  // Operands of a packed tile
 const int64_t KEPT_BYTES = 16 << 20;     // packed tiles that a worker keeps, from one row of tiles to the next
@@ -33,10 +34,12 @@ INLINE bool odd(Entry x) {
     return !(x - x == 0);
 #endif
 }
-static bool any_odd(const Entry *from, int64_t stride, int64_t rows, int dim) {
+static bool any_odd(const Lines<const Entry> &lines, int64_t rows, int dim) {
     int found = 0;
-    for (int64_t i = 0; i < rows; i++, from += stride)
+    for (int64_t i = 0; i < rows; i++) {
+        const Entry *from = lines.row(i);
         for (int d = 0; d < dim; d++) found |= odd(from[d]);
+    }
     return found != 0;
 }
 
@@ -84,12 +87,19 @@ struct Captured {
     }
 };
 
-// dK or dV of some tiles of keys. The last tile, if it is not whole, has memory of its own beside a result.
+// dK or dV of some tiles of keys. The last tile, if it is not whole, has memory of its own beside a result, whose rows
+// are where `rows` says.
 struct Sums {
     Real *data, *edge;
     int64_t row, first, edge_tile;
-    Real *tile(int64_t n) const { return n == edge_tile ? edge : data + (n - first) * BLOCK_K * row; }
+    const int32_t *rows;  // null: as they come
+    Real *tile(int64_t n) const {
+        return n == edge_tile ? edge : MOVED && rows ? data : data + (n - first) * BLOCK_K * row;
+    }
     int64_t row_of(int64_t n, int wide) const { return n == edge_tile ? wide : row; }
+    const int32_t *rows_of(int64_t n, const int32_t *counted) const {
+        return !MOVED ? nullptr : rows && n != edge_tile ? rows + n * BLOCK_K : counted;
+    }
 };
 
 // The memory of one worker.
@@ -123,6 +133,7 @@ struct Worker {
     bool open[VECTORS];            // whether the group of rows at hand sees a vector of keys
     bool repeated[ROWS];           // whether a row sees what the row before it sees
     Real edge_dk[BLOCK_K * Q_WIDE], edge_dv[BLOCK_K * V_WIDE];
+    int32_t counted[MOVED ? BLOCK_K : 1];  // 0, 1, 2, ...
 };
 
 // Weights and slopes of row i of a group, vector j of the keys.
@@ -220,8 +231,8 @@ static void look(Worker &w, const Fixed &fixed, int start, int rows) {
 // Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are.
 // PARTIAL: not every position is visible.
 template <bool PARTIAL>
-static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<Entry> &from, int64_t present,
-                  int start, Real unit, Real scale) {
+static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<const Entry> &from,
+                  int64_t present, int start, Real unit, Real scale) {
     const int rows = GROUP < w.present - start ? GROUP : w.present - start;
     if (PARTIAL) {
         look(w, fixed, start, rows);
@@ -242,10 +253,10 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
         n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
         if (!n) continue;
         const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
-        if (!w.few) multiply_rows(n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
+        if (MOVED || !w.few) multiply_rows(n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
         if (w.with_slopes) multiply_rows(n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
     }
-    for (int64_t j = 0; w.few && j < BLOCK_K; j += LANES)
+    for (int64_t j = 0; !MOVED && w.few && j < BLOCK_K; j += LANES)
         if (!PARTIAL || w.open[j / LANES])
             few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
     for (int i = 0; i < GROUP; i += PAIR) {
@@ -277,19 +288,20 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
 }
 
 // C[rows, WIDE] += A[rows, steps] B[steps, WIDE]. Columns are the outer loop: those that GROUP rows read of B stay in the
-// first level of the cache for the next rows. TAIL: the rows at the end.
-template <int WIDE, int TAIL>
+// first level of the cache for the next rows. TAIL: the rows at the end. SPREAD: rows of C are where `at` says.
+template <int WIDE, int TAIL, bool SPREAD = false>
 static void accumulate(int rows, const Steps *steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
-                       int64_t b_step, Real *c, int64_t c_row) {
+                       int64_t b_step, Real *c, int64_t c_row, const int32_t *at = nullptr) {
     by_panels<WIDE>([&](auto vectors, int column) {
         const int N = decltype(vectors)::N;
         for (int row = 0; row < rows; row += GROUP, steps++) {
             const Operand *left = a + row * a_row;
-            Real *to = c + row * c_row + column;
+            Real *to = c + (SPREAD ? 0 : row * c_row) + column;
+            const int32_t *rows_at = SPREAD ? at + row : nullptr;
             if (row + GROUP <= rows)
-                multiply_steps<GROUP, N, ADD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row);
+                multiply_steps<GROUP, N, ADD, SPREAD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row, nullptr, rows_at);
             else
-                multiply_steps<TAIL, N, ADD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row);
+                multiply_steps<TAIL, N, ADD, SPREAD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row, nullptr, rows_at);
         }
         steps -= (rows + GROUP - 1) / GROUP;
     });
@@ -313,10 +325,11 @@ static void add_exactly(Worker &w, int groups, const Operand *rows, int64_t stri
         }
         for (int d = 0; d < Q_WIDE; d++) w.dq[i * Q_WIDE + d] += sum[d];
     }
+    const int32_t *k_rows = w.dk.rows_of(tile, w.counted), *v_rows = w.dv.rows_of(tile, w.counted);
     for (int64_t j = 0; j < present; j++) {
         Real dk[Q_WIDE] = {}, dv[V_WIDE] = {};
-        Real *k = w.with_dk ? w.dk.tile(tile) + j * w.dk.row_of(tile, Q_WIDE) : nullptr;
-        Real *v = w.with_dv ? w.dv.tile(tile) + j * w.dv.row_of(tile, V_WIDE) : nullptr;
+        Real *k = w.with_dk ? w.dk.tile(tile) + row_at(k_rows, j) * w.dk.row_of(tile, Q_WIDE) : nullptr;
+        Real *v = w.with_dv ? w.dv.tile(tile) + row_at(v_rows, j) * w.dv.row_of(tile, V_WIDE) : nullptr;
         for (int64_t i = 0; i < queries; i++) {
             const Real p = half(w.weights + i / PAIR * BLOCK_K + j, i % PAIR), ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
             for (int d = 0; d < Q_WIDE && k && ds != 0; d++) dk[d] += ds * half(w.q_lines + i / PAIR * Q_WIDE + d, i % PAIR);

@@ -22,57 +22,60 @@ template <class T> INLINE T *entries_of(const Array &x, int64_t batch, int64_t h
     return x.data ? (T *)x.data + batch * x.batch + head * x.head : nullptr;
 }
 
+INLINE Lines<const Entry> lines_of(const Array &x, int64_t batch, int64_t head, const int32_t *rows, int64_t start) {
+    return {entries_of<const Entry>(x, batch, head) + (MOVED ? 0 : start * x.row), x.row, rows_from(rows, start)};
+}
+
 // Packed keys and values of one tile, from before or made now.
 static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
     const int64_t name = (batch * call->kv_heads + kv_head) * tiles_of(call) + tile, slot = tile % w.slots;
     if (w.tag[slot] == name) return slot;
     w.tag[slot] = name;
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
-    const Entry *k = entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row;
-    const Entry *v = entries_of<const Entry>(call->v, batch, kv_head) + start * call->v.row;
+    const auto k = lines_of(call->k, batch, kv_head, call->k_rows, start), v = lines_of(call->v, batch, kv_head, call->k_rows, start);
     Operand *to = w.tiles + slot * TILE;
-    pack_turned<HEAD_DIM, PANEL>(to, Lines<Entry>{k, call->k.row}, present, BLOCK_K);
-    pack_turned<V_DIM, PANEL>(to + TURNED_K, Lines<Entry>{v, call->v.row}, present, BLOCK_K);
-    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, Lines<Entry>{k, call->k.row}, present, BLOCK_K);
-    w.tag_odd[slot] = any_odd(k, call->k.row, present, HEAD_DIM);
+    pack_turned<HEAD_DIM, PANEL>(to, k, present, BLOCK_K);
+    pack_turned<V_DIM, PANEL>(to + TURNED_K, v, present, BLOCK_K);
+    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, k, present, BLOCK_K);
+    w.tag_odd[slot] = any_odd(k, present, HEAD_DIM);
     return slot;
 }
 
 static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_t batch, int64_t head, int64_t row) {
-    const int64_t start = row * call->block_q, line = (batch * call->heads + head) * call->q_len + start;
+    const int64_t start = row * call->block_q, line = (batch * call->heads + head) * call->q_len;
     const int present = (int)(call->q_len - start < call->block_q ? call->q_len - start : call->block_q);
     const int all = round_up(present, GROUP);  // with zeros behind the queries
-    const Entry *q = entries_of<const Entry>(call->q, batch, head) + start * call->q.row;
-    const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
-    const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
+    const auto of = [&](const Array &x) { return lines_of(x, batch, head, call->q_rows, start); };
+    const Lines<const Entry> q = of(call->q), out = of(call->out), dout = of(call->dout);
     w.present = present;
-    pack_queries(w.query, q, call->q.row, present, all, unit_of(call));
-    pack_rows<HEAD_DIM>(w.q_lines, Lines<Entry>{q, call->q.row}, present, all);
-    pack_rows<V_DIM>(w.dout_lines, Lines<Entry>{dout, call->dout.row}, present, all);
+    pack_queries(w.query, q, present, all, unit_of(call));
+    pack_rows<HEAD_DIM>(w.q_lines, q, present, all);
+    pack_rows<V_DIM>(w.dout_lines, dout, present, all);
 #if PAIRS
-    pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, all, 1);
+    pack_left<V_DIM>(w.dout_left, dout, present, all, 1);
 #endif
-    w.queries_odd = any_odd(q, call->q.row, present, HEAD_DIM) || any_odd(dout, call->dout.row, present, V_DIM);
+    w.queries_odd = any_odd(q, present, HEAD_DIM) || any_odd(dout, present, V_DIM);
     w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
-    pack_left<V_DIM>(w.outs, out, call->out.row, present, present, 1);
+    pack_left<V_DIM>(w.outs, out, present, present, 1);
     multiply_outs(w);
     for (int i = 0; i < present; i++) {
-        const Real lse = call->lse[line + i];
+        const int64_t at = line + row_at(call->q_rows, start + i);
+        const Real lse = call->lse[at];
         w.rows[i] = row_of(fixed, q_first + i);
         w.repeated[i] = i && alike(w.rows[i - 1], w.rows[i]);
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
-        const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;  // 0: nothing is known but lse
+        const Real *norm = call->norm ? call->norm + 2 * at : nullptr;  // 0: nothing is known but lse
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
-        if (call->dlse) w.delta[i] -= call->dlse[line + i];
+        if (call->dlse) w.delta[i] -= call->dlse[at];
     }
     for (int i = 0; i < all * Q_WIDE; i++) w.dq[i] = 0;
 }
 
 // A tile of queries beside one tile of keys.
 template <bool PARTIAL>
-static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Lines<Entry> &keys, const Operand *rows,
-                  int64_t stride, int64_t n, int64_t present, bool exactly) {
+static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Lines<const Entry> &keys,
+                  const Operand *rows, int64_t stride, int64_t n, int64_t present, bool exactly) {
     const Real scale = (Real)call->scale, unit = unit_of(call);
     const int groups = (w.present + GROUP - 1) / GROUP;
     for (int i = 0; i < KEY_GROUPS; i++) w.count[i] = 0;
@@ -84,11 +87,11 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     for (int i = 0; i * GROUP < seen; i++)
         w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PAIR, nullptr};
     if (w.with_dv)
-        accumulate<V_WIDE, K_TAIL>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
-                                   w.dv.row_of(n, V_WIDE));
+        accumulate<V_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
+                                          w.dv.row_of(n, V_WIDE), w.dv.rows_of(n, w.counted));
     if (w.with_dk)
-        accumulate<Q_WIDE, K_TAIL>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
-                                   w.dk.row_of(n, Q_WIDE));
+        accumulate<Q_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
+                                          w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
     if (!w.with_dq) return;
     for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PAIR - 1) / PAIR, nullptr};
 #if PAIRS
@@ -119,7 +122,7 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             const int64_t start = n * BLOCK_K, slot = packed(w, call, batch, kv_head, n);
             const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
             const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
-            const Lines<Entry> keys = {entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row, call->k.row};
+            const Lines<const Entry> keys = lines_of(call->k, batch, kv_head, call->k_rows, start);
             int64_t stride = Q_WIDE;
             if (K_AS_IS) rows = (const Operand *)keys.data, stride = keys.stride;
             if (partial || POSITIONS)
@@ -145,9 +148,10 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             captured.buffer[n][line * call->q_len + row * call->block_q + i] = sum(captured.row[n][i]);
     }
     if (!w.with_dq) return;
-    Entry *dq = entries_of<Entry>(call->dq, batch, head) + row * call->block_q * call->dq.row;
-    for (int i = 0; i < w.present; i++, dq += call->dq.row)
+    for (int i = 0; i < w.present; i++) {
+        Entry *dq = entries_of<Entry>(call->dq, batch, head) + row_at(call->q_rows, row * call->block_q + i) * call->dq.row;
         for (int d = 0; d < HEAD_DIM; d++) dq[d] = rounded(w.dq[i * Q_WIDE + d]);
+    }
 }
 
 static void clear(Real *x, int64_t n) {
@@ -159,7 +163,7 @@ template <int DIM, bool AS_IS>
 static Sums begin(const Call *call, const Array &result, int64_t batch, int64_t kv_head, const Part &part, Real *own, Real *worker, Real *edge) {
     const int WIDE = round_up(DIM, LANES);
     if (!result.data) return {};
-    Sums sums = {own ? own : worker, edge, WIDE, part.lo, -1};
+    Sums sums = {own ? own : worker, edge, WIDE, part.lo, -1, nullptr};
     if (own || !AS_IS) {
         clear(sums.data, (part.hi - part.lo) * BLOCK_K * WIDE);
         return sums;
@@ -167,7 +171,7 @@ static Sums begin(const Call *call, const Array &result, int64_t batch, int64_t 
     Real *data = (Real *)entries_of<Entry>(result, batch, kv_head);
     for (int64_t i = 0; i < call->kv_len; i++) clear(data + i * result.row, DIM);
     clear(edge, BLOCK_K * WIDE);
-    return {data, edge, result.row, 0, call->kv_len % BLOCK_K ? call->kv_len / BLOCK_K : -1};
+    return {data, edge, result.row, 0, call->kv_len % BLOCK_K ? call->kv_len / BLOCK_K : -1, call->k_rows};
 }
 
 // Sums to results: the tiles of an item, or of all items of a key head, in their order.
@@ -175,8 +179,8 @@ template <int DIM, bool DV>
 static void end(const Call *call, const Array &result, int64_t batch, int64_t kv_head, const Part *part, int64_t parts, int64_t tile, Sums sums) {
     const int WIDE = round_up(DIM, LANES);
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
-    Entry *to = entries_of<Entry>(result, batch, kv_head) + start * result.row;
-    for (int64_t i = 0; i < present; i++, to += result.row) {
+    for (int64_t i = 0; i < present; i++) {
+        Entry *to = entries_of<Entry>(result, batch, kv_head) + row_at(call->k_rows, start + i) * result.row;
         Real total[DIM] = {};
         for (int64_t n = 0; n < parts; n++) {
             if (tile < part[n].lo || tile >= part[n].hi) continue;
@@ -194,14 +198,14 @@ static void run(Worker &w, Task &task, int64_t item) {
     const int64_t unit = item / task.parts, batch = unit / call->kv_heads, kv_head = unit % call->kv_heads;
     const Part &part = task.part[item];
     const int64_t keys = (part.hi - part.lo) * BLOCK_K, group = call->heads / call->kv_heads;
-    w.dk = begin<HEAD_DIM, K_AS_IS>(call, call->dk, batch, kv_head, part, part.sums, w.own, w.edge_dk);
-    w.dv = begin<V_DIM, V_AS_IS>(call, call->dv, batch, kv_head, part, part.sums ? part.sums + keys * Q_WIDE : nullptr,
+    w.dk = begin<HEAD_DIM, DK_AS_IS>(call, call->dk, batch, kv_head, part, part.sums, w.own, w.edge_dk);
+    w.dv = begin<V_DIM, DV_AS_IS>(call, call->dv, batch, kv_head, part, part.sums ? part.sums + keys * Q_WIDE : nullptr,
                                  w.own + keys * Q_WIDE, w.edge_dv);
     for (int64_t n = part.begin; n < part.end; n++)
         differentiate(w, task, item % task.parts, batch, kv_head * group + n / call->rows, n % call->rows);
     if (task.parts > 1) return;
     for (int64_t tile = 0; tile < tiles_of(call); tile++) {
-        if (w.with_dk && (!K_AS_IS || tile == w.dk.edge_tile)) end<HEAD_DIM, false>(call, call->dk, batch, kv_head, &part, 1, tile, w.dk);
-        if (w.with_dv && (!V_AS_IS || tile == w.dv.edge_tile)) end<V_DIM, true>(call, call->dv, batch, kv_head, &part, 1, tile, w.dv);
+        if (w.with_dk && (!DK_AS_IS || tile == w.dk.edge_tile)) end<HEAD_DIM, false>(call, call->dk, batch, kv_head, &part, 1, tile, w.dk);
+        if (w.with_dv && (!DV_AS_IS || tile == w.dv.edge_tile)) end<V_DIM, true>(call, call->dv, batch, kv_head, &part, 1, tile, w.dv);
     }
 }

@@ -55,6 +55,8 @@ FIELDS = (
     Field("rows", "int64_t rows;", "rows of tiles: ceil(q_len / block_q)"),
     Field("records", "int64_t records;", ""),
     Field("block_q", "int64_t block_q;", "queries of a tile, at most BLOCK_Q"),
+    Field("q_rows", "const int32_t *q_rows;", "of MOVED kernels: the row of q and the results that has each query"),
+    Field("k_rows", "const int32_t *k_rows;", "and that of k and v for each key, the last one again behind the last"),
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, where not null, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),

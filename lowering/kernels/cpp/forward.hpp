@@ -10,7 +10,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
@@ -94,11 +94,14 @@ static void give(Worker *worker) {
 }
 
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
-// between rows of a chunk.
+// between rows of a chunk; of MOVED keys the first row of all, and a table.
 struct Chunks {
     const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
     int64_t stride;
-    const Stored *row(uint64_t i) const { return at[i / CHUNK] + (int64_t)(i % CHUNK) * stride; }
+    const int32_t *rows;
+    const Stored *row(uint64_t i) const {
+        return MOVED ? at[0] + rows[i] * stride : at[i / CHUNK] + (int64_t)(i % CHUNK) * stride;
+    }
 };
 struct Tile {
     Chunks k, v;
@@ -326,7 +329,7 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
 #if HALF == 0 && EIGHT == 0
-    return !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
+    return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;
 #endif

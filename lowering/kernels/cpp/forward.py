@@ -56,7 +56,7 @@ class CppKernel:
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "",
-        named: bool = True,
+        named: bool = True, moved: bool = False,
     ) -> None:  # fmt: skip
         if dtype not in DTYPES:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
@@ -71,7 +71,7 @@ class CppKernel:
                 f"{target.block_k} keys; take 64 by 64"
             )
         self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
-        self.head_dim, self.v_dim, self.named = head_dim, v_dim, named
+        self.head_dim, self.v_dim, self.named, self.moved = head_dim, v_dim, named, moved
         self.double = dtype == "float64"
         self.roots = self.source_roots()
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
@@ -176,6 +176,7 @@ class CppKernel:
         for name, root in flags.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
+        page.line(f"const bool MOVED = {'true' if self.moved else 'false'};  // rows are in the order of tables")
         page.line("// Tiles without a predicate look at positions too.")
         page.line("const bool POSITIONS = SCORED || DROPPED || SCALED;", "")
         return f"{page}{cpp_call.text()}\nnamespace {{\n"

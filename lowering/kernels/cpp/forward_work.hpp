@@ -30,6 +30,10 @@ template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64
     return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
 }
 
+static Lines<const Entry> rows_of(const Array &x, int64_t batch, int64_t head, const int32_t *rows, int64_t start) {
+    return {at_row<const Entry>(x, batch, head, MOVED ? 0 : start), x.row, rows_from(rows, start)};
+}
+
 // Queries, coordinates and sums of an item's rows.
 static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
@@ -39,10 +43,10 @@ static void begin(Worker &w, const Item &item) {
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
-        const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
+        const Lines<const Entry> q = rows_of(call->q, item.batch, item.head + n, call->q_rows, item.start);
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
-        pack_queries(w.query + row * QUERY, q, call->q.row, item.count, here, unit);
+        pack_queries(w.query + row * QUERY, q, item.count, here, unit);
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -56,9 +60,11 @@ static void begin(Worker &w, const Item &item) {
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
-    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE, nullptr};
-    for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
-        int64_t batch = item.batch, row = start + i * CHUNK;
+    const int32_t *rows = rows_from(call->k_rows, start);
+    const int64_t present = call->kv_len - start;
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_WIDE, nullptr};
+    for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
+        int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
             batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
             batch = batch < 0 ? 0 : batch < call->pages ? batch : call->pages - 1;
@@ -102,7 +108,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
     const Real unit = unit_of(call);
-    if (item.rows() <= FEW) {
+    if (FEW && item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
         add_few_values<PARTIAL>(w, tile, item.rows());
         return;
@@ -120,7 +126,7 @@ static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
 static void finish(Worker &w, const Item &item) {
     const Call *call = item.call;
     for (int row = 0; row < item.rows(); row++) {
-        const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
+        const int64_t head = item.head + row / item.count, query = row_at(call->q_rows, item.start + row % item.count);
         const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
         Entry *out = at_row(call->out, item.batch, head, query);
         const Real top = w.top[row];
@@ -184,11 +190,11 @@ static void work(void *pointer, int64_t number) {
     give(w);
 }
 
-// Rows of each slice by the number of tiles they visit, most first; equal ones from the last to the first.
-static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t *places_of) {
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+// Rows of each slice by the bits of the number of tiles they visit, most first; equal ones from the last to the first,
+// so that neighbours find the tiles packed which they share.
+static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
     for (int64_t s = 0; s < slices; s++, order += call->rows) {
-        for (int64_t i = 0; i <= tiles + 1; i++) places_of[i] = 0;
+        int32_t places_of[66] = {};
         for (int pass = 0; pass < 2; pass++) {
             for (int64_t row = call->rows - 1; row >= 0; row--) {
                 int64_t visits = 0;
@@ -196,12 +202,11 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t 
                     const int32_t *record = call->spans + ((s * call->rows + row) * call->records + n) * 4;
                     visits += record[3] - record[0];
                 }
-                const int64_t place = tiles - visits;
+                const int place = visits ? __builtin_clzll(visits) : 64;
                 if (pass == 0) places_of[place + 1]++;
                 else order[places_of[place]++] = (int32_t)row;
             }
-            if (pass == 0)
-                for (int64_t i = 1; i <= tiles + 1; i++) places_of[i] += places_of[i - 1];
+            for (int i = 1; i < 66 && pass == 0; i++) places_of[i] += places_of[i - 1];
         }
     }
 }
@@ -210,11 +215,11 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t 
 static int64_t all_rows(const Call *call, int64_t slices) {
     const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
     const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
-    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * (slices * call->rows + tiles + 2));
+    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
-    sort_rows(call, slices, order, order + slices * call->rows);
+    sort_rows(call, slices, order);
     Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
     spread(call, work, task, items);
     free(memory);

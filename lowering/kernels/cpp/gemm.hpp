@@ -43,10 +43,11 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
 
 // C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step. LISTED: of
-// the steps, those in `list` alone.
-template <int M, int N, Start START, bool LISTED = false>
+// the steps, those in `list` alone. SPREAD: rows of C are where `rows` says.
+template <int M, int N, Start START, bool LISTED = false, bool SPREAD = false>
 static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
-                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr) {
+                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr,
+                     const int32_t *rows = nullptr) {
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
@@ -60,9 +61,10 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
-            if (START == ADD) sum[i][j] += load<Vec>(c + i * c_row + j * LANES);
-            if (START == RESCALE) sum[i][j] += load<Vec>(c + i * c_row + j * LANES) * factor[i];
-            store(c + i * c_row + j * LANES, sum[i][j]);
+            Real *to = c + (SPREAD ? rows[i] : i) * c_row + j * LANES;
+            if (START == ADD) sum[i][j] += load<Vec>(to);
+            if (START == RESCALE) sum[i][j] += load<Vec>(to) * factor[i];
+            store(to, sum[i][j]);
         }
 }
 
@@ -81,13 +83,16 @@ INLINE Steps steps_of(const int32_t *list, int count) {
     if (count == 0 || list[count - 1] - list[0] + 1 == count) return {count ? list[0] : 0, count, nullptr};
     return {0, count, list};
 }
-template <int M, int N, Start START>
+template <int M, int N, Start START, bool SPREAD = false>
 INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
-                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr) {
-    if (steps.list)
-        return multiply<M, N, START, true>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor, steps.list);
+                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr,
+                           const int32_t *rows = nullptr) {
+    const int32_t *list = steps.list;
+    const int count = steps.count;
+    if (list)
+        return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
     a += steps.first * a_step, b += steps.first * b_step;
-    if (steps.count) multiply<M, N, START>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor);
+    if (count) multiply<M, N, START, false, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
@@ -242,11 +247,22 @@ template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *fr
 
 // -- packing ------------------------------------------------------------------------------------------------------
 
-// Rows of DIM entries, in memory with a stride, as Operands [all, WIDE]: the A of a product. Rows from `rows` on and
-// entries from DIM on are 0. Pairs are not multiplied by `factor`, which would round them again.
+// Rows of entries, a stride apart; those of a MOVED call are where a table says.
+template <class T> struct Lines {
+    const T *data;
+    int64_t stride;
+    const int32_t *rows;
+    const T *row(int64_t i) const { return data + (MOVED ? rows[i] : i) * stride; }
+};
+INLINE int64_t row_at(const int32_t *rows, int64_t i) { return MOVED ? rows[i] : i; }
+INLINE const int32_t *rows_from(const int32_t *rows, int64_t start) { return MOVED ? rows + start : nullptr; }
+
+// Rows of DIM entries as Operands [all, WIDE]: the A of a product. Rows from `rows` on and entries from DIM on are 0.
+// Pairs are not multiplied by `factor`, which would round them again.
 template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
-static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real factor) {
-    for (int64_t i = 0; i < all; i++, from += stride, to += WIDE)
+static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
+    for (int64_t i = 0; i < all; i++, to += WIDE) {
+        const Entry *from = lines.row(i < rows ? i : 0);
         for (int d = 0; d < WIDE * PAIR; d += PAIR) {
 #if PAIRS
             uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
@@ -255,16 +271,10 @@ static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t ro
             to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
         }
+    }
 }
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
-
-// Rows of entries, a stride apart.
-template <class T> struct Lines {
-    const T *data;
-    int64_t stride;
-    const T *row(int64_t i) const { return data + i * stride; }
-};
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
@@ -296,6 +306,7 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
     for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
+            for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
 #if PAIRS
             Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;

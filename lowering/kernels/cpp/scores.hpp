@@ -13,8 +13,8 @@ const int PANEL = panel(VECTORS);                      // vectors of a panel of 
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
 // Rows of queries, `all` of them; where products are exact the unit is in the queries.
-static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real unit) {
-    pack_left<HEAD_DIM, QUERY>(to, from, stride, rows, all, PAIR == 1 ? unit : 1);
+static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit) {
+    pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
 }
 
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }

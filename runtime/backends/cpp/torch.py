@@ -21,11 +21,13 @@ from frisket.lowering.kernels.cpp.backward import BackwardKernel
 from frisket.lowering.kernels.cpp.call import FIELDS, OFFSET, WORDS
 from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine.cpp_build import library
 from frisket.runtime.machine.cpp_threads import of_torch
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
+AHEAD = 256  # rows that kernels fetch ahead, at most, beside a tile's
 HUGE, LARGE = 2 << 20, 4 << 20  # bytes of a huge page, and of a tensor from which it pays
 KEPT = 64  # records of calls, with the spans they point to
 KERNELS = {"frisket_forward": CppKernel, "frisket_backward": BackwardKernel}
@@ -34,7 +36,7 @@ KERNELS = {"frisket_forward": CppKernel, "frisket_backward": BackwardKernel}
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
-    norm: bool = False,
+    norm: bool = False, rows: Rows | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
@@ -43,7 +45,7 @@ def forward(
     import torch
 
     g = geometry
-    made = prepared(plan, spans, g, target, q.dtype, k.dtype)
+    made = prepared(plan, spans, g, target, q.dtype, k.dtype, rows)
     copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
@@ -51,23 +53,23 @@ def forward(
         huge(out)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
-    rows = torch.empty((*lse.shape, 2), dtype=made.real) if norm else None
+    known = torch.empty((*lse.shape, 2), dtype=made.real) if norm else None
     sinks = _real(sinks, made.real)
     words = [0 if sinks is None else sinks.data_ptr(), lse.data_ptr(), 0 if peak is None else peak.data_ptr()]
-    words += (0 if rows is None else rows.data_ptr(), pages)
+    words += (0 if known is None else known.data_ptr(), pages)
     made.call(
         "frisket_forward", slots, tables,
         [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
          *_NOTHING],
     )  # fmt: skip
-    return (out, lse, peak, rows) if norm else (out, lse, peak)
+    return (out, lse, peak, known) if norm else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
     wanted: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
-    share: Tensor | None = None,
+    share: Tensor | None = None, rows: Rows | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
     beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float is at the
@@ -80,7 +82,7 @@ def backward(
         lse = lse.masked_fill(norm[..., 1] == 0, -torch.inf)
 
     g = geometry
-    made = prepared(plan, spans, g, target, q.dtype, q.dtype)
+    made = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
     arrays = (q, k, v, out, dout.to(q.dtype))
     copies: list[Tensor] = []
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
@@ -114,9 +116,11 @@ def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
     return torch.where(known, exact, lse.double())
 
 
-def build(plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> None:
+def build(
+    plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: Rows | None = None
+) -> None:  # fmt: skip
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
-    kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored)
+    kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored, rows is not None)
     try:
         kernel.function("frisket_forward")
     finally:  # two compilers at once in the background
@@ -197,13 +201,15 @@ class _Buffer:
 class _LoadedKernel:
     """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
-    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any) -> None:
+    def __init__(
+        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, moved: bool
+    ) -> None:  # fmt: skip
         import torch
 
         self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in (dtype, stored)]
-        self.text = plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]
+        self.text, self.moved = (plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]), moved
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -216,7 +222,7 @@ class _LoadedKernel:
         """The kernel, the record of its slots, and the literals that end it."""
         found = self.functions.get(name)
         if found is None:
-            text, literals = _text(name, *self.text)
+            text, literals = _text(name, self.moved, *self.text)
             run = getattr(library(text), name)
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             found = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
@@ -238,17 +244,23 @@ class _LoadedKernel:
 class _Prepared:
     """The part of a record that is equal from call to call."""
 
-    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any) -> None:
-        self.kernel, self.spans, self.geometry = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored), spans, g
+    def __init__(
+        self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any,
+        rows: Rows | None = None,
+    ) -> None:  # fmt: skip
+        self.kernel = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored, rows is not None)
+        self.spans, self.geometry = spans, g
         self.real = self.kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
-        self.alive = origins, runs
+        places = () if rows is None else rows.padded(target.block_k + AHEAD)
+        self.alive = origins, runs, places
         self.before = (
             g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
             *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
         )  # fmt: skip
-        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q)
+        at = [x.ctypes.data for x in places] or (0, 0)
+        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q, *at)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
@@ -282,8 +294,8 @@ class _Prepared:
 
 
 @memo(group="sources")
-def _text(name: str, *kernel: Any) -> tuple[str, tuple[float, ...]]:
-    made = KERNELS[name](*kernel, named=False)
+def _text(name: str, moved: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
+    made = KERNELS[name](*kernel, named=False, moved=moved)
     return made.source(), made.literals
 
 
@@ -300,7 +312,9 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 
 _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
-prepared = memo(KEPT, by="identity", weigh=lambda _, made, held: 4000 + sum(x.nbytes for x in made.alive[1]))(_Prepared)
+prepared = memo(
+    KEPT, by="identity", weigh=lambda _, made, held: 4000 + sum(x.nbytes for group in made.alive[1:] for x in group)
+)(_Prepared)
 
 
 __all__ = ["backward", "forward", "huge", "out_of_memory", "prepared"]

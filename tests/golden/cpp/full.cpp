@@ -25,6 +25,7 @@ const bool SCORED = false;
 const bool DROPPED = false;
 const bool SCALED = false;
 const bool BY_HEAD = false;  // heads differ
+const bool MOVED = false;  // rows are in the order of tables
 // Tiles without a predicate look at positions too.
 const bool POSITIONS = SCORED || DROPPED || SCALED;
 union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
@@ -59,6 +60,8 @@ struct Call {
     int64_t rows;            // rows of tiles: ceil(q_len / block_q)
     int64_t records;
     int64_t block_q;         // queries of a tile, at most BLOCK_Q
+    const int32_t *q_rows;   // of MOVED kernels: the row of q and the results that has each query
+    const int32_t *k_rows;   // and that of k and v for each key, the last one again behind the last
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null

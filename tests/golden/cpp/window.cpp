@@ -25,6 +25,7 @@ const bool SCORED = false;
 const bool DROPPED = false;
 const bool SCALED = false;
 const bool BY_HEAD = false;  // heads differ
+const bool MOVED = false;  // rows are in the order of tables
 // Tiles without a predicate look at positions too.
 const bool POSITIONS = SCORED || DROPPED || SCALED;
 union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
@@ -59,6 +60,8 @@ struct Call {
     int64_t rows;            // rows of tiles: ceil(q_len / block_q)
     int64_t records;
     int64_t block_q;         // queries of a tile, at most BLOCK_Q
+    const int32_t *q_rows;   // of MOVED kernels: the row of q and the results that has each query
+    const int32_t *k_rows;   // and that of k and v for each key, the last one again behind the last
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
@@ -662,10 +665,11 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
 
 // C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step. LISTED: of
-// the steps, those in `list` alone.
-template <int M, int N, Start START, bool LISTED = false>
+// the steps, those in `list` alone. SPREAD: rows of C are where `rows` says.
+template <int M, int N, Start START, bool LISTED = false, bool SPREAD = false>
 static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
-                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr) {
+                     Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr,
+                     const int32_t *rows = nullptr) {
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
@@ -679,9 +683,10 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
-            if (START == ADD) sum[i][j] += load<Vec>(c + i * c_row + j * LANES);
-            if (START == RESCALE) sum[i][j] += load<Vec>(c + i * c_row + j * LANES) * factor[i];
-            store(c + i * c_row + j * LANES, sum[i][j]);
+            Real *to = c + (SPREAD ? rows[i] : i) * c_row + j * LANES;
+            if (START == ADD) sum[i][j] += load<Vec>(to);
+            if (START == RESCALE) sum[i][j] += load<Vec>(to) * factor[i];
+            store(to, sum[i][j]);
         }
 }
 
@@ -700,13 +705,16 @@ INLINE Steps steps_of(const int32_t *list, int count) {
     if (count == 0 || list[count - 1] - list[0] + 1 == count) return {count ? list[0] : 0, count, nullptr};
     return {0, count, list};
 }
-template <int M, int N, Start START>
+template <int M, int N, Start START, bool SPREAD = false>
 INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
-                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr) {
-    if (steps.list)
-        return multiply<M, N, START, true>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor, steps.list);
+                           int64_t b_step, Real *c, int64_t c_row, const Real *factor = nullptr,
+                           const int32_t *rows = nullptr) {
+    const int32_t *list = steps.list;
+    const int count = steps.count;
+    if (list)
+        return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
     a += steps.first * a_step, b += steps.first * b_step;
-    if (steps.count) multiply<M, N, START>(a, a_row, a_step, b, b_step, steps.count, c, c_row, factor);
+    if (count) multiply<M, N, START, false, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
@@ -861,11 +869,22 @@ template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *fr
 
 // -- packing ------------------------------------------------------------------------------------------------------
 
-// Rows of DIM entries, in memory with a stride, as Operands [all, WIDE]: the A of a product. Rows from `rows` on and
-// entries from DIM on are 0. Pairs are not multiplied by `factor`, which would round them again.
+// Rows of entries, a stride apart; those of a MOVED call are where a table says.
+template <class T> struct Lines {
+    const T *data;
+    int64_t stride;
+    const int32_t *rows;
+    const T *row(int64_t i) const { return data + (MOVED ? rows[i] : i) * stride; }
+};
+INLINE int64_t row_at(const int32_t *rows, int64_t i) { return MOVED ? rows[i] : i; }
+INLINE const int32_t *rows_from(const int32_t *rows, int64_t start) { return MOVED ? rows + start : nullptr; }
+
+// Rows of DIM entries as Operands [all, WIDE]: the A of a product. Rows from `rows` on and entries from DIM on are 0.
+// Pairs are not multiplied by `factor`, which would round them again.
 template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
-static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real factor) {
-    for (int64_t i = 0; i < all; i++, from += stride, to += WIDE)
+static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
+    for (int64_t i = 0; i < all; i++, to += WIDE) {
+        const Entry *from = lines.row(i < rows ? i : 0);
         for (int d = 0; d < WIDE * PAIR; d += PAIR) {
 #if PAIRS
             uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
@@ -874,16 +893,10 @@ static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t ro
             to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
         }
+    }
 }
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
-
-// Rows of entries, a stride apart.
-template <class T> struct Lines {
-    const T *data;
-    int64_t stride;
-    const T *row(int64_t i) const { return data + i * stride; }
-};
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
@@ -915,6 +928,7 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
     for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
+            for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
 #if PAIRS
             Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
@@ -1113,8 +1127,8 @@ const int PANEL = panel(VECTORS);                      // vectors of a panel of 
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
 // Rows of queries, `all` of them; where products are exact the unit is in the queries.
-static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real unit) {
-    pack_left<HEAD_DIM, QUERY>(to, from, stride, rows, all, PAIR == 1 ? unit : 1);
+static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit) {
+    pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
 }
 
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
@@ -1172,7 +1186,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
@@ -1256,11 +1270,14 @@ static void give(Worker *worker) {
 }
 
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
-// between rows of a chunk.
+// between rows of a chunk; of MOVED keys the first row of all, and a table.
 struct Chunks {
     const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
     int64_t stride;
-    const Stored *row(uint64_t i) const { return at[i / CHUNK] + (int64_t)(i % CHUNK) * stride; }
+    const int32_t *rows;
+    const Stored *row(uint64_t i) const {
+        return MOVED ? at[0] + rows[i] * stride : at[i / CHUNK] + (int64_t)(i % CHUNK) * stride;
+    }
 };
 struct Tile {
     Chunks k, v;
@@ -1488,7 +1505,7 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
 #if HALF == 0 && EIGHT == 0
-    return !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
+    return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;
 #endif
@@ -1526,6 +1543,10 @@ template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64
     return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
 }
 
+static Lines<const Entry> rows_of(const Array &x, int64_t batch, int64_t head, const int32_t *rows, int64_t start) {
+    return {at_row<const Entry>(x, batch, head, MOVED ? 0 : start), x.row, rows_from(rows, start)};
+}
+
 // Queries, coordinates and sums of an item's rows.
 static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
@@ -1535,10 +1556,10 @@ static void begin(Worker &w, const Item &item) {
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
-        const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
+        const Lines<const Entry> q = rows_of(call->q, item.batch, item.head + n, call->q_rows, item.start);
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
-        pack_queries(w.query + row * QUERY, q, call->q.row, item.count, here, unit);
+        pack_queries(w.query + row * QUERY, q, item.count, here, unit);
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -1552,9 +1573,11 @@ static void begin(Worker &w, const Item &item) {
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
-    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE, nullptr};
-    for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
-        int64_t batch = item.batch, row = start + i * CHUNK;
+    const int32_t *rows = rows_from(call->k_rows, start);
+    const int64_t present = call->kv_len - start;
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_WIDE, nullptr};
+    for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
+        int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
             batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
             batch = batch < 0 ? 0 : batch < call->pages ? batch : call->pages - 1;
@@ -1598,7 +1621,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
     const Real unit = unit_of(call);
-    if (item.rows() <= FEW) {
+    if (FEW && item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
         add_few_values<PARTIAL>(w, tile, item.rows());
         return;
@@ -1616,7 +1639,7 @@ static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
 static void finish(Worker &w, const Item &item) {
     const Call *call = item.call;
     for (int row = 0; row < item.rows(); row++) {
-        const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
+        const int64_t head = item.head + row / item.count, query = row_at(call->q_rows, item.start + row % item.count);
         const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
         Entry *out = at_row(call->out, item.batch, head, query);
         const Real top = w.top[row];
@@ -1680,11 +1703,11 @@ static void work(void *pointer, int64_t number) {
     give(w);
 }
 
-// Rows of each slice by the number of tiles they visit, most first; equal ones from the last to the first.
-static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t *places_of) {
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+// Rows of each slice by the bits of the number of tiles they visit, most first; equal ones from the last to the first,
+// so that neighbours find the tiles packed which they share.
+static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
     for (int64_t s = 0; s < slices; s++, order += call->rows) {
-        for (int64_t i = 0; i <= tiles + 1; i++) places_of[i] = 0;
+        int32_t places_of[66] = {};
         for (int pass = 0; pass < 2; pass++) {
             for (int64_t row = call->rows - 1; row >= 0; row--) {
                 int64_t visits = 0;
@@ -1692,12 +1715,11 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t 
                     const int32_t *record = call->spans + ((s * call->rows + row) * call->records + n) * 4;
                     visits += record[3] - record[0];
                 }
-                const int64_t place = tiles - visits;
+                const int place = visits ? __builtin_clzll(visits) : 64;
                 if (pass == 0) places_of[place + 1]++;
                 else order[places_of[place]++] = (int32_t)row;
             }
-            if (pass == 0)
-                for (int64_t i = 1; i <= tiles + 1; i++) places_of[i] += places_of[i - 1];
+            for (int i = 1; i < 66 && pass == 0; i++) places_of[i] += places_of[i - 1];
         }
     }
 }
@@ -1706,11 +1728,11 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t 
 static int64_t all_rows(const Call *call, int64_t slices) {
     const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
     const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
-    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * (slices * call->rows + tiles + 2));
+    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
-    sort_rows(call, slices, order, order + slices * call->rows);
+    sort_rows(call, slices, order);
     Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
     spread(call, work, task, items);
     free(memory);
