@@ -34,6 +34,6 @@ class Rows:
         return np.argsort(self.keys)
 
     def padded(self, more: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Both, with the last row `more` times behind it: kernels fetch rows ahead of those they read."""
+        """`queries` and `keys` with the last row `more` times behind it: kernels fetch rows before they read them."""
         queries, keys = (np.pad(x, (0, more), mode="edge").astype(np.int32) for x in (self.queries, self.keys))
         return queries, keys

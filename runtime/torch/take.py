@@ -77,22 +77,22 @@ def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
 
 def around(
     forward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
-    *given: Any, **more: Any,
+    *rest: Any, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of a forward, whose arrays are put in order, and its results back."""
     q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
-    return tuple(_at(x, rows.back) for x in forward(plan, spans, geometry, q, k, v, *given, **more))
+    return tuple(_at(x, rows.back) for x in forward(plan, spans, geometry, q, k, v, *rest, **more))
 
 
 def gradients_around(
     backward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *given: Any, norm: Any = None, share: Any = None, **more: Any,
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, norm: Any = None, share: Any = None, **more: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of a backward, likewise."""
+    """The gradients of a backward, whose arrays are put in order, and its gradients back."""
     q, out, lse, dout, dlse, norm, share = (_at(x, rows.queries) for x in (q, out, lse, dout, dlse, norm, share))
     k, v = (_at(x, rows.keys) for x in (k, v))
     more |= {n: x for n, x in (("norm", norm), ("share", share)) if x is not None}
-    found: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *given, **more)
+    found: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)
     back = {"q": rows.back, "k": rows.keys_back, "v": rows.keys_back}
     return {n: _at(x, back[n]) if n in back else x for n, x in found.items()}
 
