@@ -29,6 +29,7 @@ NOT_RUN = {
     (MIGRATING, "Paddle"),
     (MIGRATING, "xformers"),
     ("reliability.md", "takes a minute, and needs a checkout"),
+    ("reliability.md", "takes minutes, and needs a checkout"),
 }
 
 
