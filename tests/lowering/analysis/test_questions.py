@@ -254,6 +254,16 @@ int(float(q)) -> q0 .. q1
 int(doc[q] == 3) -> int(min(doc[q0..q1]) >= 3 & max(doc[q0..q1]) <= 3) .. int(max(doc[q0..q1]) >= 3 &
     min(doc[q0..q1]) <= 3), dense
 int(~(q >= k)) -> int(q1 < k0) .. int(q0 < k1), dense
+-abs(sin(float(q))) * 2.0 -> ? .. ?, nan if true
+u * -abs(sin(float(q))) -> ? .. ?, nan if true
+(q - abs(int(sin(float(q))))) * k -> ? .. ?, nan if true
+k * (q - abs(int(sin(float(q))))) -> ? .. ?, nan if true
+(q - abs(int(sin(float(q))))) // k -> ? .. ?, nan if true
+k // (q - abs(int(sin(float(q))))) -> min(-max(k1, -k0), -1) .. max(max(k1, -k0), 0)
+(q - abs(int(sin(float(q))))) % 4 -> 0 .. 3
+k % (q - abs(int(sin(float(q))))) -> ? .. ?, nan if true
+min(q - abs(int(sin(float(q)))), k) -> ? .. min(q1, k1)
+max(k, q - abs(int(sin(float(q))))) -> k0 .. max(q1, k1)
 """
 
 
