@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
 
 import pytest
 
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, build
 from frisket.dsl.program import parse_expression
 from frisket.lowering.simplify import RULES
 
@@ -573,6 +574,18 @@ def test_long_expressions_stay(name):
     most, make = LONG[name]
     for n, changes in ((most, True), (most + 1, False)):
         assert any(r.apply(make(n)) is not None for r in rows(name, make(n))) is changes
+
+
+@pytest.mark.parametrize("op", ["min", "max", "bitand", "bitor"])
+def test_repeats_go_however_long_a_chain_is(op):
+    def ordered(terms: list[Expr]) -> Expr:
+        node = reduce(lambda a, b: build(op, a, b), terms)
+        (row,) = rows("order-chain", node)
+        new = row.apply(node)
+        return node if new is None else new
+
+    terms = [expr(f"k // {i}") for i in range(2, 20)]
+    assert ordered([*terms, terms[3]]) is ordered(terms)
 
 
 def test_every_row_has_a_text():
