@@ -168,6 +168,7 @@ bool-ne: flag != other -> flag ^ other
 push-not: ~(q >= k) -> q < k
 push-not: ~(flag & q >= k) -> ~flag | q < k
 push-not: ~(score == 0.0) -> score != 0.0
+push-not: ~(score != 0.0) -> score == 0.0
 push-not: ~(flag ^ q >= k) -> true ^ (flag ^ q >= k)
 push-not: ~where(flag, other, q >= k) -> where(flag, ~other, q < k)
 junction: flag & other & ~flag -> false
