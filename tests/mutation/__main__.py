@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="N mutants of each group of the area; all by default")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--again", action="store_true", help="try the mutants of FILE that have survived once more")
-    parser.add_argument("--only", metavar="TEXT", help="mutants whose line `FILE:LINE KIND: …` or id holds TEXT")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose line `ID FILE:LINE KIND: …` holds it")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the copy is removed
     done = {}
@@ -35,7 +35,7 @@ def main() -> int:
         done = {id: x for id, x in done.items() if x["outcome"] != "survived"}
     known, here, results = equivalent(), commit(), []
     for group in areas.AREAS[args.area]:
-        found = [m for m in areas.mutants(run.ROOT, group) if not args.only or args.only in str(m)]
+        found = [m for m in areas.mutants(run.ROOT, group) if any(text in str(m) for text in args.only or [""])]
         # a larger sample of the same seed begins with a smaller one, whatever other lines are edited
         found = sorted(found, key=lambda m: blake2b(f"{args.seed} {m.id}".encode()).digest())[: args.sample]
         results += [{"id": m.id, "outcome": "equivalent"} for m in found if m.id in known]

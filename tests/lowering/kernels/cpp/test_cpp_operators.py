@@ -178,8 +178,10 @@ def test_random(wide):
     tables = {"i0": i, "i1": j, "i2": n}
     root = random(lookup("i0", (q,)), lookup("i1", (q,)), lookup("i2", (k,)))
     plan, (record, _keep) = call(tables, np.float32, wide)
-    out = run({"draw": root}, plan, record, "float32", "native", "1", len(i))["draw"]
-    assert (out == evaluate(random(*map(ir.param, tables)), tables)).all()
+    of_a_row = random(lookup("i0", (q,)), lookup("i1", (q,)))  # a number, where the other is a vector
+    out = run({"draw": root, "row": of_a_row}, plan, record, "float32", "native", "1", len(i))
+    assert (out["draw"] == evaluate(random(*map(ir.param, tables)), tables)).all()
+    assert (out["row"] == evaluate(random(ir.param("i0"), ir.param("i1")), tables)).all()
 
 
 FUNCTIONS = {"exp": (-87, 88), "exp2": (-125, 128), "tanh": (-12, 12), "sigmoid": (-30, 30), "log": (1e-6, 100.0),
