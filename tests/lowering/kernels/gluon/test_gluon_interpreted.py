@@ -127,6 +127,12 @@ def test_some_cases_on_blackwell(name):
     with_everything(case, arch="sm_100")
 
 
+def test_keys_past_the_end_on_blackwell():
+    """The last tile of keys is cut, and no mask but the length hides what lies behind it."""
+    case = half(Case(k % 3 > 0, q_len=140, kv_len=150, heads=1, kv_heads=1), "sm_100")
+    check(case, *run(case, arch="sm_100"))
+
+
 @pytest.mark.parametrize("rise", [0.02, 0.2, 40.0])
 def test_scores_that_rise_along_the_row(rise):
     """By less than what weights may grow, so that sums are not rescaled, by more, and by more than float32 holds."""
