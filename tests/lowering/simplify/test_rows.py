@@ -471,6 +471,7 @@ div-merges: (x % 4 + 1) // 3
 div-merges: x // 4 // -3
 order-chain: 3 * x
 order-chain: 3 * (2 * x)
+order-chain: 2147483648 * x * (4294967296 * y)
 order-chain: x * y
 order-chain: min(min(x, y), z)
 order-sum: u + v
