@@ -19,7 +19,7 @@ from typing import Any
 
 from frisket.runtime.machine import cpp_build, cpp_cpu
 
-from .machine import NotHereError, folder
+from .machine import NotHereError, environment, folder, python, script
 
 TESTS = Path(__file__).resolve().parents[1]
 SANITIZERS = {
@@ -105,7 +105,64 @@ def compiled(place: Path, file: str, name: str, variant: str) -> None:
     subprocess.run(["g++", *flags, "-o", str(place / "kernel.so"), str(text)], check=True, capture_output=True)
 
 
+# calls of users where all C++ of ours is built for a sanitizer: planners, caches and the bridge to XLA as well
+CALLS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import jax, numpy as np, torch, frisket as fk
+from frisket.caches.torch import KVCache
+from frisket.runtime.machine import cpp_build
+torch.set_num_threads(2)
+rng = np.random.default_rng(0)
+q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (150, 177, 177))
+bias, doc = torch.randn(4, 400, requires_grad=True), np.sort(rng.integers(0, 9, 200))
+for mask, score, more in [
+    ("q - k < 60", None, {}),
+    ("doc[q] == doc[k]", "score + bias[h, q - k + 180]", {"doc": doc, "bias": bias}),
+    ("t[q, k] > 0 & q % 7 != 3", None, {"t": rng.integers(0, 3, (200, 200))}),
+]:
+    out = fk.compile(mask, score, backend="cpp", dropout=0.2, **more)(q, k, v, seed=3)
+    torch.autograd.grad(out.square().sum(), (q, k, v))
+    fk.compile(mask, score, backend="cpp", **more)(q[:, :, -1:].detach(), k.detach(), v.detach())
+for text, shape in [
+    ("causal & t[q] == t[k]", (300,)), ("t[h, q] >= t[h, k]", (2, 300)), ("t[q, k] > 3", (300, 300)),
+    ("segment(t, q) == segment(t, k)", (9,)),
+]:
+    t = torch.from_numpy(np.sort(rng.integers(0, 300, shape), -1))
+    fk.compile(text, backend="cpp").plan(300, 300, 1, 2, flat=True, t=t).spans((16, 16))
+att = fk.compile("causal & window(50)", backend="cpp")
+for more in ({}, {"dtype": torch.int8}, {"dtype": torch.float8_e4m3fn}):
+    cache = KVCache.create(batch=2, capacity=90, kv_heads=2, head_dim=16, **more)
+    for n in (40, 1, 7, 1):
+        cache.attention(att, torch.randn(2, 4, n, 16), *torch.randn(2, 2, 2, n, 16))
+x = jax.numpy.asarray(rng.standard_normal((2, 150, 4, 16)).astype("f"))
+att = fk.compile("causal & window(w)", w=33, backend="cpp")
+jax.block_until_ready(jax.jit(jax.grad(lambda x: att(x, x, x).sum()))(x))
+jax.block_until_ready(jax.vmap(lambda x: att(x, x, x))(x[:, None]))
+print("done", flush=True)
+text = '#include <stdlib.h>\\nextern "C" int past() { return ((volatile char *)malloc(9))[9]; }\\n'
+cpp_build.library(text).past()
+"""
+
+
+def calls_sanitized(draw: random.Random) -> dict[str, int]:
+    """The calls end, and then what reads past an end is reported: the sanitizer watches."""
+    found = [subprocess.run(["g++", f"-print-file-name={x}"], capture_output=True, text=True).stdout.strip()
+             for x in ("libasan.so", "libubsan.so", "libstdc++.so.6")]  # fmt: skip
+    if not all(Path(x).is_absolute() for x in found):
+        raise NotHereError("g++ has no libasan.so to load before Python")
+    flags = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    with folder() as place:
+        compiler = script(place / "compiler", f'exec g++ "$@" {flags}')
+        env = environment(place / "cache", CXX=compiler, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0")
+        done = python(CALLS, env)
+    assert done.stdout == "done\n", f"{done.stdout}{done.stderr[-4000:]}"
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-4000:]
+    return {"processes": 1}
+
+
 FAULTS = {
     "sanitizers": (sanitized, lambda: len(SANITIZERS) * len(cases())),
+    "sanitized-calls": (calls_sanitized, 1),
     "processors": (processor, len(SLICE) * (len(cpp_cpu.VARIANTS) - 1)),
 }

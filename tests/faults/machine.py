@@ -18,7 +18,7 @@ from pathlib import Path
 
 from frisket.runtime.machine import cpp_build
 
-LIMIT = 300  # seconds for a process
+LIMIT = 600  # seconds for a process
 
 
 class NotHereError(Exception):
