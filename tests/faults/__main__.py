@@ -7,6 +7,7 @@ that some of them need; the others say that they did not run.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(campaign.FAULTS)):
         parser.error(f"there is no {unknown[0]}; there are {', '.join(campaign.FAULTS)}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     failed = 0
     for name in args.names or campaign.FAULTS:
         outcome = campaign.run(name, args.seed, args.rounds, args.resume, show=print)

@@ -157,7 +157,8 @@ def calls_sanitized(draw: random.Random) -> dict[str, int]:
         env = environment(place / "cache", CXX=compiler, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0")
         done = python(CALLS, env)
     assert done.stdout == "done\n", f"{done.stdout}{done.stderr[-4000:]}"
-    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-4000:]
+    assert done.returncode != 0
+    assert "AddressSanitizer" in done.stderr or "runtime error: load of address" in done.stderr, done.stderr[-4000:]
     return {"processes": 1}
 
 

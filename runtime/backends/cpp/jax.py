@@ -12,19 +12,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import LoweringError, ParameterError
+from frisket.dsl.errors import FrisketError, LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
 from frisket.lowering.derive import Gradient, backward_of
@@ -358,15 +357,19 @@ def target_name(
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:
-            with ThreadPoolExecutor(1) as beside:  # two compilers at once, where the bridge is not there yet
-                with suppress(RuntimeError):  # no thread can be had, or the interpreter ends
-                    beside.submit(copy_context().run, _bridge)
-                library = native_build.library(source)
+            with suppress(RuntimeError):  # two compilers at once, unless no thread can be had or the interpreter ends
+                Thread(target=copy_context().run, args=(_ahead,)).start()
+            library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
             handler = capsule(getattr(library, f"frisket_{kind}_xla"))
             jax.ffi.register_ffi_target(f"frisket_{kind}_{key}", handler, platform="cpu")
             _registered[key] = library
     return f"frisket_{kind}_{key}", made.literals
+
+
+def _ahead() -> None:
+    with suppress(FrisketError):  # who asks for it has the error
+        _bridge()
 
 
 @memo(group="once")

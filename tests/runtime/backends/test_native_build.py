@@ -646,3 +646,25 @@ def test_nobody_waits_for_a_stopped_process_for_good(cache, monkeypatch, tmp_pat
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_a_compiler_that_is_gone_does_not_end_calls(cache, monkeypatch):
+    """Library calls replace a kernel for a `BuildError`; it was asked for once the machine was known to have one."""
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(
+        native_build.BuildError, match=r"no C\+\+ compiler: CXX is '/nowhere/g\+\+', which is not there"
+    ):
+        library(source(4))
+
+
+def test_the_first_call_of_jax_at_exit(tmp_path):
+    """When no further threads start: kernel and bridge are built one after the other."""
+    pytest.importorskip("jax")
+    code = """
+import atexit, jax, frisket as fk
+x = jax.numpy.ones((1, 150, 2, 16))
+att = fk.compile("causal & window(w)", backend="cpp", w=60)
+atexit.register(lambda: print(abs(att(x, x, x) - 1).max() < 1e-5))
+"""
+    given = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "", "FRISKET_CACHE_DIR": str(tmp_path)}
+    assert python(code, **given) == "True"

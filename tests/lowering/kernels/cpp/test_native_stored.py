@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -242,13 +243,14 @@ class Watched(native_image.Problem):
 
     def __init__(self, made):
         self.made, self.g, self.plan, self.spans, self.sinks = made, made.g, made.plan(), made.spans(), None
+        self.case = SimpleNamespace(block=made.case.tile)
         self.q, self.k, self.v = made.q, made.k, made.v
         self.dtype, self.real = made.q.dtype, np.dtype("float64" if made.case.dtype == "float64" else "float32")
         self.params = {SEED: 5, RATE: float(np.float32(made.case.rate))}
 
-    def source(self, kind):
+    def kernel(self, kind):
         c = self.made.case
-        return cpp.CppKernel(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored).source()
+        return cpp.CppKernel(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored)
 
     def _fields(self):
         return super()._fields() | {"pages": [len(self.k)]}
