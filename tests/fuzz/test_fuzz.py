@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.caches import cache_model
+from support import cache_model
 
 import frisket as fk
 

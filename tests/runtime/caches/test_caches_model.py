@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 import pytest
-from support.caches.cache_kinds import KINDS, OfJax, OfTorch, jitted, run
-from support.caches.cache_model import PAGE, PAGES, Run
+from support.cache_kinds import KINDS, OfJax, OfTorch, jitted, run
+from support.cache_model import PAGE, PAGES, Run
 
 import frisket as fk
 from frisket.caches import PagePool
