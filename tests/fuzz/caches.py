@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from outside.programs import LIBRARY
-from support.cache_kinds import KINDS, OfJax, OfTorch, run
+from support.cache_model import KINDS, OfJax, OfTorch, run
 
 import frisket as fk
 from frisket.runtime.backends.cpp import decode

@@ -4,8 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from support.cache_kinds import KINDS, OfJax, OfTorch, jitted, run
-from support.cache_model import PAGE, PAGES, Run
+from support.cache_model import KINDS, PAGE, PAGES, OfJax, OfTorch, Run, jitted, run
 
 import frisket as fk
 from frisket.caches import PagePool
