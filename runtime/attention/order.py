@@ -117,7 +117,7 @@ class Order:
     def _index(self, keys: bool, back: bool) -> NDArray[np.int64]:
         return self._indices[keys, back]
 
-    def check_length(self, x: Any, axis: int, keys: bool) -> None:
+    def _check_length(self, x: Any, axis: int, keys: bool) -> None:
         """Raise where an axis has another length than the order."""
         size = self.kv_len if keys else self.q_len
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
@@ -128,7 +128,7 @@ class Order:
             )
 
     def _axis(self, x: Any, axis: int, keys: bool) -> int:
-        self.check_length(x, axis, keys)
+        self._check_length(x, axis, keys)
         return axis % len(x.shape)
 
     @cached_property

@@ -125,7 +125,7 @@ class OrderedAttention(Attention):
         options = self._beside(options)
         if order.rows is not None and self._reads_rows(q, k, v):
             for x, keys in ((q, False), (k, True), (v, True)):
-                order.check_length(x, axis, keys)
+                order._check_length(x, axis, keys)
             return by_rows(q, k, v, **options)
         move = order._moved
         k, v = (move(x, axis, keys=True) for x in (k, v))
