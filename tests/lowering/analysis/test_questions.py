@@ -264,6 +264,7 @@ k // (q - abs(int(sin(float(q))))) -> min(-max(k1, -k0), -1) .. max(max(k1, -k0)
 k % (q - abs(int(sin(float(q))))) -> ? .. ?, nan if true
 min(q - abs(int(sin(float(q)))), k) -> ? .. min(q1, k1)
 max(k, q - abs(int(sin(float(q))))) -> k0 .. max(q1, k1)
+-abs(sin(float(q))) / 2.0 -> ? .. ?, nan if true
 """
 
 
@@ -424,6 +425,10 @@ q >= 2 & doc[2] == doc[k] -> 0 99 330 330 63
 isfinite(min(sin(f[q]), 2.0)) -> 576 72 1224 648 0
 isfinite(abs(sin(f[q]))) -> 576 72 1224 648 0
 ~isfinite(min(sin(f[q]), 2.0)) -> 72 576 720 648 0
+float(k) == abs(sin(f[q])) -> 1 1184 112 111 0
+float(k) == -abs(sin(f[q])) -> 1 176 112 111 0
+float(k) != -abs(sin(f[q])) -> 176 1 287 111 1008
+float(k) != abs(sin(f[q])) -> 1184 1 1295 111 0
 """
 
 
