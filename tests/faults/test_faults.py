@@ -32,7 +32,7 @@ def test_a_round(name):
 
 
 def test_fifty_kills(tmp_path):
-    """Those of a stand-in that writes in pieces, and those of the real compiler, a round each."""
+    """One round of kills with a stand-in compiler that writes in pieces, and one with the real compiler."""
     file = tmp_path / "rounds.jsonl"
     done = run("kills", "kills-of-gcc", "--seed", "100", "--rounds", "1", "--resume", str(file))
     assert done.returncode == 0, done.stdout + done.stderr

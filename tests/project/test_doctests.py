@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from frisket.runtime.operations.base import AttentionRegistry, OperationRegistry
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 ROOMS = {name: package for package, name in SETUPTOOLS["package-dir"].items() if name != "runtime/facade"}
@@ -20,6 +22,13 @@ def modules():
             if inside[0] != "facade" and ">>> " in file.read_text():
                 yield ".".join((package, *(part for part in inside if part != "__init__")))
     yield "frisket"
+
+
+@pytest.fixture(autouse=True)
+def _own_registries(monkeypatch):
+    """Examples register operations, which other tests are not to find."""
+    for registry in (OperationRegistry, AttentionRegistry):
+        monkeypatch.setattr(registry, "_known", dict(registry._known))
 
 
 @pytest.mark.parametrize("name", list(modules()))

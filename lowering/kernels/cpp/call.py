@@ -5,7 +5,7 @@ field is one word, so that a record is written by one `struct.pack` and by an XL
 the only place that says what there is: the C text and the offsets come from it.
 
 >>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
-(0, 32, 4)
+(0, 34, 4)
 """
 
 from __future__ import annotations
