@@ -90,6 +90,7 @@ kills.killed(random.Random(1))
 """
 
 
+@pytest.mark.slow  # the moments of the kills decide, and those depend on the machine
 @pytest.mark.parametrize("what", WRONG)
 def test_a_planted_fault_of_the_cache_is_found(what):
     wrong, words = WRONG[what]
