@@ -35,14 +35,13 @@ def pip_install(extra: str) -> str:
 def installed_from() -> tuple[bool, str]:
     """(whether pip installed it with -e, what pip was given): a folder or a wheel that is still there, else the name on
     the index."""
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import, and asked for in errors alone
+    from importlib.metadata import distributions  # slow to import, and asked for in errors alone
     from urllib.parse import urlparse
     from urllib.request import url2pathname
 
-    try:
-        said = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        said = {}
+    # a clone that is the current folder has metadata of its own, which do not say it
+    told = (x.read_text("direct_url.json") for x in distributions(name=DISTRIBUTION))
+    said = json.loads(next(filter(None, told), "{}"))
     address = urlparse(said.get("url", ""))
     path = url2pathname(address.path)
     if address.scheme != "file" or not Path(path).exists():

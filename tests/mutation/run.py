@@ -43,11 +43,8 @@ def copied() -> Iterator[Path]:
     """A copy of the checkout's files whose package comes before the installed one."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Path(folder) / "frisket"
-        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-        for name in listed.split("\n"):
-            if name and (ROOT / name).is_file():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name)
+        left_out = [x.strip("/") for x in (ROOT / ".gitignore").read_text().split()]
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", *left_out))
         subprocess.check_call(["git", "init", "-q"], cwd=tree)
         link(tree)
         yield tree

@@ -86,7 +86,8 @@ def test_a_command_installs_from_where_frisket_came(said, command, tmp_path, mon
     (tmp_path / "a clone").mkdir()
     (tmp_path / "a.whl").touch()
     text = said and said.replace("FOLDER", str(tmp_path))
-    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    found = [SimpleNamespace(read_text=lambda file: None), SimpleNamespace(read_text=lambda file: text)]
+    monkeypatch.setattr(metadata, "distributions", lambda name: iter(found))
     module.installed_from.cache_clear()
     assert pip_install("torch") == command.replace("FOLDER", str(tmp_path))
     module.installed_from.cache_clear()
