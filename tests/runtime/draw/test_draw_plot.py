@@ -1,5 +1,6 @@
 """The PNG and SVG of a layout: what colour each tile and token has, what is said, what is refused."""
 
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -18,6 +19,7 @@ from frisket.runtime.cli.main import main
 from frisket.runtime.draw.palette import DARK, LIGHT
 from frisket.runtime.draw.pixels import of_tiles, panels, png, rgb
 from frisket.runtime.draw.plot import PANELS
+from frisket.runtime.machine.extras import pip_install
 
 WINDOW = fk.mask("causal & window(w)", w=256)
 
@@ -303,7 +305,9 @@ def test_nothing_half_written(tmp_path):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BackendError, match=r"^matplotlib is not installed: pip install 'frisket-attention\[plot\]'$"):
+    with pytest.raises(
+        BackendError, match="^" + re.escape(f"matplotlib is not installed: {pip_install('plot')}") + "$"
+    ):
         WINDOW.layout(64, 64).plot()
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import re
 import sys
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import frisket as fk
 from frisket import modeling as m
+from frisket.runtime.machine.extras import pip_install
 
 rng = np.random.default_rng(0)
 NAMES = (
@@ -280,7 +282,7 @@ def test_an_unknown_policy_is_a_key_error():
 def test_without_qwix(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.quantized", raising=False)
-    with pytest.raises(fk.MissingPackageError, match=r"pip install 'frisket-attention\[quantized\]'"):
+    with pytest.raises(fk.MissingPackageError, match=re.escape(pip_install("quantized"))):
         m.get_dot_general_by_bits(8)
 
 
