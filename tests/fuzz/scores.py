@@ -52,7 +52,7 @@ def value(text: str, score: Tensor, learned: dict[str, Tensor], origin: tuple[in
     }
     tables = {n: Table(x) if x.ndim else x for n, x in learned.items()}
     names = {**NAMES, **at, **tables, "score": score, "inf": torch.inf}
-    found = eval(text, {"__builtins__": {}}, names)
+    found = eval(text, {"__builtins__": {"__import__": __import__}}, names)  # torch imports what it first uses
     return torch.as_tensor(found, dtype=torch.float64).expand(shape)
 
 
