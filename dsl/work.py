@@ -16,9 +16,9 @@ from frisket.grammar.memo import memo
 from .ir import Expr, walk
 
 # operators that take as long as several others: divisions by 0 and overflow are looked for, tables searched
-_HEAVY: dict[str, int] = {"mod": 4, "floordiv": 4, "pow": 8, "random": 24, "erf": 64, "segment": 8, "lookup": 2}
+HEAVY: dict[str, int] = {"mod": 4, "floordiv": 4, "pow": 8, "random": 24, "erf": 64, "segment": 8, "lookup": 2}
 _ENDS = [f"{how}_{end}" for how in ("run", "segment", "rank") for end in ("first", "last")]
-_HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis searches a table
+HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis searches a table
 
 
 @memo(group="expressions")
@@ -30,7 +30,7 @@ def steps(root: Expr) -> int:
             lo, hi = e.args[:2]  # where they are no literals, the steps of one value
             total += (max(0, hi.name - lo.name) if lo.op == hi.op == "lit" else 1) * (steps(e.args[2]) + 1)
         else:
-            total += _HEAVY.get(e.op, 1)
+            total += HEAVY.get(e.op, 1)
     return total
 
 

@@ -19,8 +19,10 @@ import textwrap
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import uses
+from frisket.dsl.ir import Expr, uses
+from frisket.dsl.work import HEAVY
 from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.kernels.triton.parameters import arguments, padded
 from frisket.lowering.kernels.triton.rows import RowKernel
@@ -34,6 +36,9 @@ WIDEST = 256  # head dim: the sums of 64 queries take 128 registers of a thread
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
 PART = 64  # columns of the sums that a warp group reads from tensor memory at once
 SLACK = 8  # a weight may be 2**8: sums are rescaled where a score exceeds the maximum so far by more
+# Cycles of a scheduler for an element of each thread of a warp, by the compiled kernels of Triton 3.6 and 3.9: issue in
+# a full tile without a score mod, issue that the polynomial adds, and MUFU for one exp2 or tanh.
+ISSUE, ADDED, MUFU = 4, 5, 8
 OF_USE = {  # lines of the module's head that not every kernel needs, and the text of a kernel that does
     "import triton": "triton.knobs",
     "from triton import language as tl": "tl.",
@@ -42,12 +47,21 @@ OF_USE = {  # lines of the module's head that not every kernel needs, and the te
     'seen_as = columns_of.reinterpret if hasattr(columns_of, "reinterpret") else columns_of._reinterpret': "seen_as(",
     'group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier': "group_barrier()",
 }
-SIGMOID = """
-
-@gluon.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-"""
+# 2**x for -0.5 <= x <= 0.5: the polynomial of this degree with the least relative error, 1.5e-7, once 2**0 is to be 1.
+EXP2 = (1.0, 0.6931469, 0.24022119, 0.05550713, 0.009675541, 0.0013276471)
+*REST, LAST = EXP2
+FUNCTIONS = {  # that not every kernel needs
+    "sigmoid": """def sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))""",
+    "exp2_polynomial": f"""def exp2_polynomial(x):
+    \"\"\"2**x on the FMA units instead of MUFU: relative error at most 2.5e-7, and 0 below -126.5.\"\"\"
+    x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
+    # Floats of this size are whole numbers: the sum rounds x. Its low bits are the exponent of `whole`.
+    biased = x + 12583039.0  # 1.5 * 2**23 + 127
+    rest = x - (biased - 12583039.0)
+    whole = (biased.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
+    return whole * ({" + rest * (".join(map(str, REST))} + rest * {LAST}{")" * len(REST)}""",
+}
 
 
 def emit(
@@ -94,9 +108,10 @@ def refusal(plan: LoopPlan, dims: Dims) -> str:
 def translated(text: str) -> str:
     """A kernel's text with Triton's names turned into Gluon's."""
     found = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
-    if "gl.sigmoid(" in found:
-        head, gap, rest = found.replace("gl.sigmoid(", "sigmoid(").partition("\n\n\n@gluon.jit")
-        found = f"{head}{SIGMOID}{gap}{rest}"
+    found = found.replace("gl.sigmoid(", "sigmoid(")
+    head, gap, rest = found.partition("\n\n\n@gluon.jit")
+    used = [text for name, text in FUNCTIONS.items() if re.search(rf"\b{name}\(", rest)]
+    found = gap.join([head, *(f"\n{text}" for text in used)]) + gap + rest
     for line, use in OF_USE.items():
         found = found if use in found else found.replace(f"{line}\n", "")
     return found
@@ -232,4 +247,17 @@ class BlackwellForward(GluonForward):
     def tiles(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
         _, edge, full = super().tiles()
-        return [{**edge, "range": "borders"}, {**full, "range": "borders, hi - lo"}]
+        return [
+            {**edge, "range": "borders", "by_polynomial": 0},
+            {**full, "range": "borders, hi - lo", "by_polynomial": by_polynomial(*self.score, *self.kept)},
+        ]
+
+
+def by_polynomial(*roots: Expr) -> int:
+    """The columns of 32 in a full tile whose exp2 is a polynomial: as many as keep MUFU and issue equally busy. The
+    number is even, because two columns share their instructions. It is at most half: a tanh of the score mod comes
+    before the maximum, so a warp does not overlap it with the polynomial."""
+    inside = [e for e, level in levels(*roots).items() if level == POSITION and e.op != "var"]
+    mufu = MUFU * (1 + sum(e.op in ("exp", "tanh") for e in inside))
+    issue = ISSUE + sum(HEAVY.get(e.op, 1) for e in inside)
+    return 2 * min(8, max(0, round(16 * (mufu - issue) / (MUFU + ADDED))))

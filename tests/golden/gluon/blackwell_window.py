@@ -7,6 +7,7 @@ Head size 128, bfloat16, 8 query heads to a key head.
 attention_forward: grid (q tiles, heads, batch), tiles of 256 queries by 128 keys in 2 stages, num_warps=4 beside 6 of its own.
 """
 
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell
@@ -26,6 +27,17 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 INFINITY = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def exp2_polynomial(x):
+    """2**x on the FMA units instead of MUFU: relative error at most 2.5e-7, and 0 below -126.5."""
+    x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
+    # Floats of this size are whole numbers: the sum rounds x. Its low bits are the exponent of `whole`.
+    biased = x + 12583039.0  # 1.5 * 2**23 + 127
+    rest = x - (biased - 12583039.0)
+    whole = (biased.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
+    return whole * (1.0 + rest * (0.6931469 + rest * (0.24022119 + rest * (0.05550713 + rest * (0.009675541 + rest * 0.0013276471)))))
 
 
 @gluon.jit
@@ -174,7 +186,8 @@ def consume(
         # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
         grown = peak > top + 8
         peak = gl.where(grown, peak, top)
-        p = gl.exp2(score * unit - peak[:, None])
+        exponent = score * unit - peak[:, None]
+        p = gl.where(columns[None, :] % 32 < 10, exp2_polynomial(exponent), gl.exp2(exponent))
         rescale = gl.exp2(top - peak)
         total = total * rescale + gl.sum(p, 1)
         weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))

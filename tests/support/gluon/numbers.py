@@ -75,7 +75,9 @@ class Tensor:
     def dtype(self) -> Kind:
         return self.kind
 
-    def to(self, kind: Kind) -> Tensor:
+    def to(self, kind: Kind, bitcast: bool = False) -> Tensor:
+        if bitcast:
+            return Tensor(self.data.view(kind.held), kind)
         with np.errstate(all="ignore"):
             return Tensor(rounded(self.data, kind), kind)
 

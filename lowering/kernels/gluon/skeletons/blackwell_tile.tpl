@@ -12,7 +12,9 @@ $if slack:
     # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
 grown = peak > top$slack
 peak = gl.where(grown, peak, top)  $if slack
-p = gl.exp2(score * $unit - peak[:, None])
+exponent = score * $unit - peak[:, None]  $if by_polynomial
+p = gl.where(columns[None, :] % 32 < $by_polynomial, exp2_polynomial(exponent), gl.exp2(exponent))  $if by_polynomial
+p = gl.exp2(score * $unit - peak[:, None])  $if not by_polynomial
 rescale = gl.exp2(top - peak)
 total = total * rescale + gl.sum(p, 1)
 $dropout
