@@ -36,6 +36,7 @@ gluon gl hopper mbarrier tma produce consume load_tile store_tile group_barrier 
 q_full k_full k_free v_full v_free slot phase before before_phase left borders n weights zero dtype
 SCORES SUMS ROWS COLUMNS HALF EACH LAYOUT blackwell multiply columns_of seen_as weights_in
 s_full p_full o_full scores sums key grown some every of_sequences behind exp2_polynomial exponent biased rest whole
+any_grown
 of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]

@@ -213,13 +213,14 @@ def consume(
             score = gl.where(visible, score, -INFINITY)
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
+            any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
             p = gl.exp2(score * LOG2E - peak[:, None])
             rescale = gl.exp2(top - peak)
             total = total * rescale + gl.sum(p, 1)
             # random(seed, b, h, q, k) >= rate
             p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
             weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-            if gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0:
+            if any_grown:
                 # `s_full` told of the products before these scores too: nothing adds to the sums now.
                 for part in gl.static_range(1):
                     some = acc.slice(part * 64, 64)
@@ -238,13 +239,14 @@ def consume(
             score = tanh(score * fixed0) * 50.0 + (column0 - row0) * slope_h
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
+            any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
             p = gl.exp2(score * LOG2E - peak[:, None])
             rescale = gl.exp2(top - peak)
             total = total * rescale + gl.sum(p, 1)
             # random(seed, b, h, q, k) >= rate
             p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
             weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-            if gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0:
+            if any_grown:
                 # `s_full` told of the products before these scores too: nothing adds to the sums now.
                 for part in gl.static_range(1):
                     some = acc.slice(part * 64, 64)

@@ -164,12 +164,13 @@ def consume(
         # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
         # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
         grown = peak > top + 8
+        any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
         peak = gl.where(grown, peak, top)
         p = gl.exp2(score * unit - peak[:, None])
         rescale = gl.exp2(top - peak)
         total = total * rescale + gl.sum(p, 1)
         weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-        if gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0:
+        if any_grown:
             # `s_full` told of the products before these scores too: nothing adds to the sums now.
             for part in gl.static_range(2):
                 some = acc.slice(part * 64, 64)
@@ -185,13 +186,14 @@ def consume(
         # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
         # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
         grown = peak > top + 8
+        any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
         peak = gl.where(grown, peak, top)
         exponent = score * unit - peak[:, None]
         p = gl.where(columns[None, :] % 32 < 10, exp2_polynomial(exponent), gl.exp2(exponent))
         rescale = gl.exp2(top - peak)
         total = total * rescale + gl.sum(p, 1)
         weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-        if gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0:
+        if any_grown:
             # `s_full` told of the products before these scores too: nothing adds to the sums now.
             for part in gl.static_range(2):
                 some = acc.slice(part * 64, 64)

@@ -11,6 +11,7 @@ $if slack:
     # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
     # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
 grown = peak > top$slack
+any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
 peak = gl.where(grown, peak, top)  $if slack
 exponent = score * $unit - peak[:, None]  $if by_polynomial
 p = gl.where(columns[None, :] % 32 < $by_polynomial, exp2_polynomial(exponent), gl.exp2(exponent))  $if by_polynomial
@@ -19,7 +20,7 @@ rescale = gl.exp2(top - peak)
 total = total * rescale + gl.sum(p, 1)
 $dropout
 weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-if gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0:
+if any_grown:
     # `s_full` told of the products before these scores too: nothing adds to the sums now.
     for part in gl.static_range($parts):
         some = acc.slice(part * $width, $width)
