@@ -6,16 +6,18 @@
     python benchmarks/gpu_model.py serving
     python benchmarks/gpu_model.py prefill
     python benchmarks/gpu_model.py schedules
+    python benchmarks/gpu_model.py units
     python benchmarks/gpu_model.py tiles --write --python /usr/bin/python3.12
     python benchmarks/gpu_model.py mosaic FOLDER
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
-`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules` and `sensitivity` write parts of
-benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside flex_attention's, the
-instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other
-orders of programs would save, and how much each constant of the model matters. `mosaic` writes a part for the kernels
-that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules`, `sensitivity` and `units` write
+parts of benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside
+flex_attention's, the instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other
+orders of programs would save, how much each constant of the model matters, and how busy the Gluon forward keeps the
+units of a Blackwell SM. `mosaic` writes a part for the kernels that
+`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.
@@ -35,7 +37,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_sim import full, mosaic, report, search, specialised
+from gpu_sim import full, mosaic, report, search, specialised, units
 from gpu_sim.compiled import ROOT, Compiled, disassembled, folder, resources, triton_version
 from gpu_sim.loops import LoopFigures, figures
 from gpu_sim.machine import GPUS, Gpu
@@ -47,7 +49,7 @@ from store import keep, shown
 Found = dict[str, Any]
 PARTS = {
     "validation": report.validation, "figures": report.predicted, "masks": report.masks, "serving": report.serving,
-    "prefill": report.prefill, "schedules": report.schedules, "sensitivity": report.sensitivity,
+    "prefill": report.prefill, "schedules": report.schedules, "sensitivity": report.sensitivity, "units": units.tiles,
 }  # fmt: skip
 
 
@@ -126,7 +128,8 @@ def parts(options: argparse.Namespace) -> None:
         rows[name] = row
         print(shown(name, row), flush=True)
     version = ".".join(triton_version().split(".")[:2])
-    settings = {"triton": triton_version(), "gpu": GPUS["sm_90"].name, "dtype": "bfloat16", "rounds": 1}
+    gpu = "B200" if options.part == "units" else GPUS["sm_90"].name
+    settings = {"triton": triton_version(), "gpu": gpu, "dtype": "bfloat16", "rounds": 1}
     keep("gpu-model", f"{options.part}, Triton {version}", rows, settings)
 
 

@@ -209,6 +209,14 @@ combines their parts in a second launch. A packed tile holds the queries of a gr
 them; dkv walks the heads of a group already.
 """
 
+UNITS = """\
+The Gluon forward on a B200. A figure is the number of cycles that a tile takes of a unit, in one of the four schedulers
+of an SM, for all warps of the scheduler. A tile has 256 queries, or 128 at head size 256. It has 128 keys, or 64 with a
+score mod or at head size 256. The figures are counts of compiled instructions at published rates: nothing is simulated.
+The largest figure of a row is the least time of a tile. In a full tile some exponentials are a polynomial; the row
+`exp2 on MUFU alone` has none.
+"""
+
 
 def of_model(parts: dict[str, Part]) -> Iterator[str]:
     for part, title in (
@@ -225,6 +233,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
         "serving": ("Steps of serving", SERVING),
         "prefill": ("Chunked prefill", PREFILL),
         "schedules": ("Schedules", SCHEDULES),
+        "units": ("Units of a Blackwell SM", UNITS),
     }
     for name in (n for n in parts if n.partition(",")[0] in titles):
         title, text = titles[name.partition(",")[0]]

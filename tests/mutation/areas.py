@@ -56,7 +56,7 @@ AREAS = {
         Group(
             ("lowering/kernels/gluon/skeletons/*.tpl",),
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
-             f"{KERNELS}/gluon/test_gluon_library.py"), ("torch", "triton"),
+             f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py"), ("torch", "triton"),
         ),
         Group(
             ("lowering/kernels/pallas_tpu/skeletons/*.py",),
