@@ -16,7 +16,7 @@ from frisket.lowering.kernels.gluon.forward import EXP2, by_polynomial, emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Target, make_plan, survives
 
-BOUND = 2.5e-7  # relative; the PTX manual grants the instruction 2**-22.5, or 1.7e-7
+BOUND = 2.5e-7  # relative; rounding to bfloat16 is up to 2**-9, or 2e-3, and to float16 5e-4
 ON = Target("gluon", 256, 64, 4, 2, arch="sm_100")
 
 
