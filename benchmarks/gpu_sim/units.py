@@ -1,7 +1,7 @@
 """Cycles that a tile of the Gluon forward keeps each unit of a Blackwell SM busy: counted, not simulated.
 
 The rates are those of one of the four schedulers. Instructions are those of a warp in its loop over tiles, without the
-branch that rescales sums in tensor memory: a group takes it in its first tile, and seldom after that.
+branch that rescales sums in tensor memory, which a group seldom takes.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ def consume(
             score = gl.where(visible, score, -INFINITY)
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
-            any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
+            # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+            any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
             p = gl.exp2(score * LOG2E - peak[:, None])
             rescale = gl.exp2(top - peak)
             total = total * rescale + gl.sum(p, 1)
@@ -239,7 +240,8 @@ def consume(
             score = tanh(score * fixed0) * 50.0 + (column0 - row0) * slope_h
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
-            any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
+            # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+            any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
             p = gl.exp2(score * LOG2E - peak[:, None])
             rescale = gl.exp2(top - peak)
             total = total * rescale + gl.sum(p, 1)

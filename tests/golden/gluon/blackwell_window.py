@@ -164,7 +164,8 @@ def consume(
         # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
         # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
         grown = peak > top + 8
-        any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
+        # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+        any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
         peak = gl.where(grown, peak, top)
         p = gl.exp2(score * unit - peak[:, None])
         rescale = gl.exp2(top - peak)
@@ -186,7 +187,8 @@ def consume(
         # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
         # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
         grown = peak > top + 8
-        any_grown = gl.max(gl.convert_layout(grown.to(gl.int32), EACH), 0) > 0  # of the group: known behind the exponentials
+        # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+        any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
         peak = gl.where(grown, peak, top)
         exponent = score * unit - peak[:, None]
         p = gl.where(columns[None, :] % 32 < 10, exp2_polynomial(exponent), gl.exp2(exponent))

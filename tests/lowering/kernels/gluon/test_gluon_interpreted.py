@@ -9,6 +9,7 @@ import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.gluon.gluon_call import check, install, run, tensors, with_everything
+from support.gluon.machine import Columns
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
@@ -138,6 +139,22 @@ def test_scores_that_rise_along_the_row(rise):
     """By less than what weights may grow, so that sums are not rescaled, by more, and by more than float32 holds."""
     case = half(Case(causal, rise * k + score, q_len=300, kv_len=300, heads=1, kv_heads=1), "sm_100")
     check(case, *run(case, arch="sm_100"))
+
+
+@pytest.mark.parametrize(("rise", "rescaled"), [(0.0, 0), (0.02, 0), (0.2, 1)])
+def test_sums_are_rescaled_where_a_weight_would_be_too_large(monkeypatch, rise, rescaled):
+    """And not in the first tile, whose maximum exceeds none. A tile has 64 keys, and 64 * 0.2 exceeds 8 * ln 2."""
+    stores, store = [], Columns.store
+
+    def counted(self, value):
+        stores.append(self.slot.name)
+        store(self, value)
+
+    monkeypatch.setattr(Columns, "store", counted)
+    case = half(Case(None, rise * k, q_len=256, kv_len=192, heads=1, kv_heads=1, sizes=(1, 1, 256, 192)), "sm_100")
+    check(case, *run(case, arch="sm_100"))
+    groups, later_tiles = 2, 2
+    assert sum(name.startswith("sums") for name in stores) == groups * (1 + later_tiles * rescaled)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
