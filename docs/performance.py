@@ -213,8 +213,8 @@ UNITS = """\
 The Gluon forward on a B200. A figure is the number of cycles that a tile takes of a unit, in one of the four schedulers
 of an SM, for all warps of the scheduler. A tile has 256 queries, or 128 at head size 256. It has 128 keys, or 64 with a
 score mod or at head size 256. The figures are counts of compiled instructions at published rates: nothing is simulated.
-The largest figure of a row is the least time of a tile. In a full tile some exponentials are a polynomial; the row
-`exp2 on MUFU alone` has none.
+The largest figure of a row is the least time of a tile. Some exponentials are a polynomial; the row `exp2 on MUFU
+alone` has none.
 """
 
 

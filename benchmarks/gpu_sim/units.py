@@ -44,7 +44,7 @@ def tiles() -> Iterator[tuple[str, Row]]:
     for dim in (64, 128, 256):
         for name in NAMES:
             border, full = busy(name, dim)
-            with patch.object(forward, "by_polynomial", lambda *roots: 0):
+            with patch.object(forward, "by_polynomial", lambda *given: 0):
                 _, plain = busy(name, dim)
             yield f"{name}, D{dim}, full tile", {"figures": {QUANTITY: full}}
             if plain != full:

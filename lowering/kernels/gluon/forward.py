@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses
 from frisket.dsl.work import HEAVY
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import POSITION, levels
+from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.kernels.triton.parameters import arguments, padded
 from frisket.lowering.kernels.triton.rows import RowKernel
@@ -36,9 +37,9 @@ WIDEST = 256  # head dim: the sums of 64 queries take 128 registers of a thread
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
 PART = 64  # columns of the sums that a warp group reads from tensor memory at once
 SLACK = 8  # a weight may be 2**8: sums are rescaled where a score exceeds the maximum so far by more
-# Cycles of a scheduler for an element of each thread of a warp, by the compiled kernels of Triton 3.6 and 3.9: issue in
-# a full tile without a score mod, issue that the polynomial adds, and MUFU for one exp2 or tanh.
-ISSUE, ADDED, MUFU = 4, 5, 8
+# Cycles of a scheduler for an element of each thread of a warp, by the compiled kernels of Triton 3.6 and 3.9: those of
+# a full tile without a score mod, those that the polynomial adds, and those of one exp2 or tanh.
+ISSUE, ALU, MORE_ISSUE, MORE_ALU, MUFU = 4, 2, 5, 4, 8
 OF_USE = {  # lines of the module's head that not every kernel needs, and the text of a kernel that does
     "import triton": "triton.knobs",
     "from triton import language as tl": "tl.",
@@ -247,17 +248,29 @@ class BlackwellForward(GluonForward):
     def tiles(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
         _, edge, full = super().tiles()
+        inside = [*self.score, *self.kept]
+        ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
         return [
-            {**edge, "range": "borders", "by_polynomial": 0},
-            {**full, "range": "borders, hi - lo", "by_polynomial": by_polynomial(*self.score, *self.kept)},
+            {**edge, "range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))},
+            {**full, "range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)},
         ]
 
 
-def by_polynomial(*roots: Expr) -> int:
-    """The columns of 32 in a full tile whose exp2 is a polynomial: as many as keep MUFU and issue equally busy. The
-    number is even, because two columns share their instructions. It is at most half: a tanh of the score mod comes
-    before the maximum, so a warp does not overlap it with the polynomial."""
-    inside = [e for e, level in levels(*roots).items() if level == POSITION and e.op != "var"]
-    mufu = MUFU * (1 + sum(e.op in ("exp", "tanh") for e in inside))
-    issue = ISSUE + sum(HEAVY.get(e.op, 1) for e in inside)
-    return 2 * min(8, max(0, round(16 * (mufu - issue) / (MUFU + ADDED))))
+def by_polynomial(roots: Sequence[Expr], masking: int = 0) -> int:
+    """The columns of 32 in a tile whose exp2 is a polynomial: as many as keep MUFU as busy as issue, or as ALU, which
+    has the `masking` of border tiles. The number is even, because two columns share their instructions. It is at most
+    half: a tanh of the score mod comes before the maximum, so a warp does not overlap it with the polynomial."""
+    mufu = MUFU * (1 + sum(e.op in ("exp", "tanh") for e in of_elements(roots)))
+    of_issue = (mufu - ISSUE - work(roots) - masking) / (MUFU + MORE_ISSUE)
+    of_alu = (mufu - ALU - 2 * masking) / (MUFU + MORE_ALU)
+    return 2 * min(8, max(0, round(16 * min(of_issue, of_alu))))
+
+
+def work(roots: Sequence[Expr]) -> int:
+    """Instructions for an element of a tile."""
+    return sum(HEAVY.get(e.op, 1) for e in of_elements(roots))
+
+
+def of_elements(roots: Sequence[Expr]) -> list[Expr]:
+    """Nodes that a thread computes for every element of a tile: it has a row, so those of a column alone are some."""
+    return [e for e, level in levels(*roots).items() if level & COLUMN and e.op != "var"]

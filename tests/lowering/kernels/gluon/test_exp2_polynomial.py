@@ -1,5 +1,7 @@
 """Exponentials of the forward on Blackwell that are a polynomial: coefficients, error, and which tiles take it."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -75,28 +77,41 @@ def test_ends_of_the_range(exp2):
 
 
 SOFTCAP = 50 * function("tanh", score / 50)
+ALIBI = score + ir.lookup("slope", (h,), FLOAT) * ir.to_float(k - q)
 SHARES = [
-    ((), 10),
-    ((score + param("c", FLOAT),), 8),
-    ((SOFTCAP,), 16),
-    ((score + ir.lookup("slope", (h,), FLOAT) * ir.to_float(k - q),), 0),
-    ((score + ir.lookup("bias", (h, q - k), FLOAT),), 0),
-    ((survives(),), 0),
+    ([], 10),
+    ([score + param("c", FLOAT)], 8),
+    ([SOFTCAP], 16),
+    ([ALIBI], 0),
+    ([score + ir.lookup("bias", (h, q - k), FLOAT)], 0),
+    ([survives()], 0),
 ]
 
 
 @pytest.mark.parametrize(("roots", "share"), SHARES)
 def test_columns_that_are_polynomials(roots, share):
-    assert by_polynomial(*roots) == share
+    assert by_polynomial(roots) == share
 
 
-def test_border_tiles_and_dropout_have_none():
-    text = emit(make_plan(causal, None), ON, Dims(64, 64, "bfloat16"))
-    border, full = text.split("# Full tiles")
-    assert "exp2_polynomial(exponent)" in full
-    assert "exp2_polynomial(exponent)" not in border
-    for plan in (make_plan(causal, None, dropout=True), make_plan(causal, SHARES[3][0][0])):
-        assert "exp2_polynomial" not in emit(plan, ON, Dims(64, 64, "bfloat16"))
+# Plans, and the columns of 32 in a border tile and in a full one.
+WINDOW = causal & (q - k < param("w"))
+TILES = {
+    "causal": (make_plan(causal, None), 4, 10),
+    "causal, soft cap": (make_plan(causal, SOFTCAP), 16, 16),
+    "window": (make_plan(WINDOW, None), 0, 10),
+    "remainder": (make_plan(causal & (k % 7 > 0), None), 0, 10),
+    "alibi": (make_plan(causal, ALIBI), 0, 0),
+    "dropout": (make_plan(causal, None, dropout=True), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_border_tiles_have_fewer(name):
+    plan, *shares = TILES[name]
+    text = emit(plan, ON, Dims(64, 64, "bfloat16"))
+    found = [re.findall(r"% 32 < (\d+), exp2_polynomial", part) for part in text.split("# Full tiles")]
+    assert found == [[str(share)] * (share > 0) for share in shares]
+    assert ("def exp2_polynomial" in text) == (shares[1] > 0)
 
 
 ALL = Case(None, q_len=70, kv_len=320, heads=1, kv_heads=1, sizes=(1, 1, 320, 320), dtype="bfloat16", block=(256, 64))
