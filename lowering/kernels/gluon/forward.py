@@ -272,5 +272,5 @@ def work(roots: Sequence[Expr]) -> int:
 
 
 def of_elements(roots: Sequence[Expr]) -> list[Expr]:
-    """Nodes that a thread computes for every element of a tile: it has a row, so those of a column alone are some."""
+    """Nodes that a thread computes for every element of a tile. It has one row, so nodes of a column count as well."""
     return [e for e, level in levels(*roots).items() if level & COLUMN and e.op != "var"]
