@@ -344,6 +344,9 @@ TOPICS = (
           "python benchmarks/cpu.py", of_cpu),
     Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
           "dense formula for the score mods that it does not have.", "python benchmarks/cpu_jax.py", of_jax),
+    Topic("cpu-dims", "Native kernels of every head size", "Two heads, float32, one thread. Rows are mask, tokens x "
+          "head size, direction. \"native\" has AVX-512 on this machine.", "python benchmarks/cpu_dims.py",
+          each(("native", "As the CPU is", "ms"),)),
     Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread. "
           "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),

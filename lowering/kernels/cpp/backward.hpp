@@ -8,6 +8,7 @@
 const Real BASE = SCORED ? LOG2E : 1;
 const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
+const int Q_LINE = line(Q_WIDE), V_LINE = line(V_WIDE);  // from a packed row to the next
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
 const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
@@ -113,7 +114,7 @@ struct Worker {
     bool with_dq, with_dk, with_dv, with_slopes;
     Captured captured;
     // a tile of queries
-    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * Q_WIDE], dout_lines[ROWS / PAIR * V_WIDE];
+    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * Q_LINE], dout_lines[ROWS / PAIR * V_LINE];
 #if PAIRS
     Operand dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
 #endif
@@ -176,7 +177,7 @@ static void multiply_outs(Worker &w) {
     const int row = V_STEPS;
 #else
     const Operand *dout = w.dout_lines;
-    const int row = V_WIDE;
+    const int row = V_LINE;
 #endif
     for (int start = 0; start < w.present; start += GROUP) {
         const int rows = w.present - start < GROUP ? w.present - start : GROUP;
@@ -246,8 +247,8 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     const Operand *dout = w.dout_left + start * V_STEPS;
     const int dout_row = V_STEPS;
 #else
-    const Operand *dout = w.dout_lines + start * V_WIDE;
-    const int dout_row = V_WIDE;
+    const Operand *dout = w.dout_lines + start * V_LINE;
+    const int dout_row = V_LINE;
 #endif
     for (int j = 0, n; j < VECTORS; j += n ? n : 1) {
         n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
@@ -332,8 +333,8 @@ static void add_exactly(Worker &w, int groups, const Operand *rows, int64_t stri
         Real *v = w.with_dv ? w.dv.tile(tile) + row_at(v_rows, j) * w.dv.row_of(tile, V_WIDE) : nullptr;
         for (int64_t i = 0; i < queries; i++) {
             const Real p = half(w.weights + i / PAIR * BLOCK_K + j, i % PAIR), ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
-            for (int d = 0; d < Q_WIDE && k && ds != 0; d++) dk[d] += ds * half(w.q_lines + i / PAIR * Q_WIDE + d, i % PAIR);
-            for (int d = 0; d < V_WIDE && v && p != 0; d++) dv[d] += p * half(w.dout_lines + i / PAIR * V_WIDE + d, i % PAIR);
+            for (int d = 0; d < Q_WIDE && k && ds != 0; d++) dk[d] += ds * half(w.q_lines + i / PAIR * Q_LINE + d, i % PAIR);
+            for (int d = 0; d < V_WIDE && v && p != 0; d++) dv[d] += p * half(w.dout_lines + i / PAIR * V_LINE + d, i % PAIR);
         }
         for (int d = 0; d < Q_WIDE && k; d++) k[d] += dk[d];
         for (int d = 0; d < V_WIDE && v; d++) v[d] += dv[d];

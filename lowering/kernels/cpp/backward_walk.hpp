@@ -49,8 +49,8 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const Lines<const Entry> q = of(call->q), out = of(call->out), dout = of(call->dout);
     w.present = present;
     pack_queries(w.query, q, present, all, unit_of(call));
-    pack_rows<HEAD_DIM>(w.q_lines, q, present, all);
-    pack_rows<V_DIM>(w.dout_lines, dout, present, all);
+    pack_rows<HEAD_DIM, Q_LINE>(w.q_lines, q, present, all);
+    pack_rows<V_DIM, V_LINE>(w.dout_lines, dout, present, all);
 #if PAIRS
     pack_left<V_DIM>(w.dout_left, dout, present, all, 1);
 #endif
@@ -87,10 +87,10 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     for (int i = 0; i * GROUP < seen; i++)
         w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PAIR, nullptr};
     if (w.with_dv)
-        accumulate<V_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_WIDE, w.dv.tile(n),
+        accumulate<V_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_LINE, w.dv.tile(n),
                                           w.dv.row_of(n, V_WIDE), w.dv.rows_of(n, w.counted));
     if (w.with_dk)
-        accumulate<Q_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_WIDE, w.dk.tile(n),
+        accumulate<Q_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_LINE, w.dk.tile(n),
                                           w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
     if (!w.with_dq) return;
     for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PAIR - 1) / PAIR, nullptr};

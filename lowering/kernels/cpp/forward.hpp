@@ -14,8 +14,9 @@ const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for whi
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
-const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
-const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                   // Operands of the packed keys of a tile
+const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // and of its values
+const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
@@ -31,9 +32,9 @@ struct Slot {
 
 // The memory of one worker, which is kept between calls.
 struct Worker {
-    int64_t bytes, slots;
+    int64_t bytes, slots, tile;
     Slot *slot;       // [slots]
-    Operand *tiles;   // [slots, TILE]
+    Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
     Operand values[BLOCK_K / PAIR * V_WIDE];  // the values of a tile, with zeros where no row sees the key
@@ -60,11 +61,11 @@ struct Worker {
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
 // that a fork could leave locked.
-const int PLACES = 16;  // workers kept, some 70 MB at most; more threads than this call malloc each time
+const int PLACES = 16;  // workers kept, some 140 MB at most; more threads than this call malloc each time
 static void *places[PLACES];
 
-static Worker *take(int64_t slots) {
-    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + TILE * (int64_t)sizeof(Operand)) + 256;
+static Worker *take(int64_t slots, int64_t tile) {
+    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + tile * (int64_t)sizeof(Operand)) + 256;
     void *found = nullptr;
     for (int i = 0; i < PLACES && !found; i++)
         if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
@@ -77,9 +78,9 @@ static Worker *take(int64_t slots) {
     }
     Worker *worker = (Worker *)(((uintptr_t)found + 64) & ~(uintptr_t)63);
     ((void **)worker)[-1] = found;
-    worker->slots = slots;
+    worker->slots = slots, worker->tile = tile;
     worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
-    worker->slot = (Slot *)(worker->tiles + slots * TILE);
+    worker->slot = (Slot *)(worker->tiles + slots * tile);
     for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
     return worker;
 }

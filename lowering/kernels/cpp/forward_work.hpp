@@ -15,7 +15,7 @@ struct Task {
     const Call *call;
     const int32_t *order;  // [slices, rows] rows of tiles, longest first
     int64_t *next;         // [batch, kv_heads] items begun
-    int64_t workers, slots, failed;
+    int64_t workers, slots, tile, failed;  // tile: Operands of a slot
 };
 
 // An item: `count` query rows from `start` on of each of the heads from `head` on, `heads` of one key head.
@@ -81,7 +81,7 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
     const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
-    Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
+    Operand *keys = w.tiles + slot * w.tile, *values = keys + KEYS;
     const bool here = in_place(call);
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
@@ -171,7 +171,7 @@ static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
     const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
-    Worker *w = take(task.slots);
+    Worker *w = take(task.slots, task.tile);
     if (!w) {
         __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
         return;
@@ -214,13 +214,14 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
 // 0: done; 1: no memory.
 static int64_t all_rows(const Call *call, int64_t slices) {
     const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, tile = in_place(call) ? KEYS : TILE;
+    const int64_t most = KEPT_BYTES / (tile * (int64_t)sizeof(Operand));
     int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
     sort_rows(call, slices, order);
-    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
+    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, tile, 0};
     spread(call, work, task, items);
     free(memory);
     return task.failed;

@@ -25,6 +25,9 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = 6;                       // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+// From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
+// rows share a few places of the first-level cache, which then does not hold them.
+constexpr int line(int wide) { return wide + (wide % (8 * LANES) ? 0 : LANES); }
 constexpr int panel(int vectors) {
     return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1;
 }
@@ -49,18 +52,18 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
                      Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr,
                      const int32_t *rows = nullptr) {
     Vec sum[M][N];
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
+    UNROLLED for (int i = 0; i < M; i++)
+        UNROLLED for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
     for (; steps > 0; steps--) {
         const Operand *left = LISTED ? a + *list * a_step : a, *row = LISTED ? b + *list++ * b_step : b;
         Operands right[N];
-        for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
+        UNROLLED for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
+        UNROLLED for (int i = 0; i < M; i++)
+            UNROLLED for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
         if (!LISTED) a += a_step, b += b_step;
     }
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) {
+    UNROLLED for (int i = 0; i < M; i++)
+        UNROLLED for (int j = 0; j < N; j++) {
             Real *to = c + (SPREAD ? rows[i] : i) * c_row + j * LANES;
             if (START == ADD) sum[i][j] += load<Vec>(to);
             if (START == RESCALE) sum[i][j] += load<Vec>(to) * factor[i];
@@ -283,27 +286,30 @@ template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
-        for (int64_t block = 0; block < N && start + block * LANES < present; block++)
+        for (int64_t block = 0; block < N && start + block * LANES < present; block++) {
+            const int64_t first = start + block * LANES;
+            decltype(from.row(0)) row[LANES], ahead[LANES];
+            for (int i = 0; i < LANES; i++)
+                row[i] = from.row(first + i < present ? first + i : first), ahead[i] = from.row(first + i + AHEAD);
             for (int step = 0; step < STEPS; step += LANES) {
                 Vec square[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    int64_t key = start + block * LANES + i;
-                    square[i] = Vec{};
-                    __builtin_prefetch(from.row(key + AHEAD) + step * PAIR);
-                    if (key < present)
-                        square[i] = (Vec)load_operands(from.row(key) + step * PAIR, DIM - step * PAIR);
+                UNROLLED for (int i = 0; i < LANES; i++) {
+                    __builtin_prefetch(ahead[i] + step * PAIR);
+                    square[i] = (Vec)load_operands<DIM % (LANES * PAIR) == 0>(row[i] + step * PAIR, DIM - step * PAIR);
                 }
+                for (int64_t i = present - first; i < LANES; i++) square[i] = Vec{};
                 transpose(square);
-                for (int i = 0; i < LANES && step + i < STEPS; i++)
-                    store(to + (step + i) * N * LANES + block * LANES, square[i]);
+                UNROLLED for (int i = 0; i < LANES; i++)
+                    if (step + i < STEPS) store(to + (step + i) * N * LANES + block * LANES, square[i]);
             }
+        }
 }
 
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM, class From>
+template <int DIM, int LINE = round_up(DIM, LANES), class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
+    for (int64_t i = 0; i < keys; i += PAIR, to += LINE)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
             for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
@@ -320,26 +326,16 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
 
-// Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
-template <int STEP> INLINE void add_turned(Vec *x) {
-#if LANES > 1
-    for (int i = 0; i < LANES / STEP; i += 2) {
-        Vec left = x[i], right = x[i + 1];
-        x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+// Adds up each of N vectors: lane i of the result belongs to x[i / STEP], and STEP lanes of a vector remain apart.
+// Neighbours are added pair by pair, so that half as many vectors are left each time.
+template <int N, int STEP> INLINE Vec added(Vec *x) {
+    if constexpr (N > 1) {
+        UNROLLED for (int i = 0; i < N; i += 2) {
+            Vec left = x[i], right = x[i + 1];
+            x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+        }
+        return added<N / 2, STEP * 2>(x);
     }
-#endif
-}
-INLINE Vec added(Vec *x) {
-    add_turned<1>(x);
-#if LANES > 2
-    add_turned<2>(x);
-#endif
-#if LANES > 4
-    add_turned<4>(x);
-#endif
-#if LANES > 8
-    add_turned<8>(x);
-#endif
     return x[0];
 }
 
@@ -356,10 +352,10 @@ template <bool WHOLE, int M, class T>
 INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, const T *const *key, const T *ahead,
                      int64_t stride, int d, int64_t left) {
     Operands x[ONCE];
-    for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
-    for (int m = 0; m < M; m++) {
-        const Operands y = load<Operands>(query + m * q_row + d / PAIR);
-        for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
+    UNROLLED for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
+    UNROLLED for (int m = 0; m < M; m++) {
+        const Operands y = (Operands)settled(load<Vec>((const Real *)query + m * q_row + d / PAIR));  // in a register
+        UNROLLED for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
     }
 }
 
@@ -370,20 +366,19 @@ template <int M, int DIM, class T>
 static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
                  Real *scores, int64_t row) {
     const int STEP = LANES * PAIR, LAST = DIM / STEP * STEP;
-    Vec sums[M][LANES];
+    Vec sums[M][LANES / ONCE];
     for (int first = 0; first < LANES; first += ONCE) {
         const T *key[ONCE];
         for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
         Vec sum[M][ONCE];
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
         for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
         if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
         ahead += ONCE * stride;
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < ONCE; i++) sums[m][first + i] = sum[m][i];
+        UNROLLED for (int m = 0; m < M; m++) sums[m][first / ONCE] = added<ONCE, 1>(sum[m]);
     }
-    for (int m = 0; m < M; m++) store(scores + m * row, added(sums[m]));
+    UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
 
 // c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
@@ -392,8 +387,8 @@ template <int M, int N, bool WHOLE, bool SOME, class From>
 static void add_few(const Real *weights, int64_t w_row, const From &values, int64_t column, int64_t left, int64_t start,
                     int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
     Vec sum[M][N];
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
     for (int64_t i = start; i < end; i++) {
         if (SOME && !some[i]) continue;
         const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
@@ -403,9 +398,9 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
             x[j] = WHOLE ? load_all(from + d) : load_reals(from + d, left - d);
             fetch(ahead, d);
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
     }
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
 }

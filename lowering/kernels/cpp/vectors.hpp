@@ -23,6 +23,9 @@
 #define INLINE static inline __attribute__((always_inline))
 // Loops over lanes: slow to compile where they are unrolled in many places.
 #define APART static __attribute__((noinline, unused))
+// For a loop over sums that registers hold. g++ unrolls other loops after it has given the sums a place in memory, and
+// then writes them there at every step.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 #if REAL_BYTES == 4
 typedef int32_t Lane;

@@ -106,6 +106,9 @@ namespace {
 #define INLINE static inline __attribute__((always_inline))
 // Loops over lanes: slow to compile where they are unrolled in many places.
 #define APART static __attribute__((noinline, unused))
+// For a loop over sums that registers hold. g++ unrolls other loops after it has given the sums a place in memory, and
+// then writes them there at every step.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 #if REAL_BYTES == 4
 typedef int32_t Lane;
@@ -647,6 +650,9 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = 6;                       // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+// From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
+// rows share a few places of the first-level cache, which then does not hold them.
+constexpr int line(int wide) { return wide + (wide % (8 * LANES) ? 0 : LANES); }
 constexpr int panel(int vectors) {
     return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1;
 }
@@ -671,18 +677,18 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
                      Real *c, int64_t c_row, const Real *factor = nullptr, const int32_t *list = nullptr,
                      const int32_t *rows = nullptr) {
     Vec sum[M][N];
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
+    UNROLLED for (int i = 0; i < M; i++)
+        UNROLLED for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
     for (; steps > 0; steps--) {
         const Operand *left = LISTED ? a + *list * a_step : a, *row = LISTED ? b + *list++ * b_step : b;
         Operands right[N];
-        for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
+        UNROLLED for (int j = 0; j < N; j++) right[j] = load<Operands>(row + j * LANES);
+        UNROLLED for (int i = 0; i < M; i++)
+            UNROLLED for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], left[i * a_row], right[j]);
         if (!LISTED) a += a_step, b += b_step;
     }
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) {
+    UNROLLED for (int i = 0; i < M; i++)
+        UNROLLED for (int j = 0; j < N; j++) {
             Real *to = c + (SPREAD ? rows[i] : i) * c_row + j * LANES;
             if (START == ADD) sum[i][j] += load<Vec>(to);
             if (START == RESCALE) sum[i][j] += load<Vec>(to) * factor[i];
@@ -905,27 +911,30 @@ template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
-        for (int64_t block = 0; block < N && start + block * LANES < present; block++)
+        for (int64_t block = 0; block < N && start + block * LANES < present; block++) {
+            const int64_t first = start + block * LANES;
+            decltype(from.row(0)) row[LANES], ahead[LANES];
+            for (int i = 0; i < LANES; i++)
+                row[i] = from.row(first + i < present ? first + i : first), ahead[i] = from.row(first + i + AHEAD);
             for (int step = 0; step < STEPS; step += LANES) {
                 Vec square[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    int64_t key = start + block * LANES + i;
-                    square[i] = Vec{};
-                    __builtin_prefetch(from.row(key + AHEAD) + step * PAIR);
-                    if (key < present)
-                        square[i] = (Vec)load_operands(from.row(key) + step * PAIR, DIM - step * PAIR);
+                UNROLLED for (int i = 0; i < LANES; i++) {
+                    __builtin_prefetch(ahead[i] + step * PAIR);
+                    square[i] = (Vec)load_operands<DIM % (LANES * PAIR) == 0>(row[i] + step * PAIR, DIM - step * PAIR);
                 }
+                for (int64_t i = present - first; i < LANES; i++) square[i] = Vec{};
                 transpose(square);
-                for (int i = 0; i < LANES && step + i < STEPS; i++)
-                    store(to + (step + i) * N * LANES + block * LANES, square[i]);
+                UNROLLED for (int i = 0; i < LANES; i++)
+                    if (step + i < STEPS) store(to + (step + i) * N * LANES + block * LANES, square[i]);
             }
+        }
 }
 
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM, class From>
+template <int DIM, int LINE = round_up(DIM, LANES), class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
+    for (int64_t i = 0; i < keys; i += PAIR, to += LINE)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
             for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
@@ -942,26 +951,16 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
 
-// Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
-template <int STEP> INLINE void add_turned(Vec *x) {
-#if LANES > 1
-    for (int i = 0; i < LANES / STEP; i += 2) {
-        Vec left = x[i], right = x[i + 1];
-        x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+// Adds up each of N vectors: lane i of the result belongs to x[i / STEP], and STEP lanes of a vector remain apart.
+// Neighbours are added pair by pair, so that half as many vectors are left each time.
+template <int N, int STEP> INLINE Vec added(Vec *x) {
+    if constexpr (N > 1) {
+        UNROLLED for (int i = 0; i < N; i += 2) {
+            Vec left = x[i], right = x[i + 1];
+            x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+        }
+        return added<N / 2, STEP * 2>(x);
     }
-#endif
-}
-INLINE Vec added(Vec *x) {
-    add_turned<1>(x);
-#if LANES > 2
-    add_turned<2>(x);
-#endif
-#if LANES > 4
-    add_turned<4>(x);
-#endif
-#if LANES > 8
-    add_turned<8>(x);
-#endif
     return x[0];
 }
 
@@ -978,10 +977,10 @@ template <bool WHOLE, int M, class T>
 INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, const T *const *key, const T *ahead,
                      int64_t stride, int d, int64_t left) {
     Operands x[ONCE];
-    for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
-    for (int m = 0; m < M; m++) {
-        const Operands y = load<Operands>(query + m * q_row + d / PAIR);
-        for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
+    UNROLLED for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
+    UNROLLED for (int m = 0; m < M; m++) {
+        const Operands y = (Operands)settled(load<Vec>((const Real *)query + m * q_row + d / PAIR));  // in a register
+        UNROLLED for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
     }
 }
 
@@ -992,20 +991,19 @@ template <int M, int DIM, class T>
 static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
                  Real *scores, int64_t row) {
     const int STEP = LANES * PAIR, LAST = DIM / STEP * STEP;
-    Vec sums[M][LANES];
+    Vec sums[M][LANES / ONCE];
     for (int first = 0; first < LANES; first += ONCE) {
         const T *key[ONCE];
         for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
         Vec sum[M][ONCE];
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
         for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
         if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
         ahead += ONCE * stride;
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < ONCE; i++) sums[m][first + i] = sum[m][i];
+        UNROLLED for (int m = 0; m < M; m++) sums[m][first / ONCE] = added<ONCE, 1>(sum[m]);
     }
-    for (int m = 0; m < M; m++) store(scores + m * row, added(sums[m]));
+    UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
 
 // c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
@@ -1014,8 +1012,8 @@ template <int M, int N, bool WHOLE, bool SOME, class From>
 static void add_few(const Real *weights, int64_t w_row, const From &values, int64_t column, int64_t left, int64_t start,
                     int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
     Vec sum[M][N];
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
     for (int64_t i = start; i < end; i++) {
         if (SOME && !some[i]) continue;
         const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
@@ -1025,11 +1023,11 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
             x[j] = WHOLE ? load_all(from + d) : load_reals(from + d, left - d);
             fetch(ahead, d);
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
     }
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
 }
 
 // -- the mask and the score mod, over a vector of keys -----------------------------------------------------------
@@ -1190,8 +1188,9 @@ const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for whi
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
-const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
-const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                   // Operands of the packed keys of a tile
+const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // and of its values
+const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
@@ -1207,9 +1206,9 @@ struct Slot {
 
 // The memory of one worker, which is kept between calls.
 struct Worker {
-    int64_t bytes, slots;
+    int64_t bytes, slots, tile;
     Slot *slot;       // [slots]
-    Operand *tiles;   // [slots, TILE]
+    Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
     Operand values[BLOCK_K / PAIR * V_WIDE];  // the values of a tile, with zeros where no row sees the key
@@ -1236,11 +1235,11 @@ struct Worker {
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
 // that a fork could leave locked.
-const int PLACES = 16;  // workers kept, some 70 MB at most; more threads than this call malloc each time
+const int PLACES = 16;  // workers kept, some 140 MB at most; more threads than this call malloc each time
 static void *places[PLACES];
 
-static Worker *take(int64_t slots) {
-    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + TILE * (int64_t)sizeof(Operand)) + 256;
+static Worker *take(int64_t slots, int64_t tile) {
+    const int64_t bytes = sizeof(Worker) + slots * (sizeof(Slot) + tile * (int64_t)sizeof(Operand)) + 256;
     void *found = nullptr;
     for (int i = 0; i < PLACES && !found; i++)
         if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
@@ -1253,9 +1252,9 @@ static Worker *take(int64_t slots) {
     }
     Worker *worker = (Worker *)(((uintptr_t)found + 64) & ~(uintptr_t)63);
     ((void **)worker)[-1] = found;
-    worker->slots = slots;
+    worker->slots = slots, worker->tile = tile;
     worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
-    worker->slot = (Slot *)(worker->tiles + slots * TILE);
+    worker->slot = (Slot *)(worker->tiles + slots * tile);
     for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
     return worker;
 }
@@ -1528,7 +1527,7 @@ struct Task {
     const Call *call;
     const int32_t *order;  // [slices, rows] rows of tiles, longest first
     int64_t *next;         // [batch, kv_heads] items begun
-    int64_t workers, slots, failed;
+    int64_t workers, slots, tile, failed;  // tile: Operands of a slot
 };
 
 // An item: `count` query rows from `start` on of each of the heads from `head` on, `heads` of one key head.
@@ -1594,7 +1593,7 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
     const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
-    Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
+    Operand *keys = w.tiles + slot * w.tile, *values = keys + KEYS;
     const bool here = in_place(call);
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
@@ -1684,7 +1683,7 @@ static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
     const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
-    Worker *w = take(task.slots);
+    Worker *w = take(task.slots, task.tile);
     if (!w) {
         __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
         return;
@@ -1727,13 +1726,14 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
 // 0: done; 1: no memory.
 static int64_t all_rows(const Call *call, int64_t slices) {
     const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, tile = in_place(call) ? KEYS : TILE;
+    const int64_t most = KEPT_BYTES / (tile * (int64_t)sizeof(Operand));
     int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
     sort_rows(call, slices, order);
-    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
+    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, tile, 0};
     spread(call, work, task, items);
     free(memory);
     return task.failed;
@@ -1820,7 +1820,7 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
 
 static void decode_work(void *pointer, int64_t) {
     Parts &parts = *(Parts *)pointer;
-    Worker *w = take(1);
+    Worker *w = take(1, TILE);
     if (!w) {
         __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);
         return;
