@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import frisket.operations  # noqa: F401 - registers the operations that examples ask for
 from frisket.runtime.operations.base import AttentionRegistry, OperationRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
