@@ -58,14 +58,21 @@ def drawn(
     exact = true(seen, arrays, text, learned, origin, lambda x: x)
     rough = true(seen, arrays, text, learned, origin, lambda x: x.float().double())
     small = ROUNDING[dtype]
-    reach = reaches(seen, arrays, text, learned, origin) if small else {}
+    numbered = any(not x.ndim for x in learned.values())
+    reach = reaches(seen, arrays, text, learned, origin) if small or numbered else {}
     allowed = {
-        n: 1e-5 * max(1.0, largest(x)) + 8 * largest(rough[n] - x) + small * reach.get(n, 0.0) for n, x in exact.items()
+        n: 1e-5 * max(1.0, largest(x)) + 8 * largest(rough[n] - x) + unit(n, small) * reach.get(n, 0.0)
+        for n, x in exact.items()
     }
     if small:  # a learned value is float32, and gathers the errors of all scores
         exact = {n: x for n, x in exact.items() if not n.startswith("d ")}
     where = {"origin": origin, "sizes": tuple(p.seen.shape)} if crop else {}
     return Input(tuple(arrays), learned, {**p.bound, **where}, exact, allowed)
+
+
+def unit(name: str, small: float) -> float:
+    """The rounding of a result's terms: a learned number is the float32 sum of those of all pairs, and they cancel."""
+    return 2.0**-24 if name.startswith("d ") else small
 
 
 def largest(x: Tensor) -> float:
@@ -112,7 +119,7 @@ def attention(
 def reaches(
     seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...]
 ) -> dict[str, float]:
-    """The largest numbers that the sums of 16-bit arrays can reach."""
+    """The largest numbers that the sums of results can reach, those of learned numbers included."""
     q, k, v, do, dlse = (x.double() for x in arrays)
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -123,9 +130,18 @@ def reaches(
     seen = seen & (y > -torch.inf)
     p = torch.where(seen, torch.softmax(torch.where(seen, y, -1e30), -1), 0.0).detach()
     delta = (do.abs() * (p @ v.abs())).sum(-1) + dlse.abs()
-    ds = p * (do.abs() @ v.abs().mT + delta[..., None]) * slope.abs() * scale
+    dy = p * (do.abs() @ v.abs().mT + delta[..., None])
+    ds = dy * slope.abs() * scale
     by_key = [g.unflatten(1, (-1, groups)).sum(2) for g in (ds.mT @ q.abs(), p.mT @ do.abs())]
     found = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": by_key[0], "dv": by_key[1]}
+    exact = {n: t.double() for n, t in learned.items()}
+    for n, c in exact.items():
+        if not c.ndim and n != "sinks":
+
+            def of_number(c: Tensor, n: str = n) -> Tensor:
+                return scores.value(text, x.detach(), {**exact, n: c}, origin)
+
+            found[f"d {n}"] = (dy * torch.func.jvp(of_number, (c,), (torch.ones_like(c),))[1].abs()).sum()
     return {n: largest(x) for n, x in found.items()}
 
 
