@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,8 @@ def compiled(flex: Flex, chosen: tuple[Tile, ...] | None = None) -> Compiled:
     chosen = chosen or tiles(flex.kernel, flex.dim, flex.dtype, flex.arch)
     source, tile = rendered(flex, chosen), chosen[0]
     key = (source, flex.dtype, tile.warps, tile.stages)
-    return kept("flex_kernel", flex.arch, tile.warps, key, lambda: _compile(source, flex, tile))
+    found = kept("flex_kernel", flex.arch, tile.warps, key, lambda: _compile(source, flex, tile))
+    return replace(found, stages=tile.stages)
 
 
 def _compile(source: str, flex: Flex, tile: Tile) -> Any:

@@ -9,6 +9,7 @@ again are found in L2. Where products fill much of the matrix unit, power takes 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,31 +144,41 @@ def overhead(x: Kernel, gpu: Gpu) -> float:
     """Cycles of a block beside its tiles: a run of the whole program, less its steady loops."""
     turns = {x.border: FEW[0], x.full: FEW[1]}  # of loops by number, in the order of the text
     alone = figures(x.compiled, gpu, 1)
-    key = ("overhead", VERSION, x.compiled.digest, x.compiled.warps, x.border, x.full, FEW, gpu)
+    key = ("overhead 2", VERSION, x.compiled.digest, x.compiled.warps, x.compiled.stages, x.border, x.full, FEW, gpu)
     taken: float = remembered(key, lambda: whole(x, gpu, turns))
     return max(0.0, taken - sum(n * alone[number].cycles for number, n in turns.items()))
 
 
-def whole(x: Kernel, gpu: Gpu, turns: Mapping[int, int], blocks: int = 1, idle: int = 0) -> float:
-    """Cycles of the whole program, of `blocks` that share an SM, with so many turns of its loops with products. The
-    copies ahead of a loop without turns are predicated off, and those of its last `idle` turns."""
-    kernel = x.compiled.sass
+def whole(x: Kernel, gpu: Gpu, turns: Mapping[int, int], blocks: int = 1) -> float:
+    """Cycles of the whole program, of `blocks` that share an SM, with so many turns of its loops with products. Stages
+    less one are copied ahead of a loop, but no more than it has turns, and its last turns copy nothing: what they would
+    bring is predicated off."""
+    kernel, ahead = x.compiled.sass, x.compiled.stages - 1
     parts: list[tuple[Sequence[Any], int]] = []
     at = 0
     for number, count in sorted(turns.items()):
         loop = kernel.products[number]
-        ahead = _plain(kernel, path(kernel, at, [loop.start])[:-1], x, gpu)
-        parts.append((ahead if count else _uncopied(ahead), 1))
-        body, last = looped(steps(kernel.body(loop), gpu, x.compiled.tma_bytes), x.compiled.ahead), min(idle, count)
-        parts += [(body, count - last), (_uncopied(body), last)]
+        before = _plain(kernel, path(kernel, at, [loop.start])[:-1], x, gpu)
+        body, last = looped(steps(kernel.body(loop), gpu, x.compiled.tma_bytes), 0, f"{number} copy"), min(ahead, count)
+        parts += [(piece, 1) for piece in _begun(before, body, ahead, last)]
+        parts += [(body, count - last), ([s for s in body if s.kind not in ("copy", "tma")], last)]
         at = loop.stop
     way = path(kernel, at, [i for i, one in enumerate(kernel.instructions) if one.op == "EXIT"])
     parts.append((_plain(kernel, way, x, gpu), 1))
     return simulate(gpu, [Role(x.compiled.warps, tuple(p for p in parts if p[0] and p[1]))], blocks).cycles
 
 
-def _uncopied(made: Sequence[Any]) -> list[Any]:
-    return [s for s in made if s.kind != "copy"]
+def _begun(before: Sequence[Any], body: Sequence[Any], ahead: int, share: int) -> list[list[Any]]:
+    """The steps ahead of a loop, where the first `share` of `ahead` stages are copied; copies by TMA, which a loop
+    waits for as for its own, end a piece for each stage."""
+    own = [s for s in body if s.kind == "tma"]
+    copies, loads = ([i for i, s in enumerate(before) if s.kind == kind] for kind in ("copy", "tma"))
+    loads = loads[len(loads) - ahead * len(own) :]  # those before are of the program's own tile
+    off = set(copies[len(copies) * share // ahead :] if ahead else ()) | set(loads[share * len(own) :])
+    for i, like in zip(loads, ahead * own, strict=True):
+        before[i].keys = like.keys
+    ends = [0, *(i + 1 for i in loads[len(own) - 1 :: max(1, len(own))]), len(before)]
+    return [[before[i] for i in range(a, b) if i not in off] for a, b in itertools.pairwise(ends)]
 
 
 def _plain(kernel: Sass, way: Sequence[int], x: Kernel, gpu: Gpu) -> list[Any]:

@@ -75,13 +75,14 @@ def played(
     )  # fmt: skip
 
 
-def looped(body: list[Any], ahead: int = 1) -> list[Any]:
-    """A loop's steps with the barriers of its TMA copies: one warp copies, `ahead` repetitions before all warps wait.
-    The copies belong to the waits in the order of the text, each wait to as many."""
+def looped(body: list[Any], ahead: int = 1, name: str = "copy") -> list[Any]:
+    """A loop's steps with the barriers of its TMA copies, which are called `name` and a number: one warp copies,
+    `ahead` repetitions before all warps wait; 0 where steps before the loop copy for its first ones. The copies belong
+    to the waits in the order of the text, each wait to as many."""
     waits, copies = (sum(x.kind == kind for x in body) for kind in ("await", "tma"))
     if not waits or not copies:
         return body
-    names = [(f"copy {i}", ahead) for i in range(waits)]
+    names = [(f"{name} {i}", ahead) for i in range(waits)]
     each = [names[i * waits // copies] for i in range(copies)]
     posts = [names[min(i, waits - 1)] for i in range(sum(x.kind == "post" and x.first for x in body))]
     rest = iter(posts)

@@ -367,8 +367,8 @@ def beside(x: Kernel, far: Gpu, bordered: bool, fit: int, programs: int, bytes: 
     rate = min(far.l2_rate, far.hbm / far.clock / min(far.processors, programs))
     crowded = replace(far, l2_rate=rate, l2_burst=0)
     turns = {x.border: int(bordered), x.full: TURNS}
-    key = ("beside 2", VERSION, x.compiled.digest, x.compiled.warps, turns, fit, crowded)
-    taken: float = remembered(key, lambda: whole(x, crowded, turns, fit, x.compiled.stages - 1))
+    key = ("beside 3", VERSION, x.compiled.digest, x.compiled.warps, x.compiled.stages, turns, fit, crowded)
+    taken: float = remembered(key, lambda: whole(x, crowded, turns, fit))
     each = figures(x.compiled, far, fit)
     return max(0.0, taken - sum(n * max(each[i].cycles, fit * bytes / rate) for i, n in turns.items()))
 

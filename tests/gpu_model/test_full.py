@@ -128,6 +128,40 @@ def test_the_way_through_a_kernel(kernel):
         full.path(code, second.stop, [first.start])
 
 
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_program_copies_as_many_tiles_as_its_loops_have_turns(tmp_path, monkeypatch, stages, described):
+    """Those ahead of a loop are copied for turns that copy nothing, so a block takes no longer beside its tiles where
+    copies are slow: it waits for one of them."""
+    monkeypatch.setenv("FRISKET_GPU_MODEL_CACHE", str(tmp_path))
+    tile = 4 * 4 * 512
+    copy = "LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4]\n" * 4 + "write=0 LDGDEPBAR\n"
+    await_ = f"DEPBAR.LE SB0, {hex(stages - 2)}"
+    if described:
+        copy = "@P2 SYNCS.ARRIVE.TRANS64 RZ, [UR4], R8\n@UP2 UTMALDG.4D [UR8], [UR26]\n"
+        await_ = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3"
+    loop = f"""
+        .L_x_{{0}}:
+        {await_}
+        WARPGROUP.ARRIVE
+        HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+        WARPGROUP.DEPBAR.LE gsb0, 0x0
+        {{1}}
+        {copy}
+        @P0 BRA `(.L_x_{{0}})
+    """
+    parts = [copy * (stages - 1) + loop.format(n, "FADD R1, R1, R2" * (1 - n)) for n in (0, 1)]
+    bytes, text = described * tile, listing("".join(parts) + "EXIT")
+    made = full.Compiled("kernel", "sm_90", "", 4, 128, 0, 65536, bytes, text, stages)
+    one = full.Kernel(made, *full.loop_numbers(made, made.sass.products), 64 * 64, 256)
+    slow = replace(H100, l2_rate=1, l2_port=1, l2_burst=0)
+    assert tile <= full.figures(made, slow, 1)[one.full].cycles < 1.1 * tile
+    assert full.overhead(one, slow) - full.overhead(one, H100) < 0.2 * tile
+    for turns in (1, 5):
+        taken = full.whole(one, slow, {one.border: 0, one.full: turns})
+        assert taken == pytest.approx(turns * tile + slow.copy_latency, rel=0.1)
+
+
 def test_more_tiles_and_slower_parts_take_longer(kernel):
     def seconds(border, rest, gpu=H100, blocks=132):
         work = full.Work(np.full(blocks, border), np.full(blocks, rest))
