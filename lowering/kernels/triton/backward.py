@@ -7,17 +7,18 @@ products where five would do, but no entry is added to by two programs, and resu
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
+from frisket.lowering.kernels.expr import Text
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .cotangents import GradientKernel, sums
 from .forward import describable
-from .parameters import padded
+from .parameters import Argument, arguments, padded, rows_of_tables
 from .writer import LINE, Dims, TritonKernel, launched, masked, module, wrapped
 
 DELTA_KERNEL, DQ, DKV = (skeleton(__package__, name) for name in ("delta", "dq", "dkv"))
@@ -109,11 +110,25 @@ class _DkvKernel(GradientKernel):
     ) -> None:
         self.dk, self.dv = "k" in wanted, "v" in wanted
         self.listed = self.parted = listed
+        known = arguments(plan)
+        self.rows_of_tables = {known[n].name: axis for n, axis in rows_of_tables(plan).items()}
         self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
         summed = [s for s in sums(plan, wanted) if s.along == "k"]
         written = [n for n in "kv" if n in wanted]
         super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True, gradients=written)
         self.described = target.descriptors and describable(plan, dims)
+
+    def address(self, table: Argument, args: Sequence[Text]) -> str:
+        """As in other kernels; but rows of a table are counted from the first that a tile reads. With 64 bits for each
+        of them a thread has no registers left."""
+        axis = self.rows_of_tables.get(table.name)
+        if axis is None:
+            return super().address(table, args)
+        self.near, first = True, f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
+        own = f"beyond(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
+        *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
+        steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
+        return f"{' + '.join([table.name, *steps])} + ({own} + {self.clamped(index, size)} * {stride})"
 
     def kernels(self) -> list[TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)

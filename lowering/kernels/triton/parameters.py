@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frisket.dsl.ir import SIZES
+from frisket.dsl.ir import SIZES, var, walk
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.text import Names
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
@@ -15,12 +15,13 @@ from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, Lo
 from . import expr as expr_triton
 
 NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
+QUERY = var("q")
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
 attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine
 Q K V Out Lse Low Top Sinks DOut DQ DK DV Spans Count SliceOf Order records scale heads q_len kv_len
-b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
+b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH NEAR b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
 at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
@@ -68,6 +69,22 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
         found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
     return found
+
+
+def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
+    """The axis of each table, before its last, that counts queries: the 1 of `bias[h, q, k]`, by `TableUse.name`."""
+    roots = [e for e in (plan.mask, plan.score, plan.weight) if e is not None]
+    found: dict[str, set[int]] = {}
+    for node in walk(*roots):
+        if node.op == "lookup":
+            axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
+            found.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
+    return {n: axes.pop() for n, axes in found.items() if len(axes) == 1 and -1 not in axes}
+
+
+def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
+    """Whether so many rows of a table, along one of its axes, are within 2**31 entries of one another."""
+    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31
 
 
 def taken(plan: LoopPlan) -> Names:

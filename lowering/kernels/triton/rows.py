@@ -41,6 +41,7 @@ class RowKernel(TritonWriter):
     parted = False  # a program may have a part of the tiles of its row alone
     listed = False  # a table lists the programs: their rows, and their parts of them
     bounded = True  # the ends of what a row sees are computed once, before its tiles
+    near = False  # rows of tables are counted from the first that a tile reads
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
@@ -110,6 +111,7 @@ class RowKernel(TritonWriter):
             "parted": self.parted,
             "listed": self.listed,
             "place": "place",
+            "near": self.near,
             "swapped": self.swapped,
             "several": self.swapped and self.dims.group > 1,  # heads that a program walks, one after another
             "rows_of_slice": "tl.cdiv(kv_len, BLOCK_K)" if self.swapped else "tl.cdiv(q_len, BLOCK_Q)",

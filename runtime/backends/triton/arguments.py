@@ -19,7 +19,8 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
-from frisket.lowering.kernels.triton.parameters import Argument, arguments, padded
+from frisket.lowering.kernels.triton.parameters import Argument, arguments, padded, rows_of_tables
+from frisket.lowering.kernels.triton.parameters import near as near_rows
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -266,7 +267,7 @@ class Launch:
         letters = ["" if isinstance(x, tuple) else x for x in tensors.values()]
         self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
         self.blocks = [(i, at[n], x) for i, (n, x) in enumerate(tensors.items()) if isinstance(x, tuple)]
-        tables = [arguments[t.name] for t in plan.every_table]
+        tables, of_rows = [arguments[t.name] for t in plan.every_table], rows_of_tables(plan)
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
         named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
         moving = tuple(n for n in MOVING if n in at) if asked else ()
@@ -274,9 +275,11 @@ class Launch:
         self.asked = (*asked, moving) if asked else None  # what the spans of every call are asked for
         self.moving = len(moving)
         self.pointers = [at[n] for n in named]
+        self.near = at.get("NEAR")
+        self.rows = [(i, axis) for i, t in enumerate(plan.every_table) if (axis := of_rows.get(t.name)) is not None]
         self.pool = (at["pool"], [*tensors].index("K")) if "pool" in at else None  # its pages are counted at every call
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
-        filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1]}.union(*self.strides, *self.extents)
+        filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1], self.near}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
 
@@ -335,6 +338,9 @@ class Launch:
                 arguments[i] = extent
         if self.pool is not None:
             arguments[self.pool[0]] = given[self.pool[1]].shape[0]
+        if self.near is not None:
+            rows = [(given[own + i], axis) for i, axis in self.rows]
+            arguments[self.near] = all(near_rows(x.shape, x.stride(), axis, self.tile[0]) for x, axis in rows)
         for i, number in zip(self.numbers, values.numbers, strict=True):
             arguments[i] = number
         for i, x in zip(self.pointers, given, strict=True):

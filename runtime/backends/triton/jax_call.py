@@ -5,6 +5,7 @@ What is compiled hangs on shapes and dtypes alone. Origins, sizes, slots and spa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
@@ -19,7 +20,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import entry as triton_entry
 from frisket.lowering.kernels.triton.entry import Form, JaxEntry
-from frisket.lowering.kernels.triton.parameters import arguments
+from frisket.lowering.kernels.triton.parameters import arguments, near, rows_of_tables
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -81,6 +82,12 @@ class JaxTritonCall:
     def _shape(self, name: str, table: Array) -> tuple[int, ...]:
         return table.shape[:-1] if name in self.pairs else table.shape  # type: ignore[no-any-return]
 
+    def near(self, rows: int) -> bool:
+        """Whether so many rows of every table that counts queries are within 2**31 entries of one another."""
+        shapes = [(self._shape(n, self.tables[n]), axis) for n, axis in rows_of_tables(self.plan).items()]
+        steps = [[math.prod(shape[i + 1 :]) for i in range(len(shape))] for shape, _ in shapes]
+        return all(near(shape, by, axis, rows) for (shape, axis), by in zip(shapes, steps))
+
     @cached_property
     def pairs(self) -> frozenset[str]:
         """Tables of 64 bits, by plan names."""
@@ -124,6 +131,7 @@ class JaxTritonCall:
                      for names, kind in ((entry.whole, INT), (entry.real, FLOAT)) if names]  # fmt: skip
         known = {**self.lengths, **lengths}
         constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
+        constants["NEAR"] = self.near(tile.block_q)
         shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
         shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
         launch = _interpreted if self.platform == "cpu" else _compiled

@@ -124,7 +124,7 @@ def signature(
     known |= {made[t.name].name: pointer[t.type] for t in plan.every_table}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}
     values |= {made[t.name].strides[-1]: 1 for t in plan.every_table}
-    values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False} | more
+    values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False, "NEAR": True} | more
     types: dict[str, str] = {}
     if "K" in kernel.arg_names and "stride_ks" not in kernel.arg_names:
         described = {n: block for n, block in blocks(dims, target).items() if n in kernel.arg_names}

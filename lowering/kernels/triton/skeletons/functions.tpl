@@ -5,6 +5,14 @@ def step(i, size, stride):
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
 
+def beyond(i, first, size, stride, NEAR: tl.constexpr):
+    """The step from index `first` of an axis to others of its tile: 32 bits where they are near."""
+    steps = clamp(i, size) - clamp(first, size)
+    if NEAR:
+        return steps * stride
+    else:
+        return steps.to(tl.int64) * stride
+
 def bounded(i, n):
     return tl.minimum(tl.maximum(i, 0), n)
 

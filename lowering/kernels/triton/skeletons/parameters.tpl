@@ -11,4 +11,5 @@ $sizes  $if sizes
 $slots  $if slots
 $tables
 ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]  $if moved
+NEAR: tl.constexpr,  # the entries of a table that a tile reads are within 2**31 of one another  $if near
 BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
