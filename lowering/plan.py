@@ -174,7 +174,8 @@ class Target:
     """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
     of the backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0:
     as many as fill the machine. With `descriptors` the arrays that a kernel reads come as tensor descriptors, where
-    kernel and strides allow them: the GPU copies a tile by itself, without addresses in registers."""
+    kernel and strides allow them: the GPU copies a tile by itself, without addresses in registers. With `words` the
+    forward tests bits of 32 keys in border tiles, which NVIDIA's GPUs make with one instruction."""
 
     backend: str
     block_q: int
@@ -186,6 +187,7 @@ class Target:
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
     splits: int = 0
     descriptors: bool = False
+    words: bool = False
     arch: str = "sm_90"  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None

@@ -112,6 +112,8 @@ class ForwardKernel(RowKernel):
         if listed:
             self.listed = self.parted = True
         self.plan, self.target, self.sinks, self.top, self.low = plan, target, sinks, top, low
+        if target.words:
+            self.one_of = "among"
         self.paged = plan.pages is not None
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
         token = "at" if self.numbered else f"(tile * BLOCK_K % {plan.page} + columns)"

@@ -41,6 +41,7 @@ class RowKernel(TritonWriter):
     parted = False  # a program may have a part of the tiles of its row alone
     listed = False  # a table lists the programs: their rows, and their parts of them
     bounded = True  # the ends of what a row sees are computed once, before its tiles
+    one_of = "one_of"  # the function that says which positions of a tile a row's interval has
     near = False  # rows of tables are counted from the first that a tile reads
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
@@ -211,7 +212,7 @@ class RowKernel(TritonWriter):
         if self.rows:
             shown = f"up_to({along}[None, :], most - {start})"
         if "least" in self.rows:
-            shown = f"one_of({along}[None, :], least - {start}, many)"
+            shown = f"{self.one_of}({along}[None, :], least - {start}, many)"
         found += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
         if self.spread:
             found.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")

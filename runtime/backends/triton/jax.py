@@ -149,7 +149,7 @@ def target(
 ) -> Target:
     """The tiles of a call, for the GPU at hand; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
-        return _precise(triton_tiles.of_tile(tile, geometry, dtype), dtype)
+        return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
     keys = math.inf
     if plan.mask is not None:
         literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)

@@ -149,7 +149,12 @@ def default_target(
     if stored and not many:
         most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
-    return replace(forward, dq=dq, dkv=dkv, decode=few)
+    return replace(forward, dq=dq, dkv=dkv, decode=few, words=has_words(arch))
+
+
+def has_words(arch: str) -> bool:
+    """Whether the architecture has an instruction that makes a word of an interval's bits."""
+    return arch.startswith("sm_")
 
 
 def _carried(
@@ -202,10 +207,10 @@ def of_kernel(name: str, target: Target) -> Target:
     return replace(found, num_warps=2) if name.endswith("_sums") else found
 
 
-def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
+def of_tile(tile: tuple[int, int], g: Geometry, dtype: str, arch: str) -> Target:
     """The target of a tile that the user gives, for every kernel."""
     wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
-    return Target("triton", *tile, num_warps=8 if wide else 4)
+    return Target("triton", *tile, num_warps=8 if wide else 4, words=has_words(arch))
 
 
 # -- of a call ------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def target(
     arch = arch or architecture(device)
     masked = plan is not None and plan.simplified[0] is not None
     if tile is not None:
-        return tuning.applied(with_precision(_ordered(of_tile(tile, g, dtype), g, masked), dtype, arch))
+        return tuning.applied(with_precision(_ordered(of_tile(tile, g, dtype, arch), g, masked), dtype, arch))
     mask, score = (None, None) if plan is None else plan.simplified
     keys, closed = math.inf, True
     if plan is not None and mask is not None:

@@ -3,7 +3,9 @@
 import ast
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.attention_cases import CASES, plan
 from support.triton.reserved import unreserved
@@ -26,7 +28,8 @@ from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.parameters import arguments
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Pages, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Pages, Target, make_plan
+from frisket.runtime.backends.triton import tiles
 
 TARGET = Target("triton", 128, 64, 8, 3)
 causal = q >= k
@@ -374,3 +377,44 @@ def test_no_kernel_reads_a_name_that_is_not_there(name, order, group):
     texts += [triton_backward.emit(made, target, dims, {"q", "k", "v"}, listed=some) for some in ((), listed)]
     texts += [emit(made, target, dims, listed=True)] if listed else []
     assert [unknown_names(x) for x in texts] == [set()] * len(texts)
+
+
+def test_rows_of_tables_are_counted_from_the_first_that_a_tile_reads():
+    """In 32 bits in `attention_dkv`, which walks queries; where another axis counts them, or none, in 64."""
+    for index, near in (((h, q, k), True), ((q, h, k), True), ((h, k, q), False), ((h, q % 8, k), False)):
+        text = triton_backward.emit(
+            make_plan(causal, score + ir.lookup("bias", index, FLOAT)), TARGET, Dims(64, 64, "bfloat16"), set("qkv")
+        )
+        dq, dkv = text.split("def attention_dkv(")
+        assert ("beyond(q, q_origin + tile * BLOCK_Q, " in dkv, "NEAR: tl.constexpr" in dkv) == (near, near), index
+        assert "NEAR" not in dq.split("def attention_delta(")[1]
+
+
+def test_words_hold_the_bits_of_intervals():
+    """What NVIDIA's GPUs compute in place of `one_of`, by what the PTX manual says of bmsk."""
+
+    def assembly(text, constraints, args, dtype, is_pure, pack):
+        first, second = (np.broadcast_to(x, np.broadcast_shapes(*map(np.shape, args))).astype(np.uint64) for x in args)
+        if text == "and.b32 $0, $1, $2;":
+            return first & second & 0xFFFFFFFF
+        assert text == "bmsk.clamp.b32 $0, $1, $2;"
+        ones = np.uint64(0xFFFFFFFF)
+        low = np.where(first >= 32, 0, ones << np.minimum(first, 31) & ones)
+        end = (np.minimum(first, 31)) + np.minimum(second, 32)
+        return low & ~np.where((end >= 32) | (second >= 32), 0, ones << np.minimum(end, 31) & ones)
+
+    tl = SimpleNamespace(maximum=np.maximum, inline_asm_elementwise=assembly, int32=np.int32)
+    known = {"tl": tl, "INTERPRETED": False}
+    exec(expr_triton.PRELUDE["among"], known)
+    columns = np.arange(128)[None, :]
+    least, many = (x.ravel()[:, None] for x in np.meshgrid(np.arange(-140, 140, 3), [0, 1, 2, 31, 32, 33, 95, 300]))
+    assert (known["among"](columns, least, many) == ((columns >= least) & (columns < least + many))).all()
+
+
+def test_words_are_for_the_forward_of_gpus_that_make_them():
+    made = make_plan(window, None, "causal & window(w)", limits={"q": 2**20, "k": 2**20, "w": 2**20})
+    texts = [triton.emit(made, replace(TARGET, words=x), Dims(64, 64, "bfloat16")) for x in (False, True)]
+    found = [re.findall(r"visible = (\w+)\(", text) for text in texts]
+    assert found == [["one_of"] * 3, ["among", "one_of", "one_of"]]
+    call = Geometry(1, 8, 8, 64, 64, 64, 64, 1.0)
+    assert [tiles.default_target(call, "float32", arch=x).words for x in ("sm_80", "sm_100", "gfx942")] == [1, 1, 0]
