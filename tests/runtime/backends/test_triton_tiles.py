@@ -224,7 +224,7 @@ def test_a_score_mod_leaves_few_queries_their_tiles(arch, dim):
 def test_what_the_user_says_goes_first():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))
-    assert own == Target("triton", 64, 32, 4, tanh="approximate")
+    assert own == Target("triton", 64, 32, 4, tanh="approximate", words=True)
     tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=LaunchOptions(block_q=32), precision="tf32"))
     chosen = tiles.target(None, g, "float16")
     assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")

@@ -55,8 +55,8 @@ def one_of(columns, least, many):
     return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
 def among(columns, least, many):
-    """As `one_of`: rows have a word for each 32 columns, made in four instructions, and one tests a bit. The compiler
-    would take a test of a word's bits apart, and leaves it as assembly."""
+    """Whether columns of a tile are among `many` from `least` on. A row has a word for each 32 columns, made in four
+    instructions, and one tests a bit: as assembly, because Triton 3.6 makes more of it."""
     if INTERPRETED:
         return one_of(columns, least, many)
     else:
