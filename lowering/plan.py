@@ -175,7 +175,8 @@ class Target:
     of the backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0:
     as many as fill the machine. With `descriptors` the arrays that a kernel reads come as tensor descriptors, where
     kernel and strides allow them: the GPU copies a tile by itself, without addresses in registers. With `words` the
-    forward tests bits of 32 keys in border tiles, which NVIDIA's GPUs make with one instruction."""
+    forward tests bits of 32 keys in border tiles, which NVIDIA's GPUs make with one instruction. `square` is the most
+    queries and keys of a tile in the kernels of captured gradients."""
 
     backend: str
     block_q: int
@@ -188,6 +189,7 @@ class Target:
     splits: int = 0
     descriptors: bool = False
     words: bool = False
+    square: int = 64
     arch: str = "sm_90"  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None

@@ -119,8 +119,8 @@ class _DkvKernel(GradientKernel):
         self.described = target.descriptors and describable(plan, dims)
 
     def address(self, table: Argument, args: Sequence[Text]) -> str:
-        """The address of an entry. Rows of a table are counted from the first of a tile: with 64 bits for each of them a
-        thread has no registers left."""
+        """The address of an entry. Rows of a table are counted from the first of a tile: with 64 bits for each a thread
+        has no registers left."""
         axis = self.rows_of_tables.get(table.name)
         if axis is None:
             return super().address(table, args)

@@ -29,10 +29,10 @@ NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_
 
 @memo(group="programs")
 def square(target: Target) -> Target:
-    """The target of the kernels of captured gradients, from the `target` of the whole backward: 64 x 64, which 8 warps
-    carry without a spill up to heads of 128, or about as much as a tile of dq where that has fewer queries."""
+    """The target of the kernels of captured gradients, from the `target` of the whole backward: 64 x 64 or what 8 warps
+    carry without a spill, or about as much as a tile of dq where that has fewer queries."""
     own = target.dq or target
-    side = 64 if own.block_q >= 64 else 1 << ((own.block_q * own.block_k).bit_length() - 1) // 2
+    side = target.square if own.block_q >= 64 else 1 << ((own.block_q * own.block_k).bit_length() - 1) // 2
     return replace(own, block_q=side, block_k=side, num_warps=8, num_stages=1, descriptors=False, dq=None, dkv=None)
 
 

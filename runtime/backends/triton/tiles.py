@@ -90,6 +90,8 @@ STORED_STAGES, CACHED_STAGES = 5, 3
 # Keys of 8 bits in a tile for 17 to 32 rows, where two warps convert each key: by the model of benchmarks/gpu_sim a
 # loop over tiles of 128 keys keeps the memory busy, one over 64 does not. Three stages need this much shared memory.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
+# Sides of tiles in kernels of captured gradients, where tiles of 64 x 64 spill and these do not, or hardly.
+SQUARE = {("sm_80", 128): 32, ("sm_80", 256): 32, ("gfx942", 128): 32}
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
     "forward": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
@@ -149,12 +151,14 @@ def default_target(
     if stored and not many:
         most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
-    return replace(forward, dq=dq, dkv=dkv, decode=few, words=has_words(arch))
+    side = SQUARE.get((LIKE.get(arch, arch), dim), 64)
+    return replace(forward, dq=dq, dkv=dkv, decode=few, words=has_words(arch), square=side)
 
 
 def has_words(arch: str) -> bool:
-    """Whether the architecture has an instruction that makes a word of an interval's bits."""
-    return arch.startswith("sm_")
+    """Whether the forward for an architecture tests bits of words. Blackwell makes words too, but spills with them in
+    a window's tile of 64 x 64, and no model says what they gain there."""
+    return arch.startswith(("sm_8", "sm_9"))
 
 
 def _carried(
@@ -172,6 +176,8 @@ def _carried(
         walked = min(walked, 32)
     if reads == "each":  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
+        if kernel == "dkv" and arch != "sm_90":
+            own, warps = min(own, 64), 4 if arch.startswith("gfx") else warps
     if reads == "distance" and kernel == "dkv" and arch != "sm_90":
         walked = min(walked, 32)
     limit = SHARED.get(arch, SHARED["gfx942" if arch.startswith("gfx") else "sm_90"])

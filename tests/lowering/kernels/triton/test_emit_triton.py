@@ -417,4 +417,4 @@ def test_words_are_for_the_forward_of_gpus_that_make_them():
     found = [re.findall(r"visible = (\w+)\(", text) for text in texts]
     assert found == [["one_of"] * 3, ["among", "one_of", "one_of"]]
     call = Geometry(1, 8, 8, 64, 64, 64, 64, 1.0)
-    assert [tiles.default_target(call, "float32", arch=x).words for x in ("sm_80", "sm_100", "gfx942")] == [1, 1, 0]
+    assert [tiles.default_target(call, "float32", arch=x).words for x in ("sm_80", "sm_100", "gfx942")] == [1, 0, 0]

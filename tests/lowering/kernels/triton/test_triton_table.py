@@ -36,7 +36,7 @@ def test_no_default_spills_but_those_that_the_page_lists(version):
         if spilled := int(re.search(r"(\d+) spilled", line)[1]):
             found[version, arch, int(dim), mask, kernel] = spilled
     assert seen == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    assert found == {place: n for place, n in listed().items() if place[0] == version}
+    assert found == {x: n for x, n in listed().items() if x[0] == version and x[3] != "captured"}
 
 
 @pytest.mark.matrix
@@ -58,4 +58,5 @@ def test_the_page_shows_what_the_command_prints():
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     argv = [sys.executable, "-m", "frisket.runtime.cli.main", *shlex.split(command)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.stdout == shown, done.stderr
+    table = done.stdout.partition("\n\n")[0]  # what follows it is of the machine: which engines it has
+    assert f"{table}\n" == shown, done.stderr

@@ -1,6 +1,8 @@
 """Run by test_triton_captured.py without TRITON_INTERPRET: what is emitted compiles, for machines that are not here."""
 
 import pytest
+import triton
+from support.triton.triton_spills import listed
 
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import eq, h, k, q, score
@@ -21,6 +23,7 @@ def bias(*index):
     return lookup("bias", index, FLOAT)
 
 
+SPILLED = listed()
 WAYS = {
     "distance": (diagonal, make_plan(causal & (q - k < param("w")), score + bias(h, q - k), bounds=window), {}),
     "distance, dropout": (diagonal, make_plan(causal & documents, score * bias(h, q - k), dropout=True), {}),
@@ -40,7 +43,7 @@ def reports(name, dim, dtype, arch):
 
 def check_hopper(name, dim, dtype):
     for found in reports(name, dim, dtype, "sm_90"):
-        assert found.spills == 0
+        assert found.spills == SPILLED.get((triton.__version__[:3], "sm_90", dim, "captured", found.kernel[10:]), 0)
         assert found.fits
         assert found.block_q == found.block_k
         assert (found.mma > 0) == (dtype != "float32")
@@ -62,4 +65,7 @@ def test_slow_nothing_spills_on_hopper(name, dim, dtype):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_slow_every_machine(arch, name, dim):
     for dtype in ("bfloat16", "float32"):
-        assert all(found.fits for found in reports(name, dim, dtype, arch))
+        for found in reports(name, dim, dtype, arch):
+            assert found.fits
+            most = SPILLED.get((triton.__version__[:3], arch, dim, "captured", found.kernel[10:]), 0)
+            assert dtype == "float32" or found.spills <= most, found
