@@ -393,7 +393,7 @@ TOPICS = (
           "are compiled for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is "
           "the loop of full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves "
           "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
-          "model is some 10 % too fast for the forward, and 5 % too slow to 70 % too fast for the backward. So "
+          "model is some 10 % too fast for the forward, and 7 % too slow to 73 % too fast for the backward. So "
           "compare two kernels by it, and do not rely on its TFLOP/s.", "python benchmarks/gpu_model.py figures",
           of_model),
     Topic("compiles", "Kernels that a script compiles", "A script tries masks and score mods as a notebook does: other "
