@@ -249,7 +249,7 @@ def target(
 
 def _ordered(made: Target, g: Geometry, masked: bool) -> Target:
     """A target by which the longest rows of all heads start first, where rows differ: short ones then fill what long
-    ones leave. By the model of benchmarks/gpu_sim that is worth 8 to 13 % of a causal forward or backward of 8,192
+    ones leave. By the model of benchmarks/gpu_sim that is worth 9 to 10 % of a causal forward or backward of 8,192
     tokens and 16 heads. The keys of all heads are read at a time, of 32 at most: HBM brings those with ease."""
     few = g.heads > 1 and g.kv_heads <= HEADS_AT_A_TIME and max(g.q_len, g.kv_len) < LONGEST_BY_HEAD
     return made.everywhere(order="longest-of-all-first") if masked and few else made
