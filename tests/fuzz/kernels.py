@@ -263,8 +263,12 @@ def kernels(p: Problem) -> str:
         compared("native", x, in_torch(native, x, s.number + i))
         if i % 4 == 0:
             compared("library", x, in_torch(library, x, s.number + i))
-    for name, times in (("cpp", 8), ("xla", 2)):
-        shapes(name, s, times)
+    shapes("cpp", s, 8)
+    try:
+        shapes("xla", s, 2)
+    except fk.LoweringError as refused:
+        if "JAX has 64-bit integers switched off" not in str(refused):
+            raise
     return str(fk.mask(p.text, **p.bound))
 
 
