@@ -125,7 +125,7 @@ class _DkvKernel(GradientKernel):
         if axis is None:
             return super().address(table, args)
         self.near, first = True, f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
-        own = f"beyond(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
+        own = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
         *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
         steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
         return f"{' + '.join([table.name, *steps])} + ({own} + {self.clamped(index, size)} * {stride})"

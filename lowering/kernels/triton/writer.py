@@ -309,5 +309,5 @@ def wrapped(load: str, longest: int = LINE) -> str:
     head, inside, tail = found.groups()
     address, mask = inside.split(", mask=") if ", mask=" in inside else (inside, "")
     if len(address) > 100:
-        address = re.sub(r" \+ (?=step\(|\(?beyond\(|clamp\(|page\b|at\[|\(tile )", "\n    + ", address)
+        address = re.sub(r" \+ (?=step\(|\(?step_from\(|clamp\(|page\b|at\[|\(tile )", "\n    + ", address)
     return "\n".join([head, f"    {address},", *[f"    mask={mask},"] * bool(mask), tail])

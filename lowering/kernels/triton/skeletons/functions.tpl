@@ -5,7 +5,7 @@ def step(i, size, stride):
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
 
-def beyond(i, first, size, stride, NEAR: tl.constexpr):
+def step_from(i, first, size, stride, NEAR: tl.constexpr):
     """The step from index `first` of an axis to others of its tile: 32 bits where they are near."""
     steps = clamp(i, size) - clamp(first, size)
     if NEAR:

@@ -386,7 +386,7 @@ def test_rows_of_tables_are_counted_from_the_first_that_a_tile_reads():
             make_plan(causal, score + ir.lookup("bias", index, FLOAT)), TARGET, Dims(64, 64, "bfloat16"), set("qkv")
         )
         dq, dkv = text.split("def attention_dkv(")
-        assert ("beyond(q, q_origin + tile * BLOCK_Q, " in dkv, "NEAR: tl.constexpr" in dkv) == (near, near), index
+        assert ("step_from(q, q_origin + tile * BLOCK_Q, " in dkv, "NEAR: tl.constexpr" in dkv) == (near, near), index
         assert "NEAR" not in dq.split("def attention_delta(")[1]
 
 
