@@ -74,7 +74,7 @@ class Cell:
 
 
 def cells(archs: Sequence[str], kernels: Sequence[str], masks: Sequence[str], dims: Sequence[int]) -> Iterator[Cell]:
-    """Those that are asked for and in the table.
+    """The cells of the table among all that these architectures, kernels, classes and head sizes name.
 
     ValueError for a class that no architecture has."""
     if unknown := set(masks) - set(CLASSES):

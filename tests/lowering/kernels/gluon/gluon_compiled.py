@@ -107,8 +107,9 @@ def test_warps_of_a_group_meet_before_they_arrive_on_blackwell():
 
 
 def test_exponentials_that_are_a_polynomial_on_blackwell():
-    """Those of 10 in 32 columns of a full tile and 4 of a border tile, by instructions of two columns each. By
-    instructions of one column the issue would take longer than MUFU takes for all columns."""
+    """The exponentials of 10 in 32 columns of a full tile, and of 4 in a border tile, take no MUFU.
+
+    One instruction computes two columns. If each computed one, issue would take longer than MUFU for all columns."""
     source, plan, chosen = made(128, "causal", "sm_100")
     lines = sass(compiled_for(load(source).attention_forward, plan, chosen, Dims(128, 128, "bfloat16")).asm["cubin"])
     border, full, of_a_row, groups = 128 - 16, 128 - 40, 1, 2

@@ -143,7 +143,7 @@ def test_scores_that_rise_along_the_row(rise):
 
 @pytest.mark.parametrize(("rise", "rescaled"), [(0.0, 0), (0.02, 0), (0.2, 1)])
 def test_sums_are_rescaled_where_a_weight_would_be_too_large(monkeypatch, rise, rescaled):
-    """And not in the first tile, whose maximum exceeds none. A tile has 64 keys, and 64 * 0.2 exceeds 8 * ln 2."""
+    """The first tile rescales nothing: its maximum exceeds none. A tile has 64 keys, and 64 * 0.2 exceeds 8 * ln 2."""
     stores, store = [], Columns.store
 
     def counted(self, value):
