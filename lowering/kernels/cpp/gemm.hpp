@@ -326,8 +326,8 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
 
-// Adds up each of N vectors: lane i of the result belongs to x[i / STEP], and STEP lanes of a vector remain apart.
-// Neighbours are added pair by pair, so that half as many vectors are left each time.
+// Adds lanes of each of N vectors until one vector holds them all: its lane i belongs to x[i / STEP % N]. STEP lanes
+// beside each other belong to different sums and stay apart. Vectors are joined by twos, and half as many are left.
 template <int N, int STEP> INLINE Vec added(Vec *x) {
     if constexpr (N > 1) {
         UNROLLED for (int i = 0; i < N; i += 2) {

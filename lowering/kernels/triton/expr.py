@@ -114,7 +114,7 @@ def prelude(source: str, dtype: str, int64: bool) -> str:
     used = [name for name in PRELUDE if name in words(source)]
     if "tanh_approximate" in used and "tanh" not in used:
         used.insert(0, "tanh")
-    if "among" in used and "one_of" not in used:
+    if "among" in used and "one_of" not in used:  # it calls one_of in the interpreter
         used.insert(0, "one_of")
     if "seeded" in used:
         used.insert(0, "mix")

@@ -951,8 +951,8 @@ static void pack_rows(Operand *to, const From &from, int64_t present, int64_t ke
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
 
-// Adds up each of N vectors: lane i of the result belongs to x[i / STEP], and STEP lanes of a vector remain apart.
-// Neighbours are added pair by pair, so that half as many vectors are left each time.
+// Adds lanes of each of N vectors until one vector holds them all: its lane i belongs to x[i / STEP % N]. STEP lanes
+// beside each other belong to different sums and stay apart. Vectors are joined by twos, and half as many are left.
 template <int N, int STEP> INLINE Vec added(Vec *x) {
     if constexpr (N > 1) {
         UNROLLED for (int i = 0; i < N; i += 2) {
@@ -1188,8 +1188,8 @@ const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for whi
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
-const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                   // Operands of the packed keys of a tile
-const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // and of its values
+const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
+const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of the packed keys and values of a tile
 const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
