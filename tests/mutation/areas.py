@@ -21,7 +21,7 @@ class Group:
 
 
 SIMPLIFY = tuple(
-    f"tests/lowering/simplify/test_{n}.py" for n in ("rows", "rules_whole", "simplify", "canonical", "proofs")
+    f"tests/lowering/simplify/test_{n}.py" for n in ("rows", "rules_whole", "simplify", "canonical", "proofs", "reach")
 )
 ANALYSIS = tuple(
     f"tests/lowering/analysis/test_{n}.py" for n in ("questions", "transfer", "layout_exact", "library_settled")
