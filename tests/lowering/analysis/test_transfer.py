@@ -24,6 +24,7 @@ N = 6
 TABLES = {
     "t": np.array([4, -2, 7, 0, 0, -5, 1, 3]), "g": np.arange(30).reshape(5, 6)[::-1] % 7 - 3,
     "f": np.array([0.5, np.nan, -1.0, np.inf, 2.0, -np.inf, 0.0]), "off": np.array([0, 2, 3, 7]),
+    "s": np.arange(8) % 3 == 1, "m": np.eye(7, 6) > 0,
 }  # fmt: skip
 INT_ATOMS = [q - 2, 3 - k, q - k, 2 * q - 3, lit(-4), lookup("t", (k,))]
 FLOAT_ATOMS = [build("float", q - 2), build("float", k) * 0.5, lookup("f", (k,), FLOAT), lit(-1.5)]

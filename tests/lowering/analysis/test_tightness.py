@@ -1,0 +1,143 @@
+"""How tight the ranges over rectangles are, and how often the questions about masks decide: each number is today's.
+
+A range that grows, or a question that no longer decides somewhere, is sound and shows in time alone. Ranges and answers
+that improve change the numbers, and then the better ones belong here.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from frisket.dsl.ir import Expr, build, lit, lookup
+from frisket.dsl.sugar import k, q
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.analysis.intervals import TRANSFER, ends
+from frisket.lowering.analysis.questions import always, mixed, never, some
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import Scope
+from frisket.lowering.simplify import simplify
+from lowering.analysis.test_transfer import BOOLS, INT_ATOMS, TABLES, clause, corners, dense_values, expressions_of
+
+WIDE = 100.0  # what a missing end counts, and the most that an end counts
+RANGES = {  # what `looseness` gives, over the expressions of the operator
+    "neg": (0, 3528, 2205, 210), "add": (1890, 14553, 4410, 2646), "sub": (30829, 14553, 10143, 2646),
+    "mul": (40694, 8820, 882, 2646), "div": (1058400, 441, 441, 5670), "floordiv": (31528, 9261, 6615, 0),
+    "mod": (23952, 6615, 2646, 0), "abs": (441, 2205, 2205, 210), "sign": (264600, 3087, 2205, 1323),
+    "min": (426, 8820, 7497, 1470), "max": (460, 8820, 7497, 1470), "where": (7871, 0, 0, 0),
+    "int": (25200, 441, 1764, 0), "float": (0, 2646, 441, 0), "floor": (25200, 441, 441, 0),
+    "exp": (0, 441, 441, 210), "exp2": (0, 441, 441, 210), "log": (0, 441, 441, 1029), "log2": (0, 441, 441, 1029),
+    "log1p": (0, 441, 441, 861), "sqrt": (0, 441, 441, 1029), "tanh": (0, 441, 441, 210),
+    "sigmoid": (0, 441, 441, 210), "lookup": (3468, 2205, 441, 210), "segment": (0, 2646, 441, 0),
+    "bitand": (3092440, 882, 882, 0), "shl": (0, 7938, 2646, 0), "shr": (0, 7938, 5292, 0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scope():
+    return Scope({}, {n: Table(t) for n, t in TABLES.items()})
+
+
+def looseness(e: Expr, scope: Scope) -> np.ndarray:
+    """(how far the ends are from the values, rectangles with attained ends, with dense values, that may hold NaN)"""
+    r, (value, inside) = ends(e), dense_values(e)
+    n = len(value)
+    inside = inside & ~np.isnan(value)
+    far = 0.0
+    for end, start, pick, sign in ((r.lo, np.inf, np.min, 1), (r.hi, -np.inf, np.max, -1)):
+        true = pick(np.where(inside, value, start), axis=(1, 2))
+        if end is None:
+            far += WIDE * n
+            continue
+        with np.errstate(invalid="ignore"):
+            away = sign * (true - np.broadcast_to(scope.value(end, corners()), n).astype(float))
+        far += np.where(np.isnan(away), 0, np.clip(away, 0, WIDE)).sum()
+    nan = np.broadcast_to(scope.value(r.nan, corners()), n).sum() if e.type is FLOAT else 0
+    return np.array([round(far), n * r.attained, n * r.dense, nan], int)
+
+
+@pytest.mark.parametrize("op", TRANSFER)
+def test_ranges_are_no_looser(op, scope):
+    found = sum(looseness(e, scope) for e in expressions_of(op))
+    assert tuple(found) == RANGES[op]
+
+
+# -- questions ---------------------------------------------------------------------------------------------------
+
+
+def compared(rng: random.Random) -> Expr:
+    """A comparison of the atoms and operators of transfer functions, or an operator of truths over such."""
+    return clause(rng, 1)
+
+
+def joined(rng: random.Random) -> Expr:
+    """Up to eight comparisons under and, or, xor and not."""
+    return clause(rng, 3)
+
+
+def bounds(rng: random.Random) -> Expr:
+    """Bounds of q, k and q - k, remainders and quotients of them, in conjunctions and disjunctions."""
+    form = rng.choice((q, k, q - k, q + k, 2 * q - k, q % 3, k % 2, (q - k) % 3, q // 2, q // 2 - k // 2, abs(q - k)))
+    e = build(rng.choice(("lt", "le", "gt", "ge", "eq", "ne")), form, lit(rng.randrange(-3, 6)))
+    if rng.random() < 0.15:
+        e = rng.choice((*BOOLS, lookup("s", (k,), BOOL), lookup("m", (q, k), BOOL), lookup("s", (q - k,), BOOL)))
+    if rng.random() < 0.15:
+        e = build("not", e)
+    return e if rng.random() < 0.4 else build(rng.choice(("and", "and", "or", "xor")), e, bounds(rng))
+
+
+def chosen(rng: random.Random) -> Expr:
+    """A choice between masks, or a comparison of a choice between numbers."""
+    c = bounds(rng)
+    if rng.random() < 0.5:
+        return build("where", c, bounds(rng), bounds(rng))
+    return build(rng.choice(("lt", "ge", "eq")), build("where", c, *rng.sample(INT_ATOMS, 2)), rng.choice(INT_ATOMS))
+
+
+def answers(mask: Expr, scope: Scope) -> np.ndarray:
+    """On how many rectangles each question is answered yes: always, never; some and mixed as a tile, and as tiles that
+    are at least one, two and three keys wide. Each yes is true."""
+    value, inside = dense_values(mask)
+    n, (_, _, k0, k1) = len(value), (corners()[x] for x in ("q0", "q1", "k0", "k1"))
+
+    def asked(question: Expr, **more: object) -> np.ndarray:
+        return np.broadcast_to(scope.value(question, {**corners(), **more}), n)
+
+    yes, no = asked(always(mask)), asked(never(mask))
+    all_true, any_true = (value | ~inside).all(axis=(1, 2)), (value & inside).any(axis=(1, 2))
+    assert not (yes & ~all_true).any(), mask
+    assert not (no & any_true).any(), mask
+    counts = [yes, no]
+    for width in (0, 1, 2, 3):
+        tiles, at = inside, value[:1]
+        if width:  # the narrowest tiles: one query and `width` keys
+            at = np.lib.stride_tricks.sliding_window_view(value[0], width, axis=1)
+            tiles = np.lib.stride_tricks.sliding_window_view(inside, width, axis=2).all(axis=-1)
+        fits = k1 - k0 + 1 >= width
+        more = {"single": np.full(n, not width), "tk": np.full(n, width) if width else k1 - k0 + 1}
+        for question, truths in ((some, (True,)), (mixed, (True, False))):
+            found = asked(question(mask), **more) & fits
+            for truth in truths:
+                if width:
+                    held = ((at == truth).any(axis=-1) | ~tiles).all(axis=(1, 2))
+                else:
+                    held = ((at == truth) & inside).any(axis=(1, 2))
+                assert not (found & ~held).any(), (mask, width)
+            counts.append(found)
+    return np.array([c.sum() for c in counts])
+
+
+DECIDED = {
+    compared: (9604, 11245, 12992, 2460, 9604, 0, 5820, 0, 3558, 0),
+    joined: (7574, 10974, 11755, 2982, 7504, 0, 4453, 11, 2667, 0),
+    bounds: (10089, 14211, 18668, 7633, 10080, 0, 7065, 333, 4446, 222),
+    chosen: (5677, 11094, 13263, 4996, 5503, 0, 3907, 473, 2469, 269),
+}
+
+
+@pytest.mark.parametrize("family", DECIDED, ids=lambda family: family.__name__)
+def test_questions_decide_as_often_and_are_right(family, scope):
+    rng = random.Random(family.__name__)
+    assert tuple(sum(answers(simplify(family(rng)), scope) for _ in range(80))) == DECIDED[family]
