@@ -115,6 +115,30 @@ def floats(rng: random.Random) -> Expr:
     return a if rng.random() < 0.8 else build(rng.choice(("isfinite", "int", "floor", "neg")), a)
 
 
+def rounded(rng: random.Random) -> Expr:
+    """Whole numbers as Floats: compared, divided, rounded."""
+    a, b = (build("float", e) for e in (whole(rng), whole(rng)))
+    c = lit(rng.choice((-2.5, -1.0, 0.0, 0.5, 1.0, 3.0, 3.5, 4.0, 2.0**40, float("inf"))))
+    kind = rng.randrange(3)
+    if kind == 0:
+        return of(rng, RELATIONS, a, rng.choice((b, c)))
+    if kind == 1:
+        return build(rng.choice(("floor", "int")), build("div", a, c))
+    choice = build("where", rng.choice(CLAUSES), c, rng.choice((c, U, lit(0.0))))
+    return of(rng, (*REAL, *RELATIONS), rng.choice((choice, build("neg", choice))), rng.choice((a, c, V)))
+
+
+def chains(rng: random.Random) -> Expr:
+    """Three to eight operands of one operator, now and then seventy."""
+    ops = rng.choice((("min", "max"), BITS, ("add", "sub"), ("mul",), ("and", "or"), ("xor",)))
+    clauses = ops[0] in ("and", "xor")
+    e = rng.choice(CLAUSES) if clauses else whole(rng)
+    for _ in range(rng.randrange(60, 70) if rng.random() < 0.01 else rng.randrange(2, 8)):
+        other = rng.choice(CLAUSES) if clauses else rng.choice((rng.choice(INTS), whole(rng)))
+        e = of(rng, ops[:1] if rng.random() < 0.9 else ops, e, other)
+    return e
+
+
 def everything(rng: random.Random) -> Expr:
     """Every operator."""
     return Everything(rng).of(rng.choice((BOOL, INT, FLOAT)), rng.randrange(2, 5))
@@ -123,7 +147,7 @@ def everything(rng: random.Random) -> Expr:
 DRAWN = 1500
 MOST = {  # (forms, operators in all of them)
     nested: (733, 3494), tables: (1216, 5737), comparisons: (441, 2058), pairs: (1057, 7801), threes: (1090, 9536),
-    choices: (1197, 12039), floats: (1103, 5604), everything: (1290, 11130),
+    choices: (1197, 12039), floats: (1103, 5604), rounded: (767, 4858), chains: (947, 9645), everything: (1290, 11130),
 }  # fmt: skip
 
 
