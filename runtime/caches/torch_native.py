@@ -57,15 +57,21 @@ def _at(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-@memo(1)
 def _function() -> Any:
-    if native_build.reason():
-        return None
-    text = resources.files(__package__).joinpath("torch_native.cpp").read_text(encoding="utf-8")
     try:
-        run = native_build.library(text).frisket_append
+        return _loaded()
     except native_build.BuildError as error:
-        native_build.fall_back(error)
+        if not native_build.reason():  # else it was said, or nobody expects native code
+            native_build.fall_back(error)
         return None
+
+
+@memo(1)
+def _loaded() -> Any:
+    """The function; an error is not remembered here, since that of a killed compiler passes."""
+    if why := native_build.reason():
+        raise native_build.BuildError(why)
+    text = resources.files(__package__).joinpath("torch_native.cpp").read_text(encoding="utf-8")
+    run = native_build.library(text).frisket_append
     run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_char_p]
     return run

@@ -189,7 +189,8 @@ if hasattr(os, "register_at_fork"):
 
 def compiler() -> tuple[str, ...] | None:
     """The command of the C++ compiler: CXX, which may have arguments, else g++, clang++ or c++; None without."""
-    given = os.environ.get("CXX", "").split()
+    named = os.environ.get("CXX", "")
+    given = [named] if shutil.which(named) else named.split()  # a path may have blanks
     for name in [given[0]] if given else COMPILERS:
         if found := shutil.which(name):
             return (found, *given[1:])

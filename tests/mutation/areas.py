@@ -24,7 +24,8 @@ SIMPLIFY = tuple(
     f"tests/lowering/simplify/test_{n}.py" for n in ("rows", "rules_whole", "simplify", "canonical", "proofs", "reach")
 )
 ANALYSIS = tuple(
-    f"tests/lowering/analysis/test_{n}.py" for n in ("questions", "transfer", "tightness", "layout_exact", "library_settled")
+    f"tests/lowering/analysis/test_{n}.py"
+    for n in ("questions", "transfer", "tightness", "layout_exact", "library_settled")
 )
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"

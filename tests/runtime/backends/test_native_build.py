@@ -375,6 +375,16 @@ def test_a_compiler_that_lies(does, cache, monkeypatch, tmp_path):
     assert library(source(6)).answer() == 6
 
 
+def test_a_path_of_a_compiler_may_have_blanks(monkeypatch, tmp_path):
+    folder = tmp_path / "my tools"
+    folder.mkdir()
+    (folder / "g++").symlink_to(native_build.compiler()[0])
+    monkeypatch.setenv("CXX", str(folder / "g++"))
+    assert native_build.compiler() == (str(folder / "g++"),)
+    monkeypatch.setenv("CXX", "g++ -DX")
+    assert native_build.compiler()[1:] == ("-DX",)
+
+
 def test_the_words_of_a_linker_are_kept(cache, monkeypatch):
     """A linker that fails deletes the file that it was to write."""
     monkeypatch.setenv("CXX", f"{native_build.compiler()[0]} -lnowhere")

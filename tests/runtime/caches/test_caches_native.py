@@ -134,3 +134,27 @@ def test_who_keeps_a_conversion_of_scales_sees_that_they_changed():
     before = [x._version for x in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
     assert native.append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None, False)
     assert all(x._version > n for x, n in zip((cache.k, cache.v, cache.k_scale, cache.v_scale), before))
+
+
+def test_a_compiler_that_was_killed_is_asked_again(monkeypatch, tmp_path):
+    """Operations of torch write the first tokens; once the compiler lives, C++ writes."""
+    from frisket.runtime.machine import cpp_build
+
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in --version) ;; *) [ -e {tmp_path}/lives ] || kill -9 $$;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    assert cpp_build.reason() == ""  # the probe was built by the usual compiler
+    monkeypatch.setattr(native.native_build, "reason", lambda: "")
+    monkeypatch.setattr(cpp_build.LaterError, "wait", 0.0)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path / "cache"))
+    native._loaded.memo.empty()
+    try:
+        with pytest.warns(UserWarning, match="was killed by SIGKILL"):
+            assert native._function() is None
+        (tmp_path / "lives").touch()
+        assert native._function() is not None
+    finally:
+        native._loaded.memo.empty()
