@@ -124,6 +124,13 @@ for mask, score, more in [
     out = fk.compile(mask, score, backend="cpp", dropout=0.2, **more)(q, k, v, seed=3)
     torch.autograd.grad(out.square().sum(), (q, k, v))
     fk.compile(mask, score, backend="cpp", **more)(q[:, :, -1:].detach(), k.detach(), v.detach())
+x = torch.randn(3, 1, 2, 1024, 16, requires_grad=True)
+for text, more in [("causal & (q - k) % 4 == 0", {}), ("near[q] == near[k]", {"near": rng.permutation(1024) // 64})]:
+    order = fk.reorder(text, 1024, 1024, **more)
+    assert order.gain > 1, text
+    for dropout in (0.0, 0.2):
+        out = fk.compile(text, reorder=order, backend="cpp", dropout=dropout, **more)(*x, seed=3)
+        torch.autograd.grad(out.square().sum(), x)
 for text, shape in [
     ("causal & t[q] == t[k]", (300,)), ("t[h, q] >= t[h, k]", (2, 300)), ("t[q, k] > 3", (300, 300)),
     ("segment(t, q) == segment(t, k)", (9,)),
