@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import FALSE, Expr, build, lit
 from frisket.dsl.program import parse_expression
 from frisket.dsl.show import show
+from frisket.dsl.sugar import q
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import ends
-from frisket.lowering.analysis.questions import always, mixed, never, some
+from frisket.lowering.analysis.questions import DEEP, LARGE, always, beyond, mixed, never, some
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify
@@ -524,3 +525,19 @@ def test_the_period_of_a_clause(row):
     text, _, period = row.partition(" -> ")
     found = re.findall(r"tk >= (\d+)", told(some(simplify(expr(text)))))
     assert max(map(int, found), default=0) == int(period)
+
+
+def test_deep_expressions_and_large_ones_are_not_reasoned_about():
+    deep = q
+    for i in range(DEEP - 1):
+        deep = build("mod", deep, lit(200 + i))
+    assert not beyond(deep)
+    assert beyond(deep % 7 % 5)
+    assert never(deep % 7 % 5 > 9) is FALSE
+    parts = [q * i % (i + 7) for i in range(2, 2 + LARGE // 4)]
+    while len(parts) > 1:
+        parts = [build("min", *parts[i : i + 2]) if parts[i + 1 :] else parts[i] for i in range(0, len(parts), 2)]
+    assert not beyond(parts[0].args[0])
+    assert beyond(parts[0])
+    assert parts[0].depth < DEEP
+    assert never(parts[0] < -1) is FALSE
