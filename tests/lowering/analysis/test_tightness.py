@@ -103,9 +103,7 @@ def number(rng: random.Random, type: Type, depth: int) -> Expr:
     if op == "int":
         return build(op, clause(rng, 0) if rng.random() < 0.5 else number(rng, FLOAT, depth - 1))
     if op == "lookup":
-        return lookup(
-            *(("t", (a,)) if rng.random() < 0.7 else ("g", (a, b)) if type is INT else ("f", (INT_ATOMS[0],), FLOAT))
-        )
+        return lookup("t", (a,)) if rng.random() < 0.7 else lookup("g", (a, b))
     if op == "segment":
         return segment("off", a)
     if op in ("shl", "shr", "div"):
@@ -117,23 +115,8 @@ def number(rng: random.Random, type: Type, depth: int) -> Expr:
 
 ON_INTS = ("neg", "abs", "sign", "add", "sub", "mul", "floordiv", "mod", "min", "max", "bitand", "where", "shl", "shr",
            "lookup", "segment", "int")  # fmt: skip
-ON_FLOATS = (
-    "neg",
-    "abs",
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "min",
-    "max",
-    "where",
-    "float",
-    "exp",
-    "log",
-    "sqrt",
-    "tanh",
-    "sign",
-)
+ON_FLOATS = ("neg", "abs", "add", "sub", "mul", "div", "min", "max", "where", "float", "exp", "log", "sqrt", "tanh",
+             "sign")  # fmt: skip
 NESTED = {
     (INT, 2): (3520592, 27342, 18081, 0),
     (INT, 3): (3470837, 18081, 13671, 0),
