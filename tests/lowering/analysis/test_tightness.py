@@ -149,15 +149,17 @@ def joined(rng: random.Random) -> Expr:
 
 
 FORMS = (q, k, q - k, q + k, 2 * q - k, q % 3, k % 2, (q - k) % 3, q // 2, q // 2 - k // 2, abs(q - k), q % 3 + k % 2,
-         k % 3 - q, minimum(q % 4, k), (2 * k - q) % 3, (k // 2) % 2)  # fmt: skip
+         k % 3 - q, minimum(q % 4, k), (2 * k - q) % 3, (k // 2) % 2, *halves(INT))  # fmt: skip
+RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def bounds(rng: random.Random) -> Expr:
     """Bounds of q, k and q - k, remainders and quotients of them, in conjunctions and disjunctions."""
-    form = rng.choice(FORMS)
-    e = build(rng.choice(("lt", "le", "gt", "ge", "eq", "ne")), form, lit(rng.randrange(-3, 6)))
+    e = build(rng.choice(RELATIONS), rng.choice(FORMS), lit(rng.randrange(-3, 6)))
     if rng.random() < 0.15:
         e = rng.choice((*BOOLS, lookup("s", (k,), BOOL), lookup("m", (q, k), BOOL), lookup("s", (q - k,), BOOL)))
+    elif rng.random() < 0.15:
+        e = build(rng.choice(RELATIONS), *rng.sample([*FLOAT_ATOMS, *halves(FLOAT)], 2))
     if rng.random() < 0.15:
         e = build("not", e)
     return e if rng.random() < 0.4 else build(rng.choice(("and", "and", "or", "xor")), e, bounds(rng))
@@ -207,8 +209,8 @@ def answers(mask: Expr, scope: Scope) -> np.ndarray:
 DECIDED = {
     compared: (9604, 10746, 12509, 2139, 9604, 0, 5820, 0, 3558, 0),
     joined: (7574, 10719, 10836, 2418, 7336, 0, 4333, 11, 2587, 0),
-    bounds: (10242, 12894, 18615, 7691, 10242, 0, 7971, 1213, 4973, 799),
-    chosen: (5175, 11567, 10135, 3389, 5099, 0, 3702, 492, 2146, 287),
+    bounds: (7219, 11078, 13809, 4967, 7219, 0, 5410, 776, 3409, 439),
+    chosen: (5465, 9625, 9011, 2194, 5415, 0, 3364, 57, 2042, 35),
 }
 
 

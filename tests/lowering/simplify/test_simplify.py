@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from support.lowering import expressions
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import NEG_INF, SCORE, TRUE, lookup
+from frisket.dsl.ir import NEG_INF, SCORE, TRUE, build, lookup
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.dsl.sugar import b, eq, function, h, k, ne, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.simplify import RULES, Simplifier, hoist, prepare, simplify
 from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.simplify.rules_order import LONGEST, chain
 
 
 def same(x, y):
@@ -239,3 +241,11 @@ def test_shifts_outside_64_bits_are_0(n):
     """Attention with `h << 64` was refused for an Int that may leave 64 bits."""
     for e in (h << n, h >> n):
         assert simplify(e >= k) is simplify(k <= 0)
+
+
+def test_very_long_chains_are_taken_in_part():
+    """The last operands and the rest as one, so that work grows with the length."""
+    e = reduce(lambda x, y: build("bitxor", x, y), (q + i * k for i in range(3 * LONGEST)))
+    parts = chain(e)
+    assert len(parts) == LONGEST + 1
+    assert [p.op == "bitxor" for p in parts] == [True] + [False] * LONGEST
