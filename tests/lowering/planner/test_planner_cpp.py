@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import lit, lookup
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import build, lit, lookup, param, result_type
 from frisket.dsl.sugar import eq, k, q
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import cpp as text
@@ -127,6 +131,33 @@ LITERALS = {
 @pytest.mark.parametrize("written", LITERALS)
 def test_literals(written):
     assert text._literal(lit(LITERALS[written])).text == written
+
+
+def test_operators_of_operators_are_bracketed_where_they_must_be():
+    """Every operator written between its operands, inside every other one, on its left and on its right."""
+    atoms = {"a": (INT, 13), "b": (INT, 6), "c": (INT, 3), "u": (FLOAT, 0.5), "v": (FLOAT, -3.0), "w": (FLOAT, 1.25),
+             "p": (BOOL, True), "r": (BOOL, False), "s": (BOOL, True)}  # fmt: skip
+    leaves = {type: [param(n, type) for n, (t, _) in atoms.items() if t is type] for type in (INT, FLOAT, BOOL)}
+    infix = [op for op, row in text.ROWS.items() if re.fullmatch(r"\{\} \S+ \{\}", row)]
+
+    def written(e):
+        return text.Text(e.name) if e.op == "param" else text._operator(e, [written(x) for x in e.args])
+
+    made = []
+    for (outer, inner), of_inner, of_outer in itertools.product(itertools.product(infix, infix), leaves, leaves):
+        kept = result_type(inner, (of_inner, of_inner))
+        if kept is of_outer and result_type(outer, (of_outer, of_outer)):
+            low, last = build(inner, *leaves[of_inner][:2]), leaves[of_outer][2]
+            made += [build(outer, low, last), build(outer, last, low)]
+    assert len(made) > 150
+    types = {INT: "int64_t", FLOAT: "double", BOOL: "bool"}
+    names = [f"volatile {types[t]} {n} = {str(value).lower()};" for n, (t, value) in atoms.items()]
+    body = [f"out[{i}] = {written(e).text};" for i, e in enumerate(made)]
+    lines = [text.prelude(), 'extern "C" void frisket_all(double *out) {', *names, *body, "}"]
+    run, out = native_build.library("\n".join(lines)).frisket_all, np.zeros(len(made))
+    run(out.ctypes.data_as(ctypes.c_void_p))
+    for e, found in zip(made, out, strict=True):
+        assert found == evaluate(e, {n: value for n, (_, value) in atoms.items()}), e
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 4096, 4097, 5000])
