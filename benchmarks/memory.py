@@ -34,6 +34,7 @@ MASKS = (
     "dilated({n}, 4) & causal", "q // {n} >= k // {n}", "param w: int\nmask = causal & q - k < w",
 )  # fmt: skip
 SCORES = (None, None, "softcap({n})", "alibi")
+COMPILED = ("causal", "causal & window({n})", "causal & doc[q] == doc[k]")  # one kernel each, whatever the numbers are
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PLANNED = {"causal & window(4096)": None, "causal & doc[q] == doc[k]": "doc", "strided(977) & causal": None}
 TOKENS = (10_000, 100_000, 1_000_000, 10_000_000)
@@ -58,9 +59,9 @@ def call(draw: random.Random) -> None:
         draw.choice((1, 1, 2)),
         draw.choice((1, 2)),
     )
-    text, score = draw.choice(MASKS).format(n=n), draw.choice(SCORES)
-    dtype, train = draw.choice(DTYPES), draw.random() < 0.2
-    native = text.startswith("causal & q" if train else "causal") and score is None and dtype is torch.float32
+    kind, score = draw.choice(MASKS), draw.choice(SCORES)
+    dtype, train, text = draw.choice(DTYPES), draw.random() < 0.2, kind.format(n=n)
+    native = kind in COMPILED and score is None and dtype is torch.float32 and not train
     length = length if dtype in DTYPES[:2] else draw.choice((17, 64, 200))  # oneDNN keeps kernels for every length
     att = fk.compile(text, None if score is None else score.format(n=n), backend=None if native else "aten")
     q, k, v = (torch.randn(batch, heads, length, 16, dtype=dtype, requires_grad=train) for _ in range(3))
