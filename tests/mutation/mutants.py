@@ -200,13 +200,21 @@ JUMP_OR_STORE = re.compile(r"\s*(break|continue|return|[\w.>-]+\[.*\] = .*)")
 
 
 def token_edits(text: str, template: bool) -> Iterator[Edit]:
-    """Changes by tokens: of code, not of comments, texts, includes, or what decides whether a line is there."""
+    """Changes by tokens: of code, not of comments, docstrings, includes, or what decides whether a line is there."""
     comment = re.compile(r"#.*|  \$if .*" if template else r"//.*")
-    at = 0
+    at, within = 0, False
     for line in text.splitlines(keepends=True):
+        quotes, inside = line.count('"""') if template else 0, within
+        within ^= quotes % 2 == 1
         code = comment.sub("", line.rstrip("\n")).rstrip()
         begin, at = at, at + len(line.encode())
-        if code.lstrip().startswith(("$if", "$else", "$include", "$#", "#", "template", "import", "from", "def ", "@")):
+        if (
+            inside
+            or quotes
+            or code.lstrip().startswith(
+                ("$if", "$else", "$include", "$#", "#", "template", "import", "from", "def ", "@")
+            )
+        ):
             continue
 
         def edit(kind: str, start: int, end: int, new: str, code=code, begin=begin) -> Edit:

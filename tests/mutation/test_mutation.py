@@ -33,6 +33,9 @@ CHANGED = {
 }  # fmt: skip
 TEMPLATE = """
 $# min of nothing
+\"\"\"One and another,
+min and max.\"\"\"
+\"\"\"A line or two.\"\"\"
 $if start < 0:
     if at < 10 and $held:  # + 1
         acc += min(x, y)  $if x < 1
@@ -74,10 +77,10 @@ def test_mutants_of_python(tmp_path):
 def test_mutants_of_a_template(tmp_path):
     lines = [f"{m.line} {m.kind}: {m.before.strip()} -> {m.after.strip()}" for m in told(tmp_path, "a.tpl", TEMPLATE)]
     assert lines == [
-        "4 guard left out: at < 10 and $held -> False", "4 operator: < -> <=", "4 constant: 10 -> 11",
-        "4 operator: and -> or", "5 statement left out: acc += min(x, y) -> pass", "5 operator: += -> -=",
-        "5 another name: min -> max", "6 operator: // -> *", "6 constant: 2 -> 3",
-        "7 statement left out: tl.store(Out + 1, acc) -> pass", "7 operator: + -> -", "7 constant: 1 -> 2",
+        "7 guard left out: at < 10 and $held -> False", "7 operator: < -> <=", "7 constant: 10 -> 11",
+        "7 operator: and -> or", "8 statement left out: acc += min(x, y) -> pass", "8 operator: += -> -=",
+        "8 another name: min -> max", "9 operator: // -> *", "9 constant: 2 -> 3",
+        "10 statement left out: tl.store(Out + 1, acc) -> pass", "10 operator: + -> -", "10 constant: 1 -> 2",
     ]  # fmt: skip
 
 
