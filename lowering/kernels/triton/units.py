@@ -5,7 +5,8 @@ then the score mod, operator by operator. For 16-bit inputs the text may round i
 is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
 
 - `scale` joins the factors that are the same at every position, and they become one factor, computed once: `score / c`
-  is `score * (scale * (1 / c))`;
+  is `score * (scale * (1 / c))`. A factor with a value for each key or query takes them too, as the scale of a stored
+  key does: `score * (scale * k_scale[k])` takes a multiplication for a key beside one for a pair;
 - a quotient by a number that is the same at every position is a product with its reciprocal, at most 1.5 * 2**-23 of
   the quotient away. A division by a number that varies with the position stays, and so does a division that decides an
   Int or a Bool;
@@ -25,7 +26,7 @@ from typing import Protocol
 from frisket.dsl.ir import SCORE, Expr, build, lit, rebuild, substitute, var, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, ROW, SCALAR, levels
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 
 from .distance import by_distance
 from .expr import decisive
@@ -58,6 +59,8 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
     >>> from frisket.dsl.sugar import function
     >>> in_products(50.0 * function("tanh", SCORE / 50.0), {"score": 3})
     tanh(score * (scale * 0.02)) * 50.0
+    >>> in_products(SCORE * var("k_scale", FLOAT), {"score": 3, "k_scale": 2})
+    score * (scale * k_scale)
     """
     scaled = substitute(root, {SCORE: SCORE * SCALE})
     deciding = decisive([scaled])
@@ -77,8 +80,10 @@ def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
     if e.op not in ("mul", "div"):
         return e
     x, y = e.args
-    if e.op == "mul" and _level(x, when) == SCALAR:
+    if e.op == "mul" and _level(x, when) < _level(y, when):
         x, y = y, x
+    if e.op == "mul" and _level(x, when) == POSITION and _level(y, when) in (ROW, COLUMN):
+        return _taken(e, x, y, when)
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
     return _times(x, _reciprocal(y) if e.op == "div" else y, when)
@@ -91,6 +96,15 @@ def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
             if _level(own, when) == SCALAR and _level(rest, when) != SCALAR:
                 return build("mul", rest, _joined(own, factor))
     return build("mul", x, factor)
+
+
+def _taken(e: Expr, x: Expr, line: Expr, when: Mapping[str, int]) -> Expr:
+    """`e`, which is `x * line`, where `line` has a value for each key or query: it takes a constant factor of x."""
+    if x.op == "mul":
+        for rest, own in (x.args, x.args[::-1]):
+            if _level(own, when) == SCALAR and _level(rest, when) == POSITION:
+                return build("mul", rest, build("mul", own, line))
+    return e
 
 
 def _joined(x: Expr, y: Expr) -> Expr:

@@ -134,12 +134,13 @@ def attention_decode(
                 + step(fixed0, k_scale_size1, k_scale_stride1)
                 + (tile * BLOCK_K % 64 + columns)[None, :] * k_scale_stride2,
             ).to(tl.float32)
+            column0 = scale * k_scale_page_at_token
             # k <= q + start_[b] & k < end_[b]
             visible = inside[None, :]
             visible &= k <= row0
             visible &= k < end__b
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * scale * k_scale_page_at_token
+            score = score * column0
             score = tl.where(visible, score, -INFINITY)
             # What no query sees may never have been written: a NaN there is not to spread.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
@@ -175,8 +176,9 @@ def attention_decode(
                 + step(fixed0, k_scale_size1, k_scale_stride1)
                 + (tile * BLOCK_K % 64 + columns)[None, :] * k_scale_stride2,
             ).to(tl.float32)
+            column0 = scale * k_scale_page_at_token
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * scale * k_scale_page_at_token
+            score = score * column0
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)

@@ -136,10 +136,11 @@ def attention_forward(
                 + step(fixed0, k_scale_size1, k_scale_stride1)
                 + clamp(column0, k_scale_size2) * k_scale_stride2,
             ).to(tl.float32)
+            column1 = scale * k_scale_pages_b_at_at_at
             # k <= q + start_[b] & k < end_[b]
             visible = up_to(columns[None, :], most - tile * BLOCK_K)
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * scale * k_scale_pages_b_at_at_at
+            score = score * column1
             score = tl.where(visible, score, -INFINITY)
             # What no query sees may never have been written: a NaN there is not to spread.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
@@ -180,8 +181,9 @@ def attention_forward(
                 + step(fixed0, k_scale_size1, k_scale_stride1)
                 + clamp(column0, k_scale_size2) * k_scale_stride2,
             ).to(tl.float32)
+            column1 = scale * k_scale_pages_b_at_at_at
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * scale * k_scale_pages_b_at_at_at
+            score = score * column1
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)
