@@ -184,6 +184,7 @@ class ForwardKernel(RowKernel):
             "pages_stride": pages and pages.strides[1],
             "page_size": self.plan.page,
             "key": "at" if self.numbered else "tile * BLOCK_K",
+            "within": self._within,
             "first_key": self._first("k", "[None, :]"),
             "first_value": self._first("v", "[:, None]"),
             "cast": self._cast,
@@ -207,6 +208,13 @@ class ForwardKernel(RowKernel):
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
         }  # fmt: skip
+
+    @property
+    def _within(self) -> str:
+        """The condition that keys of a tile exist: with one subtraction a tile, not an addition a key, where registers
+        are left for it. A tile of 128 x 128 at head size 128 would spill 16 bytes with Triton 3.9."""
+        few = self.bounded and self.target.block_k <= 64
+        return "columns < kv_len - tile * BLOCK_K" if few else "tile * BLOCK_K + columns < kv_len"
 
     def _first(self, step: str, axes: str) -> str:
         """The offset of a tile's first key, or of each key where keys are `numbered`."""

@@ -89,14 +89,6 @@ def attention_forward(
     key_at1 = columns[None, :] * stride_ks + d1[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + e[None, :] * stride_vd
     present = start + rows < q_len
-    query0 = tl.load(
-        Q + rows[:, None] * stride_qs + d0[None, :] * stride_qd,
-        mask=present[:, None], other=0.0,
-    )
-    query1 = tl.load(
-        Q + rows[:, None] * stride_qs + d1[None, :] * stride_qd,
-        mask=present[:, None], other=0.0,
-    )
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -113,15 +105,28 @@ def attention_forward(
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
+    used = tl.load(Count + entry)
+    record = Spans + entry.to(tl.int64) * records * 4
+    lo, full_lo = tl.load(record), tl.load(record + 1)
+    full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+    query0 = tl.load(
+        Q + rows[:, None] * stride_qs + d0[None, :] * stride_qd,
+        mask=present[:, None], other=0.0,
+    )
+    query1 = tl.load(
+        Q + rows[:, None] * stride_qs + d1[None, :] * stride_qd,
+        mask=present[:, None], other=0.0,
+    )
 
-    for i in range(tl.load(Count + entry)):
-        record = Spans + (entry.to(tl.int64) * records + i) * 4
-        lo, full_lo = tl.load(record), tl.load(record + 1)
-        full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+    for i in range(used):
+        if i > 0:
+            record = Spans + (entry.to(tl.int64) * records + i) * 4
+            lo, full_lo = tl.load(record), tl.load(record + 1)
+            full_hi, hi = tl.load(record + 2), tl.load(record + 3)
         # Border tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo, hi - full_hi + full_lo):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
-            inside = tile * BLOCK_K + columns < kv_len
+            inside = columns < kv_len - tile * BLOCK_K
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys0 = tl.load(K + at * stride_ks + key_at0, mask=inside[None, :], other=0.0)
             keys1 = tl.load(K + at * stride_ks + key_at1, mask=inside[None, :], other=0.0)

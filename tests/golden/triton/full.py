@@ -42,18 +42,18 @@ def attention_forward(
     key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + d[None, :] * stride_vd
     present = start + rows < q_len
-    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
 
     unit = scale * LOG2E
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
 
     lo, full_lo = 0, 0
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)
     # The ragged edge: a last tile that is not full.
     for tile in range(full_hi, hi):
-        inside = tile * BLOCK_K + columns < kv_len
+        inside = columns < kv_len - tile * BLOCK_K
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
         score = tl.dot(query, keys)

@@ -62,7 +62,6 @@ def attention_forward(
     key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + d[None, :] * stride_vd
     present = start + rows < q_len
-    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -93,11 +92,12 @@ def attention_forward(
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
 
     # Border tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
-        inside = tile * BLOCK_K + columns < kv_len
+        inside = columns < kv_len - tile * BLOCK_K
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
         score = tl.dot(query, keys)

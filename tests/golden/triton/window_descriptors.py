@@ -54,7 +54,6 @@ def attention_forward(
     d = tl.arange(0, DIM)
 
     present = start + rows < q_len
-    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -85,11 +84,12 @@ def attention_forward(
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
 
     # Border tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
-        inside = tile * BLOCK_K + columns < kv_len
+        inside = columns < kv_len - tile * BLOCK_K
         keys = K.load([batch, kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM]).T
         score = tl.dot(query, keys)
         # q >= k & q - k < s0

@@ -28,20 +28,21 @@ def attention_forward(
         Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
         $include forward_keys
     present = start + rows < q_len
-    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths  $if described
-    $for head:
-        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)  $if not described
 
     $include scalars
     $rows_of_q
     $include closed_form
     $hoisted
     $include forward_sums
+    $include first_record
+    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths  $if described
+    $for head:
+        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)  $if not described
 
     lo, full_lo = 0, 0  $if everything
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
-    for i in range(tl.load(Count + entry)):  $if tabled
-        $include record
+    for i in range(used):  $if tabled
+        $include next_record
         border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
         $for tiles:
             # $which

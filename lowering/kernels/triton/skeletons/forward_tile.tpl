@@ -1,6 +1,6 @@
 $# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
-inside = tile * BLOCK_K + columns < kv_len  $if border
+inside = $within  $if border
 at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged and not described
 at = tile * BLOCK_K + columns  $if numbered
 $# A page number is the user's: one that does not exist is read as one that does.

@@ -1,0 +1,2 @@
+if i > 0:  $if tabled
+    $include record
