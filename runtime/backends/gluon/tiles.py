@@ -6,21 +6,24 @@ carries formulas, but no rows of a table and no dice. So masks and score mods th
 windows have tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 beside any mask or score mod.
 
 On Blackwell a warp group has 128 queries, a row of scores in each thread: 128 registers for 128 keys, and none for the
-sums, which are in tensor memory. Tiles have 64 keys beside any score mod too, and heads of 256 have 64, or 32 beside
-tables by key and dropout.
+sums, which are in tensor memory. Tiles have 64 keys beside any score mod too, and under masks that hold a whole number
+for every position, such as `q - k` in two comparisons. Heads of 256 have 64, or 32 beside tables by key and dropout.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
-from frisket.dsl.ir import Expr
-from frisket.lowering.kernels.expr import COLUMN, levels
+from frisket.dsl.ir import Expr, walk
+from frisket.dsl.types import BOOL, INT
+from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
 from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.simplify.ends import ends_of
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 
@@ -55,7 +58,7 @@ def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
         if arch == "sm_100":
             return 32 if more else 64
         return 64 if mask is None and score is None and not more else 32
-    more = more or (arch == "sm_100" and score is not None)
+    more = more or (arch == "sm_100" and (score is not None or holds_positions(mask)))
     if more or mask is None or plan is None:
         return 64 if more else 128
     seen, _ = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))
@@ -66,6 +69,21 @@ def reads_by_key(*roots: Expr | None) -> bool:
     """Whether a table is read with an index that hangs on the key."""
     found = levels(*(e for e in roots if e is not None))
     return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in found.items())
+
+
+def holds_positions(mask: Expr | None) -> bool:
+    """Whether border tiles hold an Int for every position, because two comparisons read it; where rows have ends, these
+    are computed before the loops.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> holds_positions((q - k >= 5) & (q - k <= 9)), holds_positions((q - k >= 5) | (q - k <= -5))
+    (False, True)
+    """
+    if mask is None or ends_of(mask) is not None:
+        return False
+    at = levels(mask)
+    read = Counter(a for n in walk(mask) if n.type is BOOL for a in n.args if a.type is INT and at[a] == POSITION)
+    return max(read.values(), default=0) > 1
 
 
 def stages(g: Geometry, queries: int, keys: int) -> int:
