@@ -19,7 +19,7 @@ typedef uint32_t Word;
 
 const Real INF = __builtin_inf(), NOT_A_NUMBER = __builtin_nan("");
 const Int FAR = (Int)1 << 30;  // beyond every position
-const Int FINE = 4096, GRAIN = 32;  // tables up to FINE entries are searched entry by entry, longer ones in blocks
+const Int FINE = 4096, GRAIN = 32;  // ranges of longer tables than FINE are known to a block of GRAIN entries
 enum { EMPTY, PARTIAL, FULL, OPEN };
 
 // -- numbers -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ template <class T, bool LEAST> struct Line {
 
     Line(const Table<T> &table, int rank, const int (&axes)[1]) : turned(table, rank, axes) {
         n = table.sizes[axes[0]], stride = table.strides[axes[0]];
-        grain = n <= FINE ? 1 : GRAIN, count = (n + grain - 1) / grain;
+        grain = n <= 8 * GRAIN ? 1 : GRAIN, count = (n + grain - 1) / grain;
         for (levels = 1; (Int)1 << levels <= count; levels++) {}
         if (!windows.more(turned.rows * levels * count)) return;
         for (Int row = 0; row < turned.rows; row++) {
@@ -231,7 +231,7 @@ template <class T, bool LEAST, class... At> static T over(const Line<T, LEAST> &
     const Int start = first * x.grain, stop = minimum(start + x.grain, x.n), end = last * x.grain;
     const T a = lo == start ? windows[first] : x.joined(data, lo, stop);
     const T z = hi + 1 == minimum(end + x.grain, x.n) ? windows[last] : x.joined(data, end, hi + 1);
-    if (between < 0) return x.other(a, z);
+    if (between < 0) return x.n > FINE ? x.other(a, z) : x.joined(data, lo, hi + 1);
     if (between == 0) return x.join(a, z);
     const Int level = minimum(63 - __builtin_clzll((unsigned long long)between), x.levels - 1);
     windows += level * x.count;

@@ -35,7 +35,7 @@ _K = var("k")
 
 def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]] | None:
     """The intervals (of the keys some query of the row sees, of the keys some query does not), or None where a literal
-    bounds neither side. `sorted_` names the tables that never decrease."""
+    bounds neither side. `sorted_` names the tables that never decrease along their last axis."""
     seen = _sides(mask, sorted_)
     hidden = None if seen is None else _sides(simplify(negate(mask)), sorted_)
     if seen is None or hidden is None or len(seen) + len(hidden) > MOST:
@@ -136,14 +136,15 @@ _SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Ex
 
 
 def points(e: Expr, sorted_: frozenset[str]) -> Expr:
-    """The intervals with the least and the greatest entry of a sorted table over a range read at the range's ends, and
-    no index of a range farther than any table goes."""
+    """The intervals with the least and the greatest entry of a sorted table over a range of its last axis read at the
+    range's ends, and no index of a range farther than any table goes."""
 
     def change(n: Expr) -> Expr:
         if n.op not in ("range_min", "range_max"):
             return n
-        if n.name in sorted_ and len(n.args) == 2:
-            return lookup(n.name, (n.args[n.op == "range_max"],), n.type)
+        half = len(n.args) // 2
+        if n.name in sorted_ and n.args[: half - 1] == n.args[half:-1]:  # over the last axis alone
+            return lookup(n.name, (*n.args[: half - 1], n.args[-1 if n.op == "range_max" else half - 1]), n.type)
         return rebuild(n, tuple(FAR if a.op == "lit" and a.name == UNKNOWN else a for a in n.args))
 
     return transform(e, change)

@@ -41,7 +41,7 @@ class Key:
 
     program: CallProgram  # with the host's values
     given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
-    facts: frozenset[str]  # tables declared sorted
+    facts: frozenset[str]  # tables that are known to ascend along their last axis
     framework: str
     q_len: int
     kv_len: int

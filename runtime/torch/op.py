@@ -155,16 +155,16 @@ def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict
     if not tables:
         return _found(att, key, request.plan, request.params, kept)
     ready: Ready | None
+    entries = [x.tobytes() for x in tables]  # whose comparison ends where they differ
     for at, have, ready in att.by_tables:
-        if at == key and all(map(np.array_equal, tables, have)):
+        if have == entries and at == key:
             return ready
     if type(steps := kept.get(key)) is not ChangingTables:
         return None
-    have = [x.copy() for x in tables]
-    return None if (ready := steps(have)) is None else _of_tables(att, key, have, ready)
+    return None if (ready := steps(entries)) is None else _of_tables(att, key, entries, ready)
 
 
-def _of_tables(att: Any, key: Any, have: list[Any], ready: Ready) -> Ready:
+def _of_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
     att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
     return ready
 
@@ -202,7 +202,7 @@ def _remembered(
     if ready.awaits:
         return ready
     if tables and not ready.loaded:
-        _of_tables(att, key, [x.copy() for x in tables], ready)
+        _of_tables(att, key, [x.tobytes() for x in tables], ready)
         if type(seen := kept.get(key, 0)) is int:
             with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
                 made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again

@@ -212,33 +212,38 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
 class ChangingTables:
     """A call prepared for any entries of its tables: a planner in C++ makes the spans."""
 
-    def __init__(self, run: Any, ready: Ready, plan: FlatPlan, kinds: Mapping[str, str]) -> None:
-        laid, self.ready, self.kinds, self.own = plan.laid, ready, kinds, local()
-        self.values, self.longest, self.slices = plan.values, max(laid.full[2:]), laid.slice_of
-        reads = [n for n in walk(laid.host.expr) if n.op not in ("var", "param") and n.name in kinds]
-        self.ordered = {n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h")))}
+    def __init__(
+        self, run: Any, ready: Ready, plan: FlatPlan, forms: Mapping[str, tuple[str, Any]], ordered: frozenset[str]
+    ) -> None:  # fmt: skip
+        laid, self.ready, self.forms, self.own = plan.laid, ready, forms, local()
+        self.values, self.longest, self.slices, self.ordered = plan.values, max(laid.full[2:]), laid.slice_of, ordered
+        self.plan = replace(ready.plan, run_tables=())  # native kernels read none
+        self.width = np.int64 if self.plan.int64 else np.int32
         assert laid.planner is not None
         given = run, laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len
         self.planner = partial(Prepared, *given, (ready.target.block_q, ready.target.block_k), ROOM)
 
-    def __call__(self, bits: list[Array]) -> Ready | None:
-        """The prepared call for tables of these entries, which stay as they are; None where the planner of the host
-        knows more of them: the planner in C++ has the hull of the keys that a row of tiles sees, which is exact for
-        tables in ascending order."""
-        tables = {n: x.view(kind) for (n, kind), x in zip(self.kinds.items(), bits, strict=True)}
-        for n, x in tables.items():
-            if n in self.ordered and not (x[..., 1:] >= x[..., :-1]).all():
-                return None
-            if x.itemsize > 2 and not -LARGEST < x.min() <= x.max() < LARGEST:
+    def __call__(self, entries: list[bytes]) -> Ready | None:
+        """The prepared call for tables of these entries; None where the planner of the host knows more of them: the
+        planner in C++ has the hull of the keys that a row of tiles sees, which is exact for tables in ascending
+        order."""
+        tables = {}
+        for (name, (kind, shape)), content in zip(self.forms.items(), entries, strict=True):
+            x = low = high = tables[name] = np.frombuffer(content, kind).reshape(shape)
+            if name in self.ordered:
+                low, high = x[..., 0], x[..., -1]
+                if not (x[..., 1:] >= x[..., :-1]).all():
+                    return None
+            if x.itemsize > 2 and not -LARGEST < low.min() <= high.max() < LARGEST:
                 return None
         plan: Prepared | None = getattr(self.own, "plan", None)
         if plan is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
             plan = self.own.plan = self.planner()
-        wide = {n: x.astype(np.int64) for n, x in tables.items() if n in plan.types}
+        wide = {n: x.astype(np.int64, copy=False) for n, x in tables.items() if n in plan.types}
         plan({n: x.ctypes.data for n, x in wide.items()})
         spans = Spans(plan.bounds.copy(), plan.count.copy(), self.slices)
-        values = {**self.values, **{n: torch.from_numpy(x) for n, x in tables.items()}}
-        found = kernel_tables(self.ready.plan, "torch", values, self.longest, None)
+        values = {**self.values, **{n: torch.from_numpy(x.astype(self.width)) for n, x in tables.items()}}
+        found = kernel_tables(self.plan, "torch", values, self.longest, None)
         return self.ready._with(spans, MappingProxyType(found), None)
 
 
@@ -248,9 +253,9 @@ def changing(
     """A call like this one for any tables, if it reads as few tiles as `host`, which is for these tables. Raises
     `PendingError` while its planner or its kernel is compiled in the background."""
     tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
-    kinds = {n: str(x.dtype).removeprefix("torch.") for n, x in tables.items()}
+    forms = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
     given = {n: torch.as_tensor(x) for n, x in tables.items()}
-    if host.generated is not host or host.live or call.live or not set(kinds.values()) <= set(KINDS):
+    if host.generated is not host or host.live or call.live or any(kind not in KINDS for kind, _ in forms.values()):
         return None
     if RECORDS[host.target.backend].plans != "host":
         return None
@@ -262,6 +267,9 @@ def changing(
         )
         if plan.given.keys() != given.keys() or plan.laid.planner is None:
             return None
+        reads = [n for n in walk(plan.laid.host.expr) if n.op not in ("var", "param") and n.name in forms]
+        ordered = frozenset(n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h"))))
+        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | ordered), plan.given, {})
         run, ready = function(plan.laid.planner), prepare(replace(call, plan=plan), att.options)
         if ready.awaits:
             raise PendingError
@@ -271,7 +279,7 @@ def changing(
         return None
     if ready.target != host.target or _read(ready.spans) > WIDER * _read(host.spans):
         return None
-    return ChangingTables(run, ready, plan, kinds)
+    return ChangingTables(run, ready, plan, forms, ordered)
 
 
 def _read(spans: Spans) -> int:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import frisket as fk
+from frisket.dsl.ir import walk
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.torch import op
 from frisket.runtime.torch.ready import ChangingTables
@@ -50,6 +51,16 @@ def test_changed_tables_make_no_plan_of_the_host(monkeypatch):
     monkeypatch.setattr(att, "call", lambda request: calls.append(request) or call(request))
     assert all(right(att, doc=documents()) for _ in range(20))
     assert not calls
+
+
+@pytest.mark.parametrize("text", ["causal & same(doc)", "causal & doc[b, q] == doc[b, k]", "doc[q] >= doc[k]"])
+def test_the_ends_of_tables_in_order_are_entries(text):
+    att = fk.compile(text, engines=False)
+    for _ in range(op.CHANGES[-1] + 2):
+        att(Q, K, V, doc=np.stack([documents(), documents()]) if "[b" in text else documents())
+    (steps,) = planners(att)
+    _, planner, *_ = steps.planner.args
+    assert not {n.op for n in walk(*planner.roots)} & {"range_min", "range_max"}
 
 
 def test_the_backward_reads_the_table_as_it_was():
