@@ -32,11 +32,16 @@ class Fused:
         return [(keys, triangle) for keys, triangle in both if keys.stop > keys.start]
 
 
+def takes(tiles: AtenTiles) -> bool:
+    """Whether the kernel takes such arrays, and keeps every weight as it is."""
+    g, plan = tiles.geometry, tiles.plan
+    changed = plan.kept is not None or plan.weight is not None or tiles.stored
+    return not changed and g.head_dim == g.v_dim and bool(tiles.q.device.type == "cpu")
+
+
 def fusible(tiles: AtenTiles, todo: list[RowStep]) -> tuple[list[Fused], list[RowStep]]:
     """Divide steps into steps for the flash kernel, and the rest."""
-    g, plan = tiles.geometry, tiles.plan
-    changed = plan.score is not None or plan.kept is not None or plan.weight is not None
-    if changed or tiles.stored or g.head_dim != g.v_dim or tiles.q.device.type != "cpu":
+    if tiles.plan.score is not None or not takes(tiles):
         return [], todo
     found, rest = [], []
     for rows in triangles(todo):
@@ -67,7 +72,7 @@ def flash(tiles: AtenTiles, part: Fused, members: list[Heads]) -> Iterator[tuple
     """The (place in [batch, kv_heads, group, q_len, ...], out, lse) of the part, merged by lse."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for m, j in _columns(members):
+    for m, j in columns(members):
         kv = slice(m.kv, m.kv + m.count)
         place = (m.batch, kv, j, slice(step.start, step.start + step.height))
         query = tiles.q[place].unsqueeze(0)
@@ -88,7 +93,7 @@ def flash_backward(
     [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for m, j in _columns(members):
+    for m, j in columns(members):
         kv = slice(m.kv, m.kv + m.count)
         place = (m.batch, kv, j, slice(step.start, step.start + step.height))
         dout, query, out, lse = (x[place].unsqueeze(0) for x in (rows[0], tiles.q, *rows[1:]))
@@ -101,7 +106,7 @@ def flash_backward(
                     total[where] += share[0]
 
 
-def _columns(members: list[Heads]) -> Iterator[tuple[Heads, int]]:
+def columns(members: list[Heads]) -> Iterator[tuple[Heads, int]]:
     """The query heads, one of each key head at a time."""
     return ((m, j) for m in members for j in range(m.first, m.last))
 

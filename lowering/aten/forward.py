@@ -15,6 +15,7 @@ from typing import Any
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .flash import FUSED, flash, fusible
+from .sliding import sliding
 from .steps import Block, chunks, cut
 from .tiles import LN2, LOG2E, AtenTiles, finite, tame
 from .workers import spread
@@ -90,6 +91,11 @@ class _Forward(AtenTiles):
             for part in quick:
                 for place, out, lse in flash(self, part, members):
                     self._put_fused(place, out, lse)
+            found = sliding(self, rest, members) if self.top is None and rest else None
+            if found is not None:
+                for place, out, lse in found:
+                    self._put_fused(place, out, lse)
+                continue
             rows += [(step, member) for step in rest for member in members]
         cells = sum(s.width * s.height * s.count * m.count * (m.last - m.first) for s, m in rows)
         budget = min(BUDGET, max(BUDGET >> 3, cells // 16))  # enough blocks for every thread

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, binary, walk
+from frisket.dsl.ir import Expr, binary, lit, rebuild, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
@@ -76,14 +76,16 @@ class AtenTiles:
         self.buffers = local()  # of each thread, reused by its blocks
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
         self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
-        self.common = not (plan.uses_batch or plan.uses_head or _vectors(geometry))
+        self.common = not (plan.uses_batch or plan.uses_head or vectors(geometry))
         self.mask = None if plan.mask is None else self.program(plan.mask)
-        self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
+        self.still = plan.mask is not None and distance_only(plan.mask) and not vectors(geometry)
         self.score = self.kept = None
+        self.factor = self.unit  # of scaled products
         self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, TileProgram] = {}
         if plan.score is not None:
-            self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry), self.unit)
+            found = _score_programs(plan.score, self.dtype, not vectors(geometry), self.unit)
+            self.score, self.strips, self.factor = found
         if plan.kept is not None:
             assert plan.rate is not None
             rate = float(np.float32(slots[plan.rate]))
@@ -133,8 +135,8 @@ class AtenTiles:
 
     def products(self, block: Block, query: Tensor, piece: KeyPiece, s: Tensor) -> Tensor:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
-        the unit where no score mod follows."""
-        factor = self.geometry.scale * (self.unit if self.score is None else 1.0)
+        the unit where the score mod takes them so."""
+        factor = self.geometry.scale * self.factor
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= FEW:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
@@ -351,23 +353,48 @@ def _program(e: Expr, dtype: Any) -> TileProgram:
 
 
 @memo(group="programs")
-def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[TileProgram, dict[str, TileProgram]]:
-    """The program of the score mod times the unit, and the programs of the parts computed as strips, by name."""
-    shared = _hoisted(score) if strips else {}
-    return TileProgram(_times(score, unit), dtype, shared), {name: TileProgram(e, dtype) for e, name in shared.items()}
+def _score_programs(
+    score: Expr, dtype: Any, strips: bool, unit: float
+) -> tuple[TileProgram, dict[str, TileProgram], float]:  # fmt: skip
+    """The program of the score mod times the unit, the programs of the parts computed as strips, by name, and the
+    factor of the scores that the program takes."""
+    linear = _linear(score, unit)
+    made = _times(score, unit) if linear is None else linear
+    shared = _hoisted(made) if strips else {}
+    programs = {name: TileProgram(e, dtype) for e, name in shared.items()}
+    return TileProgram(made, dtype, shared), programs, 1.0 if linear is None else unit
 
 
-def _times(score: Expr, unit: float) -> Expr:
-    """The score times a unit; a literal factor of the score is multiplied with the unit."""
+def _linear(e: Expr, unit: float) -> Expr | None:
+    """The score mod times a unit, of scores times the unit: no tile is multiplied. None where it takes other functions
+    of the score than sums and multiples."""
+    if "score" not in uses(e):
+        return _times(e, unit)
+    if e.op in ("add", "sub", "neg"):
+        parts = [_linear(a, unit) for a in e.args]
+    elif e.op == "mul" and sum("score" in uses(a) for a in e.args) == 1:
+        parts = [_linear(a, unit) if "score" in uses(a) else a for a in e.args]
+    else:
+        return e if e.op == "var" else None
+    known = tuple(p for p in parts if p is not None)
+    return rebuild(e, known) if len(known) == len(parts) else None
+
+
+def _times(e: Expr, unit: float) -> Expr:
+    """An expression times a unit; a factor that no query and no key changes is multiplied with it."""
     if unit == 1:
-        return score
-    if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
-        other = score.args[1] if score.args[0] is known else score.args[0]
-        return binary("mul", other, float(known.name) * unit)
-    return binary("mul", score, unit)
+        return e
+    if e.op == "lit":
+        return lit(float(e.name) * unit)
+    if e.op == "mul":
+        small = next((i for i, a in enumerate(e.args) if not uses(a) & {"q", "k", "score"}), None)
+        if small is not None:
+            return rebuild(e, tuple(_times(a, unit) if i == small else a for i, a in enumerate(e.args)))
+    return binary("mul", e, unit)
 
 
-def _vectors(g: Geometry) -> bool:
+def vectors(g: Geometry) -> bool:
+    """Whether the sequences of a batch begin at positions of their own."""
     return not all(isinstance(x, int) for x in g.origin[2:])
 
 

@@ -16,6 +16,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.aten import forward as aten
+from frisket.lowering.aten import sliding as aten_sliding
 from frisket.lowering.aten import tiles as aten_tiles
 from frisket.lowering.aten.expr import OPERATORS, TileProgram, distance_only
 from frisket.lowering.aten.steps import steps
@@ -230,6 +231,36 @@ def test_large_triangles_take_the_fused_kernel_and_agree():
     check(*run(near, None, g, block=(64, 64), shared=True), tolerance=1e-5)
 
 
+SLIDING = {
+    "alibi": SCORES["alibi"], "by batch": score - ir.to_float(abs(q - k) * b),
+    "in front": ir.to_float(k - q) * 0.3 + score,
+    "nan-outside": SCORES["nan-outside"],
+}  # fmt: skip
+ELSEWHERE = {"softcap": SCORES["softcap"], "bias": SCORES["bias"], "hidden": where(q > k, score, -math.inf)}
+
+
+@pytest.mark.parametrize("shape", [
+    Geometry(2, 4, 2, 300, 300, 16, 16, 0.25), Geometry(1, 4, 1, 131, 400, 8, 8, 0.3),
+    Geometry(2, 4, 4, 100, 260, 8, 8, 0.3, (1, 2, 37, 5), (4, 8, 600, 600)),
+], ids=["gqa", "long-keys", "crop"])  # fmt: skip
+@pytest.mark.parametrize("mod", SLIDING)
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "band", "by-head", "documents", "sinks", "empty-rows"])
+def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape):
+    used = []
+    real = aten_sliding._results
+    monkeypatch.setattr(aten_sliding, "_results", lambda *a: (used.append(a), real(*a))[1])
+    monkeypatch.setattr(aten_sliding, "FLASH_ROWS", 1)
+    check(*run(MASKS[mask], SLIDING[mod], shape, shared=mod != "by batch"), tolerance=1e-5)
+    # the logarithm is NaN for keys ahead, and where a mask hides them is that of a hidden place
+    assert bool(used) == (mask in ("causal", "window") or (mask in ("none", "band") and mod != "nan-outside"))
+
+
+@pytest.mark.parametrize("mod", ELSEWHERE)
+def test_other_score_mods_do_not(monkeypatch, mod):
+    monkeypatch.setattr(aten_sliding, "_results", None)
+    check(*run(causal, ELSEWHERE[mod], Geometry(1, 4, 2, 600, 600, 16, 16, 0.25), shared=True), tolerance=1e-5)
+
+
 def test_any_strides():
     def twisted(x, y, z):
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -241,15 +272,16 @@ def test_any_strides():
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mod", ["none", "alibi"])
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
-def test_masked_positions_never_contribute(mask, poison):
+def test_masked_positions_never_contribute(mask, mod, poison):
     g = Geometry(1, 4, 4, 600, 600, 16, 16, 0.25)
 
     def poisoned(x, y, z):
         y[:, :, 500:] = poison  # queries below 500 do not see these keys
         return x, y, z
 
-    got, want = run(MASKS[mask], None, g, block=(64, 64), shared=True, change=poisoned)
+    got, want = run(MASKS[mask], SCORES[mod], g, block=(64, 64), shared=True, change=poisoned)
     assert np.isfinite(got[0][:, :, :500]).all()
     check([x[:, :, :500] for x in got], [x[:, :, :500] for x in want], tolerance=1e-5)
 
