@@ -136,10 +136,11 @@ class OrderedAttention(Attention):
 
     def _reads_rows(self, q: Any, k: Any, v: Any) -> bool:
         """Whether the kernels of such a call find the rows of an order by themselves."""
-        if framework_of(q) != "torch" or _device(q) != "cpu" or Settings.read().check or any(map(in_graph, (q, k, v))):
+        framework = framework_of(q) or "torch"
+        if _device(q) != "cpu" or Settings.read().check or any(map(in_graph, (q, k, v))):
             return False
-        record = RECORDS[choose(self.options.backend, "torch", "cpu")]
-        return "torch" in record.executors and record.executors["torch"].rows
+        record = RECORDS[choose(self.options.backend, framework, "cpu")]
+        return framework in record.executors and record.executors[framework].rows
 
     def _beside(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the attention in order takes: what its order was found by, it holds."""

@@ -26,6 +26,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import low_of, norm_of
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan
@@ -34,8 +35,12 @@ from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed
 from .platforms import backend_on, executor
+from .take import take
 
 Arrays = dict[str, Any]
+# of arrays that have queries or keys
+LENGTH_AXES = dict.fromkeys(("q", "k", "v", "out", "dout"), 1) | dict.fromkeys(("lse", "top", "low", "norm", "dlse"), 2)
+RESULTS = ("out", "lse", "top", "low", "norm")  # of a forward
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -65,6 +70,7 @@ class JaxCall:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
     times: tuple[int, int] = (1, 1)
     shards: tuple[int, int] = (1, 1)
+    rows: Rows | None = None  # where the arrays have queries and keys
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -72,7 +78,7 @@ class JaxCall:
         kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
         source = self.source if isinstance(self.source, Key) else id(self.source)
         chosen = self.backend, self.tile, self.target
-        return self.plan, source, self.geometry, *chosen, kept, self.tree, self.times, self.shards
+        return self.plan, source, self.geometry, *chosen, kept, self.tree, self.times, self.shards, self.rows
 
     @cached_property
     def _hash(self) -> int:
@@ -93,7 +99,8 @@ class JaxCall:
     def digest(self) -> str:
         """A digest of the call, equal in every process and different for another kernel or other values in it."""
         chosen = self.backend, self.tile, self.target, self.times, self.shards
-        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree)
+        rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
+        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
         content = frisket.__version__, str(self.plan), self.geometry, chosen, held
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
@@ -142,6 +149,14 @@ class JaxCall:
         plan = self.own(self.plan)
         return backend_on(self.backend, platform, plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
 
+    def _how(self, backend: str, platform: str) -> dict[str, Any]:
+        how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}
+        return how | ({"platform": platform} if RECORDS[backend].accelerated else {})
+
+    def _moves(self, backend: str) -> Rows | None:
+        """The rows by which arrays are put in order, around kernels that do not read them by tables."""
+        return None if RECORDS[backend].executors["jax"].rows else self.rows
+
     @usual_promotion()
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
@@ -149,9 +164,13 @@ class JaxCall:
         """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and, [batch, heads,
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
+        if (rows := self._moves(backend)) is not None:
+            bare = replace(self, rows=None)
+            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, low)
+            return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
             return self._by_engine(backend, platform, arrays, low)
-        run, how = _BackendRun(self, backend, arrays, plan), _how(backend, platform)
+        run, how = _BackendRun(self, backend, arrays, plan), self._how(backend, platform)
         offset = RECORDS[backend].rows == "offset"
         if low and not offset:
             how["low"] = True
@@ -203,13 +222,17 @@ class JaxCall:
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of; those of an engine's calls are generated
         kernels'."""
+        if (rows := self._moves(backend)) is not None:
+            bare = replace(self, rows=None)
+            moved = bare.backward(backend, platform, _in_order(rows, arrays), wanted)
+            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in moved.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
             return other.backward(
                 other.backend_on(platform, str(arrays["q"].dtype), False, wanted), platform, arrays, wanted
             )
-        run, how = _BackendRun(self, backend, arrays), _how(backend, platform)
+        run, how = _BackendRun(self, backend, arrays), self._how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].rows != "offset":
             how["low"] = arrays.get("low")
@@ -225,6 +248,15 @@ class JaxCall:
         except BuildError as error:
             return self.backward(self._instead(error), platform, arrays, wanted)
         return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+
+
+def _in_order(rows: Rows, arrays: Arrays) -> Arrays:
+    return {n: _taken(x, rows.keys if n in ("k", "v") else rows.queries, n) for n, x in arrays.items()}
+
+
+def _taken(x: Any, index: Any, name: str) -> Any:
+    """An array of this name with its positions at an index; one without positions as it is."""
+    return take(x, index, LENGTH_AXES[name]) if name in LENGTH_AXES else x
 
 
 def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
@@ -259,10 +291,6 @@ def _content(source: Any) -> tuple[Any, ...]:
         return str(program), values, planned, lengths, tuple(map(digest, source.origin))
     arrays = (getattr(source, n, None) for n in ("bounds", "count", "slice_of"))
     return (type(source).__name__, *map(digest, arrays))
-
-
-def _how(backend: str, platform: str) -> dict[str, Any]:
-    return {"platform": platform} if RECORDS[backend].accelerated else {}
 
 
 class _BackendRun:

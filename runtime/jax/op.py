@@ -27,6 +27,7 @@ from frisket.runtime.backends.base import RECORDS, backends_of
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import turn
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
@@ -86,7 +87,7 @@ def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     asked = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows
     keeps = not plan.on_device and not call.rate
     known = plan.ready.get(kind) if keeps else None
     if known is None:
@@ -115,7 +116,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     if not plan.on_device:
         made = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
-        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile)
+        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
     kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
     if planner is not None:
         read = (*planner.tables, *planner.scalars)
@@ -129,7 +130,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
-    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile)
+    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
 
 
 def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
@@ -142,7 +143,7 @@ def _arrays(q: Any, k: Any, v: Any, sinks: Any) -> Arrays:
 
 def _divided(
     plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    backend: str, tile: tuple[int, int] | None, target: Target | None = None,
+    backend: str, tile: tuple[int, int] | None, target: Target | None = None, rows: Rows | None = None,
 ) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
@@ -158,7 +159,8 @@ def _divided(
     fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in taken}
     kept = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-    return JaxCall(plan, source, bare, backend, tile, target, kept, tree, places, tuple(shapes.items())), learned, fixed
+    own = tuple(shapes.items())
+    return JaxCall(plan, source, bare, backend, tile, target, kept, tree, places, own, rows=rows), learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:

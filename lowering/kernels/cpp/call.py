@@ -23,6 +23,9 @@ class Field:
     words: int = 1
 
 
+AHEAD = 256  # rows that kernels fetch ahead, at most, beside a tile's
+
+
 def _array(name: str, meaning: str) -> Field:
     return Field(name, f"Array {name};", meaning, words=4)
 

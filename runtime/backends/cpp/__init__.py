@@ -19,7 +19,7 @@ register(Backend(
             Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build"),
             repeat=Lazy("frisket.runtime.backends.cpp.repeat:repeat"), rows=True,
         ),
-        "jax": Executors(Lazy(f"{JAX}:forward"), Lazy(f"{JAX}:backward"), maps=True),
+        "jax": Executors(Lazy(f"{JAX}:forward"), Lazy(f"{JAX}:backward"), maps=True, rows=True),
     },
     order=30,
     tier=NATIVE,

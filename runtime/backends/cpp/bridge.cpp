@@ -1,8 +1,8 @@
 // A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
 // of lowering/kernels/cpp/call.py with Real = void.
 //
-// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of; sinks,
-//           if given; tables. Results: out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured
+// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of; the
+//           rows of queries and keys, if given; sinks, if given; tables. Results: out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured
 //           gradient.
 // words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
@@ -122,6 +122,7 @@ static int64_t threads_of(Pool *pool) {
 struct Form {
     int64_t wanted;  // how many of those flags there are: 0 in a forward
     int64_t dlse, norm, sinks;
+    int64_t rows;  // whether rows are read by tables
     int64_t q_origins, k_origins;  // one, or one for each batch entry
     int64_t slots, tables;
     int64_t page, paged;  // tokens of a page, 0: k and v are not in pages; the number of the table that says in which
@@ -250,6 +251,7 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     call.spans = (const int32_t *)part(f, spans, n);
     call.count = (const int32_t *)part(f, take(), n);
     call.slice_of = (const int32_t *)part(f, take(), n);
+    if (f.form.rows) call.q_rows = (const int32_t *)part(f, take(), n), call.k_rows = (const int32_t *)part(f, take(), n);
     if (f.form.sinks) call.sinks = (const Real *)part(f, take(), n);
     if (f.form.page) {
         call.pages = k_dims[0];
@@ -312,7 +314,7 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     f.frame = frame, f.kernel = kernel, f.pool = {frame->api, frame->ctx};
     if (!read_attributes(f))
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
-    int64_t arguments = 8 + f.form.sinks + f.form.tables + (f.form.wanted ? 3 + f.form.dlse + f.form.norm : 0);
+    int64_t arguments = 8 + f.form.sinks + 2 * f.form.rows + f.form.tables + (f.form.wanted ? 3 + f.form.dlse + f.form.norm : 0);
     int64_t results = f.form.wanted ? 0 : 4, main = 0;
     for (int64_t i = 0; i < f.form.wanted; ++i) results += f.wanted[i], main += i < 3 && f.wanted[i];
     if (frame->args.size != arguments || frame->rets.size != results || !results)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.fold import folded
 from frisket.lowering.xla.tiles import int64_enabled
+from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
 
@@ -48,6 +50,7 @@ KERNELS = {"forward": CppKernel, "backward": BackwardKernel}
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
+    rows: Rows | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
     backward has to know of each row) from q [batch, q_len, heads, dim] and
@@ -55,10 +58,11 @@ def forward(
     Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
-    name, literals = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
-    static = CppStatic(name, _form(plan, geometry, target, literals, sinks), geometry.scale)
+    dims = geometry.head_dim, geometry.v_dim
+    name, literals = target_name("forward", plan, target, *dims, *dtypes, moved=rows is not None)
+    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, rows), geometry.scale)
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
-        (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q))
+        (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
     )
     return result
 
@@ -67,19 +71,22 @@ def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
+    rows: Rows | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `norm` is the forward's, or
     `norm_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
-    name, literals = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
+    dims = geometry.head_dim, geometry.v_dim
+    name, literals = target_name("backward", plan, target, *dims, str(q.dtype), moved=rows is not None)
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
-    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, dlse, norm, given), geometry.scale, asked)
+    form = _form(plan, geometry, target, literals, sinks, rows, dlse, norm, given)
+    static = CppStatic(name, form, geometry.scale, asked)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
     arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
-    values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q))
+    values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
     results = list(_compiled(static)(arrays, *values))
     found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
     if results:
@@ -161,6 +168,7 @@ def _form(
     target: Target,
     literals: Sequence[float],
     sinks: Any,
+    rows: Rows | None,
     dlse: Any = None,
     norm: Any = None,
     wanted: Sequence[bool] = (),
@@ -168,7 +176,7 @@ def _form(
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
-    flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks)))
+    flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks, rows)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     return (
@@ -191,9 +199,10 @@ def _count(x: Any) -> int:
 def _values(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
     literals: Sequence[float], tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
+    target: Target, rows: Rows | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(words, floats, (bounds, count, slice_of), sinks or None, tables). What is the host's goes into a trace as
-    constants; otherwise JAX keeps a copy of it for the next call."""
+    """(words, floats, (bounds, count, slice_of, perhaps the rows of queries and keys), sinks or None, tables). What is
+    the host's goes into a trace as constants; otherwise JAX keeps a copy of it for the next call."""
     whole = [*(0 if s.type is FLOAT else slots[s.name] for s in plan.slots), *(0 for _ in literals)]
     floats = [*(slots[s.name] if s.type is FLOAT else 0.0 for s in plan.slots), *literals] or [0.0]
     words = _joined([*geometry.full, *geometry.origin, *whole], np.dtype(np.int64))
@@ -211,6 +220,9 @@ def _values(
     if not traced:
         numbers = tuple(_copied(x.tobytes(), x.shape, x.dtype.str) if isinstance(x, np.ndarray) else x for x in numbers)
     walked = _kept(spans, "runs", runs) if not traced and isinstance(spans, Spans) else runs()
+    if rows is not None:
+        more = target.block_k + cpp_call.AHEAD
+        walked += rows.padded(more) if traced else _kept(rows, f"{more} more", partial(rows.padded, more))
     arrays = tuple(map(stored, plan.tables))
     return *numbers, walked, None if sinks is None else sinks.astype(real).reshape(-1), arrays
 
@@ -345,14 +357,15 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 
 @memo(1024)
 def target_name(
-    kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str
+    kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, moved: bool = False
 ) -> tuple[str, tuple[float, ...]]:
     """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype and, where they have their own, that of
-    k and v, and the literals behind the plan's slots; built and registered at first sight."""
+    k and v, and the literals behind the plan's slots; built and registered at first sight. `moved`: it reads rows by
+    tables."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    made = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False)
+    made = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False, moved=moved)
     source = made.source()
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:

@@ -18,7 +18,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp.backward import BackwardKernel
-from frisket.lowering.kernels.cpp.call import FIELDS, OFFSET, WORDS
+from frisket.lowering.kernels.cpp.call import AHEAD, FIELDS, OFFSET, WORDS
 from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.rows import Rows
@@ -27,7 +27,6 @@ from frisket.runtime.machine.cpp_threads import of_torch
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
-AHEAD = 256  # rows that kernels fetch ahead, at most, beside a tile's
 HUGE, LARGE = 2 << 20, 4 << 20  # bytes of a huge page, and of a tensor from which it pays
 KEPT = 64  # records of calls, with the spans they point to
 KERNELS = {"frisket_forward": CppKernel, "frisket_backward": BackwardKernel}
