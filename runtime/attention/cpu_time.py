@@ -21,8 +21,8 @@ LANES = {"avx2": 8, "neon": 4, "scalar": 1}  # others have 16
 # thread: `python benchmarks/reorder.py costs` measures them.
 KINDS = ("pairs of full tiles", "border tiles", "scores of border tiles", "values of border tiles", "rows moved")
 TIMES = {
-    "avx512": (1.19, 3912.33, 0.58, 0.71, 24.92),
-    "avx2": (1.21, 4186.0, 0.85, 0.2, 23.62),
+    "avx512": (2.58, 5932.7, 1.25, 1.31, 15.3),
+    "avx2": (2.78, 7064.59, 1.97, 0.62, 18.12),
 }
 
 
