@@ -44,7 +44,7 @@ class OrderedAttention(Attention):
     True
     >>> print(att.order_of(4096, 4096))
     keys: remainders by 4
-      tiles of 64 x 32: 4,160 before, 1,056 after; gain 3.8
+      tiles of 64 x 32: 4,160 before, 1,056 after; gain 3.5
 
     Results, gradients and dropout are those of the same call without an order, to rounding. With "auto" each pair of
     lengths has the order that `frisket.reorder` finds, and none where none is cheaper; a table of the mask that comes

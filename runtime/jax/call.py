@@ -35,7 +35,6 @@ from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed
 from .platforms import backend_on, executor
-from .take import take
 
 Arrays = dict[str, Any]
 # of arrays that have queries or keys
@@ -256,6 +255,8 @@ def _in_order(rows: Rows, arrays: Arrays) -> Arrays:
 
 def _taken(x: Any, index: Any, name: str) -> Any:
     """An array of this name with its positions at an index; one without positions as it is."""
+    from .take import take
+
     return take(x, index, LENGTH_AXES[name]) if name in LENGTH_AXES else x
 
 

@@ -240,14 +240,6 @@ class _LoadedKernel:
         return made
 
 
-@memo(KEPT, by="identity")
-def _place(g: Geometry) -> tuple[tuple[Any, ...], list[Any]]:
-    """The words of a record on lengths and origins, and the arrays that they point to."""
-    origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
-    ends = *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins)
-    return (g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2], *ends), origins
-
-
 class _Prepared:
     """The part of a record that is equal from call to call."""
 
@@ -258,10 +250,14 @@ class _Prepared:
         self.kernel = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored, rows is not None)
         self.spans, self.geometry = spans, g
         self.real = self.kernel.real
-        self.before, origins = _place(g)
+        origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
         places = () if rows is None else rows.padded(target.block_k + AHEAD)
         self.alive = origins, runs, places
+        self.before = (
+            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
+            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
+        )  # fmt: skip
         at = [x.ctypes.data for x in places] or (0, 0)
         self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q, *at)
 
