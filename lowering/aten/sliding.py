@@ -41,8 +41,9 @@ def _shows(tiles: AtenTiles, far: Tensor) -> bool:
     """Whether every query sees its own position, and nothing is NaN or infinite."""
     g = tiles.geometry
     behind = int(g.origin[2]) - int(g.origin[3])
-    own = behind >= 0 and behind + g.q_len <= g.kv_len and bool(far[:, g.q_len + behind].isfinite().all())
-    return own and bool((far < math.inf).all())  # NaN is below nothing
+    if behind < 0 or behind + g.q_len > g.kv_len:
+        return False
+    return bool(far[:, g.q_len + behind].isfinite().all() and (far < math.inf).all())  # NaN is below nothing
 
 
 def _bias(score: Expr) -> bool:

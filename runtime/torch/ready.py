@@ -270,7 +270,9 @@ def changing(
         reads = [n for n in walk(plan.laid.host.expr) if n.op not in ("var", "param") and n.name in forms]
         ordered = frozenset(n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h"))))
         plan = FlatPlan(replace(plan.key, facts=plan.key.facts | ordered), plan.given, {})
-        run, ready = function(plan.laid.planner), prepare(replace(call, plan=plan), att.options)
+        planner = plan.laid.planner
+        assert planner is not None
+        run, ready = function(planner), prepare(replace(call, plan=plan), att.options)
         if ready.awaits:
             raise PendingError
     except PendingError:
