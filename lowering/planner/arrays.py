@@ -93,6 +93,12 @@ columns q0 q1 k0 k1 tk first last tiles seen hidden start stop kind width ask si
 mixed finer overflow more"""
 
 
+def of_sizes(e: Expr) -> bool:
+    """Whether an Expr holds literals and extents of tables alone, which are numbers of Python."""
+    tables = ("lookup", "segment", *SEARCHES, *_JOINS)
+    return all(n.op in ("lit", "extent") or (n.args and n.op not in tables) for n in walk(e))
+
+
 class _ArrayBody:
     """The text of the function `plan_spans`."""
 
@@ -123,6 +129,9 @@ class _ArrayBody:
             symbol = _BY_LITERAL[e.op]
             binds = PRECEDENCE[symbol]
             return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
+        if e.op == "where" and of_sizes(e.args[0]):
+            asked, yes, no = (a.text for a in args)
+            return Text(f"({yes} if {asked} else {no})")  # of sizes alone: torch.where takes no Bool of Python
         return self._range(e, args) if e.op in _JOINS else None
 
     def _literal(self, e: Expr) -> Text:

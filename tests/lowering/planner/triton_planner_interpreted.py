@@ -11,7 +11,7 @@ from support import masks
 from support.lowering.device_tables import pose
 
 import frisket as fk
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import lookup, segment
 from frisket.dsl.sugar import eq, k, q
 from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.planner import arrays
@@ -90,6 +90,13 @@ def test_long_tables_are_searched_in_blocks(n):
         table = np.sort(table, 0) if table.ndim == 1 else table
         found = masks.Case(mask, n, n, 1, 2, (512, 64), sizes=(1, 2, n, n), tables={"doc": table})
         agree(found)
+
+
+def test_positions_outside_of_all_pieces_belong_to_the_nearest():
+    """Offsets that begin behind the first query and end before the last: a mask may look at the number of a piece."""
+    off = np.array([20, 50, 90])
+    for mask in (eq(segment("off", q), segment("off", k)), segment("off", k) < 1, segment("off", q) > 0):
+        agree(masks.Case(mask, 150, 150, 1, 1, (16, 8), sizes=(1, 1, 150, 150), tables={"off": off}))
 
 
 def test_boxes_of_tables():
