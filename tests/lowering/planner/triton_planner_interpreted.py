@@ -90,6 +90,11 @@ def test_long_tables_are_searched_in_blocks(n):
         table = np.sort(table, 0) if table.ndim == 1 else table
         found = masks.Case(mask, n, n, 1, 2, (512, 64), sizes=(1, 2, n, n), tables={"doc": table})
         agree(found)
+    rare = (rng.random(n) < 0.004).astype(np.int64)
+    for table, block in ((rare, (2048, 24)), (1 - rare, (2048, 40))):  # one entry decides a tile
+        agree(
+            masks.Case(lookup("doc", (k,)) > 0, n, n, 1, 1, block, sizes=(1, 1, n, n), tables={"doc": table}), room=256
+        )
 
 
 def test_positions_outside_of_all_pieces_belong_to_the_nearest():
