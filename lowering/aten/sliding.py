@@ -49,7 +49,7 @@ def _shows(tiles: AtenTiles, far: Tensor) -> bool:
 def _bias(score: Expr) -> bool:
     """Whether a score mod adds to the score what only sees the distance of q and k, beside b and h."""
     if score.op == "var":
-        return score.name == "score"
+        return bool(score.name == "score")
     if score.op not in ("add", "sub"):
         return False
     left, right = score.args

@@ -25,6 +25,7 @@ DIGEST = 8
 MAKERS: dict[str, Callable[[int], Any]] = {
     "hostile": make_text, "score": make_score, "caches": make_steps, "stores": make_operations,
 }  # fmt: skip
+SECONDS = dict.fromkeys(("kernels", "triton", "gluon", "flash", "pallas", "parallel"), 120.0)  # of processor time
 
 
 @dataclass
@@ -73,7 +74,7 @@ def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:
     case = MAKERS.get(target, make)(number)
     what = targets.what_of(target, case)
     try:
-        with targets.limited():
+        with targets.limited(SECONDS.get(target)):
             return targets.TARGETS[target](what), None
     except (Exception, targets.TooLong) as error:
         kind, why = targets.kind_of(error), f"{type(error).__name__}: {error}"

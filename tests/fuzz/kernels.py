@@ -56,12 +56,14 @@ def drawn(
     origin = 0, 0, q0, k0
     seen = torch.from_numpy(p.seen[:, :, q0 : q0 + q_len, k0 : k0 + kv_len].copy())
     exact = true(seen, arrays, text, learned, origin, lambda x: x)
-    rough = true(seen, arrays, text, learned, origin, lambda x: x.float().double())
+    rough = [true(seen, arrays, text, learned, origin, x) for x in (lambda x: x.float().double(), lambda x: x.float())]
     small = ROUNDING[dtype]
     numbered = any(not x.ndim for x in learned.values())
     reach = reaches(seen, arrays, text, learned, origin) if small or numbered else {}
     allowed = {
-        n: 1e-5 * max(1.0, largest(x)) + 8 * largest(rough[n] - x) + unit(n, small) * reach.get(n, 0.0)
+        n: 1e-5 * max(1.0, largest(x))
+        + 8 * max(largest(r[n] - x) if n in r else 0.0 for r in rough)
+        + unit(n, small) * reach.get(n, 0.0)
         for n, x in exact.items()
     }
     if small:  # a learned value is float32, and gathers the errors of all scores
@@ -83,14 +85,16 @@ def largest(x: Tensor) -> float:
 def true(
     seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...], rounded: Any
 ) -> dict[str, Tensor]:
-    """Dense attention and its gradients in float64, with scores `rounded` before and after the score mod. Gradients are
-    left out where one is not finite."""
+    """Dense attention and its gradients in float64, with scores `rounded` before and after the score mod, which is
+    computed in their dtype: in float32, a minimum may take the other operand. Gradients are left out where one is not
+    finite."""
     q, k, v, *cotangents = (x.double() for x in arrays)
     leaves = {n: x.double().requires_grad_() for n, x in [("q", q), ("k", k), ("v", v), *learned.items()]}
     exact = {n: leaves[n] for n in learned}
 
     def mod(x: Tensor) -> Tensor:
-        return rounded(scores.value(text, rounded(x), exact, origin))
+        x = rounded(x)
+        return rounded(scores.value(text, x, {n: t.to(x.dtype) for n, t in exact.items()}, origin)).double()
 
     out, lse = attention(seen, *(leaves[n] for n in "qkv"), mod, exact.get("sinks"))
     lse = lse + 0.0 * leaves["q"].sum()  # differentiable, also where the score mod is a number
