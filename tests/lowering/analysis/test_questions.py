@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
 
 import numpy as np
 import pytest
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import FALSE, Expr, build, lit
+from frisket.dsl.ir import FALSE, Expr, build, lit, param
 from frisket.dsl.program import parse_expression
 from frisket.dsl.show import show
-from frisket.dsl.sugar import q
+from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import ends
-from frisket.lowering.analysis.questions import DEEP, LARGE, always, beyond, mixed, never, some
+from frisket.lowering.analysis.questions import DEEP, LARGE, TERMS, always, beyond, mixed, never, some, terms
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify
@@ -96,6 +97,8 @@ sign(2 * q - 5) -> sign(2 * q0 - 5) .. sign(2 * q1 - 5), attained
 min(q, k) -> min(q0, k0) .. min(q1, k1), attained, dense
 max(q, k) -> max(q0, k0) .. max(q1, k1), attained, dense
 min(q, q - 5) -> q0 - 5 .. q1 - 5, dense
+abs(min(q, q - 5)) -> max(max(q0 - 5, -q1 + 5), 0) .. max(-q0 + 5, q1 - 5), dense
+doc[min(q, q - 5)] -> min(doc[q0 - 5..q1 - 5]) .. max(doc[q0 - 5..q1 - 5])
 min(q, 5) -> min(q0, 5) .. min(q1, 5), attained, dense
 max(2 * q, k) -> max(k0, 2 * q0) .. max(k1, 2 * q1), attained
 min(float(q), 2.5) -> min(q0, 2.5) .. min(q1, 2.5)
@@ -517,6 +520,7 @@ sign(k % 3) == 1 -> 3
 k % 9 // 3 == 2 -> 9
 k % 12 // 4 % 2 == 1 -> 12
 int(k % 3 == 1) == 1 -> 3
+(q - k) % 300 == 1 -> 300
 """
 
 
@@ -541,3 +545,23 @@ def test_deep_expressions_and_large_ones_are_not_reasoned_about():
     assert beyond(parts[0])
     assert parts[0].depth < DEEP
     assert never(parts[0] < -1) is FALSE
+
+
+@pytest.mark.parametrize("x", range(-1, 6))
+def test_a_remainder_equals_a_number_of_the_call(x):
+    """The number may be none that a remainder can be."""
+    scope = Scope({"x": x}, {})
+    mask = build("eq", k % 4, param("x"))
+    env = {"q0": 0, "q1": 0, "k0": 3, "k1": 12, "single": True, "tk": 10}
+    assert bool(scope.value(never(mask), env)) == (x not in range(4))
+    assert bool(scope.value(some(mask), env)) == (x in range(4))
+
+
+def test_a_mask_has_no_more_than_so_many_conjunctions():
+    def either(of, many):
+        return reduce(lambda x, y: x | y, [eq(of % (i + 2), i) for i in range(many)])
+
+    assert len(terms(either(q, 4) & either(k, TERMS // 4))) == TERMS
+    assert terms(either(q, 5) & either(k, TERMS // 4)) is None
+    assert len(terms(either(q, TERMS))) == TERMS
+    assert terms(either(q, TERMS + 1)) is None
