@@ -14,14 +14,14 @@ MOST = {"causal": 3.25, "prefix": 2.5, "documents": 3.5, "documents, both sides"
 
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_a_mask_takes_few_instructions_a_pair(mask):
-    assert 2 < report.mask_cost("ours", mask, 64) <= MOST[mask]
+    assert 1.5 < report.mask_cost("ours", mask, 64) <= MOST[mask]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MOST)
 def test_every_class_of_masks_takes_few_instructions_a_pair(mask, dim):
-    assert 2 < report.mask_cost("ours", mask, dim) <= MOST[mask]
+    assert 1.5 < report.mask_cost("ours", mask, dim) <= MOST[mask]
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.9"])

@@ -154,23 +154,18 @@ def attention_decode(
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
-    used = tl.load(Count + entry)
-    record = Spans + entry.to(tl.int64) * records * 4
-    lo, full_lo = tl.load(record), tl.load(record + 1)
-    full_hi, hi = tl.load(record + 2), tl.load(record + 3)
 
-    tiles = tl.where(used > 0, hi - lo, 0)
-    for i in range(1, used):
+    tiles = 0
+    for i in range(tl.load(Count + entry)):
         record = Spans + (entry.to(tl.int64) * records + i) * 4
         tiles += tl.load(record + 3) - tl.load(record)
     # This part's share of the tiles that the row sees.
     begin, end = part * tiles // parts, (part + 1) * tiles // parts
 
-    for i in range(used):
-        if i > 0:
-            record = Spans + (entry.to(tl.int64) * records + i) * 4
-            lo, full_lo = tl.load(record), tl.load(record + 1)
-            full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+    for i in range(tl.load(Count + entry)):
+        record = Spans + (entry.to(tl.int64) * records + i) * 4
+        lo, full_lo = tl.load(record), tl.load(record + 1)
+        full_hi, hi = tl.load(record + 2), tl.load(record + 3)
         border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
         # Border tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo + bounded(begin, border), lo + bounded(end, border)):

@@ -97,11 +97,10 @@ def attention_decode(
     $include closed_form
     $hoisted
     $include forward_sums
-    $include first_record
     $if tabled and parted:
 
-        tiles = tl.where(used > 0, hi - lo, 0)
-        for i in range(1, used):
+        tiles = 0
+        for i in range(tl.load(Count + entry)):
             record = Spans + (entry.to(tl.int64) * records + i) * 4
             tiles += tl.load(record + 3) - tl.load(record)
         # This part's share of the tiles that the row sees.
@@ -109,8 +108,8 @@ def attention_decode(
 
     lo, full_lo = 0, 0  $if everything
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
-    for i in range(used):  $if tabled
-        $include next_record
+    for i in range(tl.load(Count + entry)):  $if tabled
+        $include record
         $if parted and not tabled:
             tiles = hi - lo
             # This part's share of the tiles that the row sees.
