@@ -219,3 +219,10 @@ def test_questions_decide_as_often_and_are_right(family, scope):
     rng = random.Random(family.__name__)
     masks = [family(rng) for _ in range(80)]
     assert tuple(sum(answers(simplify(m) if i % 2 else m, scope) for i, m in enumerate(masks))) == DECIDED[family]
+
+
+def test_negated_comparisons_of_floats_are_answered_right(scope):
+    """NaN is on neither side of a comparison. The simplifier would turn some of these round."""
+    pairs = [(x, y) for x in FLOAT_ATOMS for y in (*FLOAT_ATOMS, lit(9.0), lit(-9.0)) if x is not y]
+    found = sum(answers(build("not", build(op, x, y)), scope) for op in RELATIONS for x, y in pairs)
+    assert tuple(found)[:4] == (17264, 17054, 17264, 0)
