@@ -25,7 +25,6 @@ DIGEST = 8
 MAKERS: dict[str, Callable[[int], Any]] = {
     "hostile": make_text, "score": make_score, "caches": make_steps, "stores": make_operations,
 }  # fmt: skip
-SECONDS = dict.fromkeys(("kernels", "triton", "gluon", "flash", "pallas", "parallel"), 120.0)  # of processor time
 
 
 @dataclass
@@ -74,7 +73,7 @@ def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:
     case = MAKERS.get(target, make)(number)
     what = targets.what_of(target, case)
     try:
-        with targets.limited(SECONDS.get(target)):
+        with targets.limited(targets.seconds_of(target)):
             return targets.TARGETS[target](what), None
     except (Exception, targets.TooLong) as error:
         kind, why = targets.kind_of(error), f"{type(error).__name__}: {error}"

@@ -25,9 +25,26 @@ from .parallel import parallel, square_of
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
 
-__all__ = ["TARGETS", "Problem", "hostile", "limited", "problem_of", "rows", "tiles", "trouble", "what_of"]
+__all__ = [
+    "TARGETS",
+    "Problem",
+    "hostile",
+    "limited",
+    "problem_of",
+    "rows",
+    "seconds_of",
+    "tiles",
+    "trouble",
+    "what_of",
+]
 
 SECONDS = 20.0  # of processor time, for one case
+COMPILING = ("kernels", "triton", "gluon", "flash", "pallas", "parallel")  # whose cases take 120
+
+
+def seconds_of(target: str) -> float:
+    """The processor time of a case, while it is looked for and while it is made smaller."""
+    return 120.0 if target in COMPILING else SECONDS
 
 
 class TooLong(BaseException):
@@ -170,7 +187,7 @@ def what_of(target: str, case: Case | str) -> Problem | str:
 def trouble(target: str, what: Problem | str) -> tuple[str, str] | None:
     """(kind of failure, its words) of a case, and None of one that passes."""
     try:
-        with limited():
+        with limited(seconds_of(target)):
             TARGETS[target](what)
     except (Exception, TooLong) as error:
         return kind_of(error), f"{type(error).__name__}: {error}"

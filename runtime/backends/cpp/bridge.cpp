@@ -1,9 +1,9 @@
 // A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
 // of lowering/kernels/cpp/call.py with Real = void.
 //
-// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of; the
-//           rows of queries and keys, if given; sinks, if given; tables. Results: out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured
-//           gradient.
+// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of;
+//           the rows of queries and keys, if given; sinks, if given; tables.
+// Results   out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured gradient.
 // words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
 // form      the attribute: see Form. jax.vmap puts lengths in front of every operand, 1 where it does not change.
@@ -314,7 +314,8 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     f.frame = frame, f.kernel = kernel, f.pool = {frame->api, frame->ctx};
     if (!read_attributes(f))
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
-    int64_t arguments = 8 + f.form.sinks + 2 * f.form.rows + f.form.tables + (f.form.wanted ? 3 + f.form.dlse + f.form.norm : 0);
+    int64_t arguments = 8 + f.form.sinks + 2 * f.form.rows + f.form.tables;
+    if (f.form.wanted) arguments += 3 + f.form.dlse + f.form.norm;
     int64_t results = f.form.wanted ? 0 : 4, main = 0;
     for (int64_t i = 0; i < f.form.wanted; ++i) results += f.wanted[i], main += i < 3 && f.wanted[i];
     if (frame->args.size != arguments || frame->rets.size != results || !results)
