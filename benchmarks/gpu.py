@@ -8,6 +8,7 @@
              not run is a note), compiled flex_attention, SDPA (cuDNN, flash), FlashAttention and Triton's tutorial
              where they are, and a dense formula; steps of decoding as a share of the bandwidth at which the device
              copies memory
+    serving  steps of 1, 4 and 16 queries over caches of bfloat16 and 8 bits, in pages too, as shares of the same
     profile  counters of two kernels, by Nsight Compute where it is installed
 
     cases    every case of the interpreter's tests, compiled and run on the device
@@ -42,6 +43,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +87,9 @@ def row(part: str, name: str, scale: Scale) -> None:
 class Child:
     """A row in a process of its own, with those that it starts: they end at a time limit, for a kernel may hang."""
 
-    def __init__(self, part: str, name: str, dry: bool) -> None:
-        command = [sys.executable, __file__, part, "--row", name, *(["--dry"] if dry else [])]
+    def __init__(self, part: str, name: str, scale: Scale) -> None:
+        dry = ["--dry"] if scale.dry else []
+        command = [sys.executable, __file__, part, "--row", name, "--rounds", str(scale.rounds), *dry]
         self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self.late = 0.0
         self.process = subprocess.Popen(
@@ -137,7 +140,7 @@ def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
     return known["rows"] if known and all(known["machine"].get(n) == machine.get(n) for n in SAME) else {}
 
 
-def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -> Iterator[tuple[str, Any]]:
+def measured(part: str, names: list[str], workers: int, end: float, scale: Scale) -> Iterator[tuple[str, Any]]:
     """(row, result or the text of a failure), as long as there is time for another group."""
     longest, limit = 0.0, PARTS[part].limit
 
@@ -149,7 +152,7 @@ def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -
         start = time.monotonic()
         if start + longest > end:
             return
-        children = [Child(part, name, dry) for name in group]
+        children = [Child(part, name, scale) for name in group]
         with ExitStack() as stack:
             for child in children:
                 stack.enter_context(child.limited(left()))
@@ -170,9 +173,10 @@ def failures(found: dict[str, Any]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[], help="only rows whose name contains all of this")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
     parser.add_argument("--minutes", type=float, help="3 of smoke, 7.5 of every other part")
+    parser.add_argument("--rounds", type=int, help="15 where no other number is given")
     parser.add_argument("--workers", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--dry", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
@@ -181,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry:
         os.environ["TRITON_INTERPRET"] = "1"
     scale = DRY if args.dry else FULL
+    scale = replace(scale, rounds=args.rounds or scale.rounds)
     if args.row is not None:
         row(args.part, args.row, scale)
         return 0
@@ -189,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry and here["gpu"].startswith("none"):
         print("no GPU is visible to torch; --dry tries the program without one", file=sys.stderr)
         return 2
-    done = {} if args.again else kept(args.part, args.into, {**described(), **here})
-    names = [n for n in PARTS[args.part].rows(scale) if args.only in n]
-    left, failed = [n for n in names if n not in done or failures(done[n])], 0
-    for name, found in measured(args.part, list(left), args.workers, end, args.dry):
+    done = kept(args.part, args.into, {**described(), **here})
+    names = [n for n in PARTS[args.part].rows(scale) if all(some in n for some in args.only)]
+    left, failed = [n for n in names if args.again or n not in done or failures(done[n])], 0
+    for name, found in measured(args.part, list(left), args.workers, end, scale):
         left.remove(name)
         if isinstance(found, str):
             failed += 1

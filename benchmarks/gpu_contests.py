@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,8 @@ class Contestants:
         for peer in self.peers:
             if peer != "dense":
                 self.enter(peer)
+        if scale.device == "cuda":
+            torch.cuda.empty_cache()  # other rows wait beside this one
 
     def timed(self, call: Call) -> Call:
         if not self.direction:
@@ -140,8 +143,8 @@ def decode(row: str, scale: Scale) -> Measure:
 # -- tune -------------------------------------------------------------------------------------------------
 
 TUNED = ("causal", "window 128", "window 1024", f"{DOCUMENTS} documents")
-BLOCKS = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (32, 64), (32, 128))
-WARPS, STAGES = (4, 8), (3, 4, 2)  # more stages are the first to be tried
+OWN, WALKED = (64, 128), (32, 64, 128)  # positions of a tile along the axis of its program, and along the other one
+STAGES = (3, 4, 2)
 
 
 def tune_rows(scale: Scale) -> list[str]:
@@ -162,11 +165,12 @@ def tune(row: str, scale: Scale) -> Measure:
     learns = kernel != "forward"
     arrays = [x.requires_grad_(learns) for x in arrays]
     case = contests(length, arrays[0].shape[1], scale.device)[mask]
-    blocks, many = (((16, 16),), (4,)) if scale.dry else (BLOCKS, WARPS)
     count = int(stages.removesuffix(" stages"))
-    tried = {"as chosen": LaunchOptions()} | {
-        f"{q} x {k}, {warps} warps, {stages}": LaunchOptions(q, k, warps, count) for q, k in blocks for warps in many
-    }  # fmt: skip
+    tried = {"as chosen": LaunchOptions()}
+    for own, walked in [(16, 16)] if scale.dry else itertools.product(OWN, WALKED):
+        q, k = (walked, own) if kernel == "dkv" else (own, walked)
+        warps = max(4, own // 16)  # four warps multiply 64 rows at a time
+        tried[f"{q} x {k}, {warps} warps, {stages}"] = LaunchOptions(q, k, warps, count)
     calls, failed = {}, {}
     for name, launch in tried.items():
         att = ours(case)

@@ -167,6 +167,8 @@ def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Ca
     # an engine's own gradients are asked for: those of most have no order
     for name in ENGINES:
         found[f"frisket, {name}"] = lambda name=name: partial(ours(case, name, deterministic=False), *arrays)
+    if not direction and not dry:
+        found["frisket, gluon"] = lambda: partial(ours(case, "gluon"), *arrays)
     if case.is_causal is not None and not dry:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
     if case.flash is not None and not dry:

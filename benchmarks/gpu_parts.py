@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import gpu_jax
 import gpu_profile
 import gpu_right
+import gpu_serving
 import gpu_smoke
 import torch
 from gpu_contests import speed, speed_rows, tune, tune_rows
@@ -189,7 +190,8 @@ PARTS = {
     "smoke": Part(gpu_smoke.rows, gpu_smoke.smoke, minutes=3, limit=60),
     "right": Part(gpu_right.rows, gpu_right.right),
     "tune": Part(tune_rows, tune),
-    "speed": Part(speed_rows, speed),
+    "speed": Part(speed_rows, speed, 5),
+    "serving": Part(gpu_serving.rows, gpu_serving.serving),
     "profile": Part(gpu_profile.rows, gpu_profile.profile, 1, limit=220),
     "cases": Part(cases_rows, cases, 1, limit=440),
     "layout": Part(layout_rows, layout, 1),

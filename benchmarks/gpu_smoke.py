@@ -127,7 +127,6 @@ CALLS: dict[str, Callable[[Scale], Any]] = {
     "torch, triton, table on the device": planned,
     "torch, triton, torch.compile": partial(compiled, "forward"),
     "torch, gluon, forward": partial(of_torch, "gluon", "forward"),
-    "torch, aten, forward": partial(of_torch, "aten", "forward"),
     **{f"jax, triton, {what}": partial(of_jax, "triton", what) for what in DIRECTIONS},
     **{f"jax, pallas-mosaic-gpu, {what}": partial(of_jax, "pallas-mosaic-gpu", what) for what in DIRECTIONS},
 }  # fmt: skip

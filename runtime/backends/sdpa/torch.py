@@ -88,7 +88,7 @@ def backward(
         dq, dk, dv = run(dout.contiguous(), q, keys, values, out, lse, 0.0, a.mask.causal, scale=a.scale)
     else:
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing
-        lengths = none.int(), none.int(), q.shape[2], keys.shape[2]
+        lengths = None, None, q.shape[2], keys.shape[2]  # with a tensor there, q, k and v would be packed sequences
         dq, dk, dv = run(
             dout.contiguous(), q, keys, values, out, lse, *lengths, 0.0, a.mask.causal, none, none, scale=a.scale
         )

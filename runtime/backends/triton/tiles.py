@@ -72,8 +72,6 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
 }  # fmt: skip
 # Keys of a tile for few queries, by padded head size. They wait for memory, not for products: narrow tiles leave room
 # for three stages, and spill nothing.
-HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
-LONGEST_BY_HEAD = 1 << 20  # tokens: beyond, rows of 16 are more than the second axis of a grid counts
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Keys of a tile of stored keys, of many queries and of few. Scales, page numbers and converted keys take registers:
 # with more keys the compiler spills.
@@ -229,9 +227,8 @@ def target(
     """The target of a call with `plan` on `device`, or for `arch`; without a plan, the target of a long window. `tile`
     is a tile that the user gives for every kernel, `tuning` the other options that users give."""
     arch = arch or architecture(device)
-    masked = plan is not None and plan.simplified[0] is not None
     if tile is not None:
-        return tuning.applied(with_precision(_ordered(of_tile(tile, g, dtype, arch), g, masked), dtype, arch))
+        return tuning.applied(with_precision(of_tile(tile, g, dtype, arch), dtype, arch))
     mask, score = (None, None) if plan is None else plan.simplified
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
@@ -244,15 +241,7 @@ def target(
         stored=bool(g.kv_dtype) or (program is not None and program.stored is not None),
         unwritten=program is not None and program.unwritten,
     )  # fmt: skip
-    return tuning.applied(with_precision(_ordered(made, g, masked), dtype, arch))
-
-
-def _ordered(made: Target, g: Geometry, masked: bool) -> Target:
-    """A target by which the longest rows of all heads start first, where rows differ: short ones then fill what long
-    ones leave. By the model of benchmarks/gpu_sim that is worth 9 to 10 % of a causal forward or backward of 8,192
-    tokens and 16 heads. The keys of all heads are read at a time, of 32 at most: HBM brings those with ease."""
-    few = g.heads > 1 and g.kv_heads <= HEADS_AT_A_TIME and max(g.q_len, g.kv_len) < LONGEST_BY_HEAD
-    return made.everywhere(order="longest-of-all-first") if masked and few else made
+    return tuning.applied(with_precision(made, dtype, arch))
 
 
 def with_precision(target: Target, dtype: str, arch: str) -> Target:

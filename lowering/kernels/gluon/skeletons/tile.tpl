@@ -26,6 +26,7 @@ $if loop:
     acc = hopper.warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_free.index(before), count=1)
     acc *= gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+acc *= gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]  # of earlier records  $if tabled and not loop
 weights = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
 top = peak
 before, before_phase = slot, phase

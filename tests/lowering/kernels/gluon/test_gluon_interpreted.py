@@ -48,6 +48,16 @@ def test_every_case(name, on):
     check(case, *run(case, arch=on))
 
 
+@pytest.mark.parametrize(
+    "mask", [(k < 64) | (k >= 192), eq(k // 64 % 2, 0), causal & ((k < 4) | (q - k < 40))], ids=["two", "every", "sinks"]
+)
+def test_rows_of_several_runs_of_tiles(mask, on):
+    """The first tile of a later run scales down what earlier ones have summed: scores rise with the key."""
+    case = half(Case(mask, score + 0.03 * ir.to_float(k), q_len=300, kv_len=330), on)
+    assert cases.spans(case).count.max() > 1
+    check(case, *run(case, arch=on))
+
+
 @pytest.mark.parametrize("mod", [ir.lit(1.5), 0.125 * ir.to_float(q), 0.125 * ir.to_float(k)])
 def test_score_mods_without_a_score(mod, on):
     case = half(Case(causal, mod, q_len=150, kv_len=150), on)

@@ -1,0 +1,120 @@
+"""The part of gpu.py that times steps of serving: a few queries of every sequence over a long cache, of bfloat16 or of
+8 bits with scales, in one piece or in pages."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_masks import contests, flex
+from gpu_scale import Call, Measure, Scale, drawn, on_device
+
+import frisket as fk
+from frisket.runtime.bench.machine import rounds_of
+
+CACHES = ((1, 8192), (1, 131072), (8, 32768), (32, 8192))  # sequences, tokens of each
+STORED = ("bfloat16", "int8", "float8_e4m3fn")
+QUERIES, PAGES = (1, 4, 16), (0, 64)
+HEADS, KV_HEADS, DIM = 64, 8, 128
+BOUND = 0.02  # of the largest number of a result
+
+
+def rows(scale: Scale) -> list[str]:
+    return [
+        f"{n} queries, {dtype}, {f'pages of {page}' if page else 'one piece'}" for page in PAGES for dtype in STORED
+        for n in QUERIES
+    ]  # fmt: skip
+
+
+def serving(row: str, scale: Scale) -> Measure:
+    """Microseconds, and the bytes of keys, values, scales and page numbers that a step must read in that time, as a
+    share of the rate at which the device copies memory."""
+    queries, dtype, kind = row.split(", ")
+    n, page = int(queries.split()[0]), 0 if kind == "one piece" else int(kind.split()[-1])
+    calls, read = dict[str, dict[str, Call]](), dict[str, int]()
+    for batch, length in (((1, 96),) if scale.dry else CACHES):
+        name = f"{batch} x {length}"
+        calls[name], read[name] = step(n, dtype, page and (16 if scale.dry else page), batch, length, scale)
+    space = torch.empty(2, 1 << (16 if scale.dry else 30), dtype=torch.uint8, device=scale.device)
+
+    def measure() -> dict[str, Any]:
+        found = {}
+        for name, own in calls.items():
+            with torch.no_grad():
+                clocked = rounds_of({**own, "copy": lambda: space[0].copy_(space[1])}, scale.rounds, clock=on_device)
+            times = {who: statistics.median(t) for who, t in clocked.items()}
+            rate = 2 * space[0].numel() / times.pop("copy")  # read and written
+            found[name] = {
+                "figures": {
+                    "us": {who: 1e6 * t for who, t in times.items()}, "gb_s": {"copy": rate / 1e9},
+                    "share of bandwidth": {who: read[name] / t / rate for who, t in times.items()},
+                },
+            }  # fmt: skip
+        return {"rows": found}
+
+    return measure
+
+
+def step(
+    queries: int, dtype: str, page: int, batch: int, length: int, scale: Scale
+) -> tuple[dict[str, Call], int]:
+    """The contestants of a step, whose first call is compared with dense attention, and the bytes it must read."""
+    heads, kv_heads, dim = (4, 2, 16) if scale.dry else (HEADS, KV_HEADS, DIM)
+    q = drawn(1, heads, queries, 1, dim, scale)[0].expand(batch, -1, -1, -1).contiguous()
+    shape = (batch * length // page, kv_heads, page, dim) if page else (batch, kv_heads, length, dim)
+    of_8_bits, more = dtype != "bfloat16", {}
+    stored = getattr(torch, dtype) if of_8_bits else scale.dtype
+    k, v = (numbers(shape, stored, scale) for _ in "kv")
+    if of_8_bits:
+        more = {name: torch.rand(shape[:3], device=scale.device) / 100 for name in ("k_scale", "v_scale")}
+    if page:
+        more["pages"] = torch.randperm(shape[0], device=scale.device).reshape(batch, -1).int()
+    att = fk.compile("causal", backend="triton")
+    call = partial(att, q, k, v, origin=(0, 0, length - queries, 0), **more)
+    own: dict[str, Call] = {"frisket": call}
+    with torch.no_grad():
+        want = dense(q, k, v, **more)
+        error = float((call()[:1].float() - want).abs().max() / want.abs().max())
+        if not error <= BOUND:
+            raise AssertionError(f"{batch} x {length}: the largest error is {error:.3g} of the largest number")
+        if not of_8_bits and not page:
+            case = contests(length, heads, scale.device)["causal"]
+            first = length - queries
+            moved = type(case)(case.mask, lambda b, h, q, k: q + first >= k)
+            own["flex"] = flex(moved, (q, k, v), not scale.dry)
+            own["flex"]()
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()  # other rows wait beside this one
+    kept = sum(x.numel() * x.element_size() for x in (k, v, *more.values()))
+    return own, kept
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, scale: Scale) -> torch.Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, shape, dtype=dtype, device=scale.device)
+    return torch.randn(shape, device=scale.device, dtype=torch.float16).to(dtype)
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: Any = None, v_scale: Any = None, pages: Any = None
+) -> torch.Tensor:
+    """The first sequence's result in float32: keys and values are unpacked, and every score is in memory."""
+
+    def whole(x: torch.Tensor, by: Any) -> torch.Tensor:
+        if pages is not None:
+            x, by = x[pages[0].long()], None if by is None else by[pages[0].long()]
+            x = x.transpose(0, 1).flatten(1, 2)
+            by = None if by is None else by.transpose(0, 1).flatten(1, 2)
+        else:
+            x, by = x[0], None if by is None else by[0]
+        return x.float() if by is None else x.float() * by[..., None]
+
+    keys, values = whole(k, k_scale), whole(v, v_scale)
+    rows = q[0].float().unflatten(0, (len(keys), -1))  # [key heads, heads of each, queries, dim]
+    score = rows @ keys[:, None].transpose(2, 3) * q.shape[3] ** -0.5
+    at = torch.arange(keys.shape[1], device=q.device)
+    last = keys.shape[1] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    weights = torch.softmax(score.masked_fill(at > last[:, None], -torch.inf), 3)
+    return (weights @ values[:, None]).flatten(0, 1)
