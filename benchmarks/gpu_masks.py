@@ -92,8 +92,11 @@ def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
 ENGINES = ("flash", "cudnn", "sdpa")  # backends that are kernels of vendors, for GPUs of NVIDIA
 
 
-def ours(case: Contest, backend: str = "triton", deterministic: bool = True) -> fk.Attention:
-    return fk.compile(case.mask, case.score, backend=backend, deterministic=deterministic, **case.params)
+def ours(case: Contest, backend: str | None = None, deterministic: bool = True) -> fk.Attention:
+    """The generated kernels that a call takes by itself, or a backend."""
+    return fk.compile(
+        case.mask, case.score, backend=backend, deterministic=deterministic, engines=False, **case.params
+    )  # fmt: skip
 
 
 def visible_pairs(case: Contest, length: int) -> int:
@@ -168,7 +171,7 @@ def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Ca
     for name in ENGINES:
         found[f"frisket, {name}"] = lambda name=name: partial(ours(case, name, deterministic=False), *arrays)
     if not direction and not dry:
-        found["frisket, gluon"] = lambda: partial(ours(case, "gluon"), *arrays)
+        found |= {f"frisket, {n}": lambda n=n: partial(ours(case, n), *arrays) for n in ("triton", "gluon")}
     if case.is_causal is not None and not dry:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
     if case.flash is not None and not dry:

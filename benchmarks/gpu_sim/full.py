@@ -43,13 +43,10 @@ class Work:
     border: Counts
     full: Counts
 
-    def grouped(self, heads: int, walked: bool, by_row: bool = False) -> Work:
-        """The blocks for a group of query heads: one block walks the tiles of all where they are `walked`. `by_row`
-        says that a row of every head comes before the next row."""
+    def grouped(self, heads: int, walked: bool) -> Work:
+        """The blocks for a group of query heads: one block walks the tiles of all where they are `walked`."""
         if walked:
             return Work(self.border * heads, self.full * heads)
-        if by_row:
-            return Work(np.repeat(self.border, heads), np.repeat(self.full, heads))
         return Work(np.tile(self.border, heads), np.tile(self.full, heads))
 
 
@@ -203,12 +200,9 @@ def makespan(durations: Sequence[float], places: int) -> tuple[float, float]:
     return end, 1 - sum(durations) / (end * places) if end else 0.0
 
 
-def kernel_time(
-    parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, bytes: float, by_row: float = 0
-) -> Time:  # fmt: skip
+def kernel_time(parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, bytes: float) -> Time:
     """The time of one launch: the blocks of `parts` in order, again for each of the groups of heads. The two programs
-    of flex_attention's backward are one launch. `by_row` is not 0 where a row of every group comes before the next
-    row: so many bytes of what a tile walks come from HBM once for the rows of a group that run at a time."""
+    of flex_attention's backward are one launch."""
     durations: list[float] = []
     products, places = 0.0, 0
     total = groups * sum(len(w.border) for _, w in parts)
@@ -221,10 +215,8 @@ def kernel_time(
         border, rest = (max(each[n].cycles, x.copied * fit / gpu.l2_rate) for n in (x.border, x.full))
         durations += list(fixed + work.border * border + work.full * rest)
         products += float((work.border + work.full).sum()) * x.pairs * x.flops * groups
-    blocks = np.repeat(durations, groups) if by_row else groups * durations
-    cycles, tail = makespan(blocks, places)
-    tiles = groups * sum(float((w.border + w.full).sum()) for _, w in parts)
-    memory = (bytes + tiles * by_row / max(1.0, places / groups)) / gpu.hbm
+    cycles, tail = makespan(groups * durations, places)
+    memory = bytes / gpu.hbm
     peak = gpu.processors * gpu.matrix * 8  # FLOP a cycle
     share = products / max(cycles, memory * gpu.clock) / peak
     clock = gpu.clock_under(share)
@@ -275,13 +267,8 @@ def ours_time(kernel: str, case: Case, tile: Tile | None = None, gpu: Gpu | None
     made = our_kernels.compiled(one, tile)
     border, full = loop_numbers(made, made.sass.products)
     x = Kernel(made, border, full, tile.block_q * tile.block_k, one.flops)
-    walks_queries = kernel == "dkv"
-    by_row = our_kernels.by_row(one)
-    work = ours_work(kernel, case.mask, case.length, tile).grouped(case.group, walks_queries, by_row)
-    of_tile = 2 * (tile.block_q if walks_queries else tile.block_k) * case.array / case.heads / case.length
-    return kernel_time(
-        [(x, work)], case.heads // case.group, gpu, ARRAYS[kernel] * case.array, of_tile if by_row else 0
-    )
+    work = ours_work(kernel, case.mask, case.length, tile).grouped(case.group, kernel == "dkv")
+    return kernel_time([(x, work)], case.heads // case.group, gpu, ARRAYS[kernel] * case.array)
 
 
 def flex_time(kernel: str, case: Case, gpu: Gpu | None = None, tiles: tuple[Tile, ...] | None = None) -> Time:

@@ -13,7 +13,6 @@ import numpy as np
 import frisket as fk
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.module import emit
-from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.runtime.backends.triton import report
@@ -126,11 +125,6 @@ def chosen(ours: Ours) -> Tile:
     """The tile that frisket takes by itself."""
     target = of_kernel(f"attention_{ours.kernel}", planned(ours)[1])
     return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages, int(target.descriptors))
-
-
-def by_row(ours: Ours) -> bool:
-    """Whether a row of every head comes before the next row."""
-    return axes_of(of_kernel(f"attention_{ours.kernel}", planned(ours)[1]))[0] == 1
 
 
 def compiled(ours: Ours, tile: Tile) -> Compiled:

@@ -18,7 +18,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
-from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
+from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
 from frisket.runtime.backends.stages import PlanCompilation
 from frisket.runtime.calls.arrays import (
     Array,
@@ -442,6 +442,8 @@ class Attention:
         chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
         if chosen is not None and chosen.proof is not None:
             name = chosen.proof.backend
+        elif backend is None and where[0] == "torch":
+            name = quickest(name, plan, g, dtype, self.options)
         found = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),

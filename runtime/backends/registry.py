@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Target
+from frisket.runtime.calls.tuning import AS_CHOSEN
 from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
@@ -89,6 +90,15 @@ def automatic(framework: str, device: str) -> str:
         return likely()
     found = (b.name for b in ranked(framework, device) if not (b.optional and b.reason(framework)))
     return next(found, library(framework))
+
+
+def quickest(name: str, plan: CallPlan, geometry: Any, dtype: str, options: Options) -> str:
+    """The backend of generated kernels that runs a call on tensors of torch whose first choice is `name`: another where
+    its record says that it is faster, unless options or settings ask for kernels or tiles by name."""
+    if options.backend or Settings.read().backend or options.tile or options.tuning != AS_CHOSEN or options.rows is not None:
+        return name
+    others = (b for b in backends_of("torch") if b.instead == name and not b.reason("torch"))
+    return next((b.name for b in others if b.pays is not None and b.pays(plan, geometry, dtype)), name)
 
 
 def likely() -> str:

@@ -24,7 +24,7 @@ from frisket.lowering.plan import LIVE, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import automatic, library
+from frisket.runtime.backends.registry import automatic, library, quickest
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
@@ -291,7 +291,8 @@ def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
         named = call.backend == proof.backend
         other = replace(call, backend=automatic("torch", call.given.device)) if named else call
         return EngineReady.of_call(other, options, proof, named, _built)
-    return _built(call, options, defers)
+    backend = quickest(call.backend, call.plan, call.geometry, call.given.dtype, options)
+    return _built(call if backend == call.backend else replace(call, backend=backend), options, defers)
 
 
 def _built(call: Call, options: Options, defers: bool = False) -> Ready:

@@ -24,7 +24,7 @@ def reason(framework: str | None = None) -> str:
 
 register(Backend(
     name="gluon",
-    kernels="kernels for Hopper and Blackwell, by name alone until a GPU has run them",
+    kernels="kernels for Hopper and Blackwell, on Hopper in the place of Triton's where they are faster",
     language="gluon",
     reason=reason,
     call_target=Lazy(f"{HERE}.tiles:target"),
@@ -34,6 +34,8 @@ register(Backend(
     },
     order=50,
     platforms=("cuda",),
+    instead="triton",
+    pays=Lazy(f"{HERE}.tiles:pays"),
     refuses={
         "float32": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='triton'",
         "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='aten'",
