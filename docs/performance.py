@@ -17,8 +17,9 @@ from frisket.runtime.bench import chart, schema
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-OURS = ("native", "library", "frisket")
+OURS = ("native", "library", "frisket", "pallas-mosaic-gpu", "triton")
 NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "numpy and lark")  # the machine's own rates, and ourselves
+BY_NAME = "frisket, "  # a call of frisket that names its backend
 Part = dict[str, Any]
 
 INTRO = """\
@@ -27,12 +28,12 @@ INTRO = """\
 For readers who want to know where frisket is faster or slower than another library. After this page you can read each
 table and repeat it.
 
-Everything except [predictions](#predicted-never-measured) was measured on {machine},
-by the programs in `benchmarks/`. `python docs/performance.py` writes this page from their results.
+Everything except [what an H100 ran](#measured-on-an-h100) and [predictions](#predicted-by-a-model) was measured on
+{machine}, by the programs in `benchmarks/`. `python docs/performance.py` writes this page from their results.
 
-> **Never measured: GPUs and TPUs.** No GPU and no TPU has run any of this. The Triton and Pallas kernels are tested in
-> interpreters, compiled ahead of time, and counted tile by tile. Their speed on a device is not known.
-> `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on your device.
+> **Never measured: Blackwell, GPUs of AMD, and TPUs.** One GPU has run frisket: [an H100](#measured-on-an-h100). For
+> other devices the Triton, Gluon and Pallas kernels are compiled ahead of time and tested in interpreters. Their speed
+> there is not known. `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on your device.
 
 A ratio is *time of the first / time of the second*: `flex / native` is above 1 where frisket's native kernel is faster.
 All libraries of a row run in one process on the same arrays, in an order that changes from round to round. Their
@@ -95,7 +96,7 @@ def ratio(found: list[float]) -> str:
 def slower(pair: str, found: list[float]) -> bool:
     """Whether a peer was faster than ours, beyond the interval."""
     peer, ours = pair.split(" / ")
-    return ours in OURS and peer not in (*OURS, *NOT_PEERS) and found[-1] < 1
+    return ours in OURS and peer not in (*OURS, *NOT_PEERS) and not peer.startswith(BY_NAME) and found[-1] < 1
 
 
 def missed(row: dict[str, Any]) -> dict[tuple[str, str], schema.Goal]:
@@ -200,13 +201,13 @@ often than once where programs that share them do not run at the same time. No r
 
 SCHEDULES = """\
 What other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
-launched` is what launches do, with the table that divides long rows and the kernel that reads it; the other columns
-are at most, with nothing taken off for what a schedule costs in the kernel. The time to compare with is that of heads
-one after another, the longest rows of each first. `longest of all first` starts the long rows of all heads before the
-short ones of any: launches do so with up to 32 key heads. A persistent grid has as many programs as fit, and each
-takes one row after another. `long rows split, at most` divides rows longer than what a place has in the mean, and
-combines their parts in a second launch. A packed tile holds the queries of a group of heads, as few queries have
-them; dkv walks the heads of a group already.
+launched` is what launches of that day do, with the table that divides long rows and the kernel that reads it; the other
+columns are at most, with nothing taken off for what a schedule costs in the kernel. The time to compare with is that of
+heads one after another, the longest rows of each first. `longest of all first` starts the long rows of all heads before
+the short ones of any. [An H100](triton.md#the-order-of-programs) was slower with that order. A persistent grid has as
+many programs as fit, and each takes one row after another. `long rows split, at most` divides rows longer than what a
+place has in the mean, and combines their parts in a second launch. A packed tile holds the queries of a group of heads,
+as few queries have them; dkv walks the heads of a group already.
 """
 
 UNITS = """\
@@ -331,12 +332,136 @@ def of_deals(parts: dict[str, Part]) -> Iterator[str]:
     yield from figures(parts, "deals", "sent, of a full ring")
 
 
+FORWARD = """\
+TFLOP/s of visible work: 4 x head size for each visible pair and head. A row is a mask, its head size (D) and tokens.
+`frisket` names no backend and takes no engine; `frisket, triton` and `frisket, gluon` name one. The results also have
+engines that frisket calls by name, and a dense formula. A cell is empty where a library does not have the mask, or ran
+out of memory.
+"""
+BACKWARD = "The gradients of q, k and v alone: 10 x head size for each visible pair and head.\n"
+ONE_QUERY = "Bytes of keys and values that a step must read, as a share of the rate at which the GPU copies memory.\n"
+STEPS = """\
+A row has the queries of a sequence, how keys and values are stored, and the contestant; a column has sequences x tokens
+of each. 64 heads, 8 key heads, head size 128. A figure is the rate at which all keys, values, scales and page numbers
+are read, as a share of the rate at which the GPU copies memory.
+"""
+RIGHT = "Results and gradients at head sizes 64 and 128, beside float64.\n"
+RATES = {"jax-forward": "Forward, JAX", "jax-backward": "Backward, JAX"}
+
+
+def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
+    """What there is of the parts of benchmarks/gpu.py."""
+    yield on_gpu(parts)
+    rows: dict[str, dict[str, Any]] = {name: part["rows"] for name, part in parts.items()}
+    speed = rows.pop("speed", {})
+    if smoke := [n for n in rows.pop("smoke", {}) if n != "versions"]:
+        yield f"`smoke` ran these calls beside float64, and they agree: {'; '.join(smoke)}.\n"
+    if right := rows.pop("right", {}):
+        yield f"### Masks and score mods on an H100\n\n{RIGHT}"
+        yield from of_right(right)
+    for way, text in (("forward", FORWARD), ("backward", BACKWARD)):
+        if found := rates({n.partition(": ")[2]: x for n, x in speed.items() if n.startswith(way)}):
+            yield f"### {way.capitalize()}, torch, on an H100\n\n{text}"
+            yield from of_rows(found, "tflops")
+    if steps := {n: x for n, x in speed.items() if n.startswith("decode")}:
+        yield f"### One query over 32,768 keys on an H100\n\n{ONE_QUERY}"
+        yield from of_rows(steps, "share of bandwidth")
+    if serving := rows.pop("serving", {}):
+        yield f"### Steps of serving on an H100\n\n{STEPS}"
+        yield from of_rows(by_cache(serving), OF_COPY)
+    if tune := rows.pop("tune", {}):
+        yield "### Tiles on an H100\n"
+        yield from of_tune(tune)
+    for name, own in rows.items():
+        yield f"### {RATES.get(name, f'`{name}`')}, on an H100\n"
+        yield from of_rows(rates(own), "tflops") if name in RATES else of_quantities(parts, name)
+
+
+ELSEWHERE = ("dense", *(BY_NAME + n for n in ("cudnn", "sdpa", "flash")))  # in the results alone
+CLOSEST = ("flex", "SDPA cudnn", "cudnn")  # peers with a column for the ratio
+OF_COPY = "share of the copy rate"
+HOW = ("passed", "failed")
+
+
+def of_rows(rows: dict[str, Any], quantity: str) -> Iterator[str]:
+    yield from figures({"": {"rows": rows}}, "", quantity)
+
+
+def on_gpu(parts: dict[str, Part]) -> str:
+    """The GPU, its driver, clock and power, versions and dates."""
+    words = {
+        "gpu": "", "date": "", "cuda": "CUDA ", "python": "Python ", "torch": "torch ", "triton": "Triton ",
+        "jax": "JAX ",
+    }  # fmt: skip
+    heads = [x["machine"] for x in parts.values()]
+    known = {n: dict.fromkeys(m[n] for m in heads if n in m) for n in words}
+    told = [words[n] + " and ".join(x) for n, x in known.items() if x]
+    notes = parts.get("smoke", {}).get("rows", {}).get("versions", {}).get("notes", {})
+    if notes.get("driver", "").count(", ") == 3:
+        _, driver, clock, power = notes["driver"].split(", ")
+        told.insert(1, f"driver {driver}, at most {clock} and {power}")
+    return ", ".join(told) + ".\n"
+
+
+def rates(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows with TFLOP/s first, for a table."""
+    found = {}
+    for names, row in schema.leaves(rows):
+        of = {n: x for n, x in row.get("figures", {}).get("tflops", {}).items() if n not in ELSEWHERE}
+        pairs = {p: x for p, x in row.get("ratios", {}).items() if p.split(" / ")[0] in CLOSEST}
+        if of:
+            found[", ".join(names)] = {"figures": {"tflops": of}, "ratios": pairs, "goals": row.get("goals", {})}
+    return found
+
+
+def by_cache(rows: dict[str, Any]) -> dict[str, Any]:
+    """Steps of serving with a column for each cache."""
+    found: dict[str, Any] = {}
+    for (step, cache), row in schema.leaves(rows):
+        for who, share in row["figures"]["share of bandwidth"].items():
+            found.setdefault(f"{step}, {who}", {"figures": {OF_COPY: {}}})["figures"][OF_COPY][cache] = share
+    return found
+
+
+def of_right(rows: dict[str, Any]) -> Iterator[str]:
+    """Entries, results and gradients by backend and dtype, and those that failed."""
+    counts: dict[str, list[dict[str, int]]] = {}
+    for name, row in rows.items():
+        backend, *_, dtype = name.split(", ")
+        counts.setdefault(f"{backend}, {dtype}", []).append(row["rows"]["count"]["figures"]["cases"])
+    body = [[n, *map(number, (len(x), *(sum(y[how] for y in x) for how in HOW)))] for n, x in counts.items()]
+    yield from table(["", "masks and score mods", *HOW], body)
+    for name, row in rows.items():
+        if bad := row["rows"]["count"].get("notes", {}):
+            said = ", ".join(f"{n} by {x}" for n, x in bad.items())
+            yield f"`{name}` was wrong, as parts of the largest number: {said}.\n"
+
+
+def of_tune(rows: dict[str, Any]) -> Iterator[str]:
+    """The best tile of each kernel beside the one that frisket took when it was measured."""
+    tried: dict[str, list[tuple[float, str, float, float]]] = {}
+    for name, row in rows.items():
+        ms = row["figures"]["ms"]
+        usual = ms["as chosen"]
+        own = [(x / usual, tile, x, usual) for tile, x in ms.items() if tile != "as chosen"]
+        tried.setdefault(name.rpartition(", ")[0], []).extend(own)
+    yield f"The best of {sum(map(len, tried.values()))} tiles, queries x keys. `as chosen` was the default when the row"
+    yield "was measured. Times of dq and dkv are of all kernels of the backward.\n"
+    best = {n: min(x) for n, x in tried.items()}
+    body = [[n, number(usual), tile, number(x), f"{of:.2f}"] for n, (of, tile, x, usual) in best.items()]
+    yield from table(["", "as chosen, ms", "best tile", "ms", "best / as chosen"], body)
+
+
+def of_quantities(parts: dict[str, Part], part: str) -> Iterator[str]:
+    rows = list(schema.leaves(parts[part]["rows"]))
+    for quantity in dict.fromkeys(q for _, r in rows for q in r.get("figures", {})):
+        yield from figures(parts, part, quantity)
+
+
 def of_any(parts: dict[str, Part]) -> Iterator[str]:
-    for part, found in parts.items():
+    for part in parts:
         yield f"### {part[0].upper() + part[1:]}\n"
-        rows = list(schema.leaves(found["rows"]))
-        for quantity in dict.fromkeys(q for _, r in rows for q in r.get("figures", {})):
-            yield from figures(parts, part, quantity)
+        yield from of_quantities(parts, part)
 
 
 TOPICS = (
@@ -389,7 +514,8 @@ TOPICS = (
     Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128. The time is from the key to the "
           "frame with the new picture, facts and cost, in Chromium without a window. The analysis is part of it.",
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
-    Topic("gpu-model", "Predicted, never measured", "No GPU has run this. Kernels, ours and flex_attention's alike, "
+    Topic("gpu", "Measured on an H100", "", "python benchmarks/gpu.py PART", of_gpu),
+    Topic("gpu-model", "Predicted by a model", "No GPU has run this. Kernels, ours and flex_attention's alike, "
           "are compiled for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is "
           "the loop of full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves "
           "over 132 SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the "
@@ -455,7 +581,7 @@ def first_calls(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 def page() -> str:
     every = {t.file: loaded(t) for t in topics()}
-    heads = [x["machine"] for parts in every.values() for x in parts.values()]
+    heads = [x["machine"] for parts in every.values() for x in parts.values() if "gpu" not in x["machine"]]
     cpus = sorted({f"{m['cores']} cores of an {m['cpu']}" for m in heads})
     days = sorted(m["date"] for m in heads)
     found = {n: sorted({m[n].split("+")[0] for m in heads if n in m}) for n in ("torch", "jax")}

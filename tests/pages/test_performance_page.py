@@ -44,6 +44,17 @@ def test_every_loss_is_at_the_top():
     assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
 
 
-def test_what_was_never_measured_is_said():
-    assert "Never measured: GPUs and TPUs" in PAGE.page()
-    assert not any("gpu" in x["machine"] for t in PAGE.topics() for x in PAGE.loaded(t).values())  # else say so no more
+def test_the_gpu_that_was_measured_is_named():
+    assert "Never measured: Blackwell, GPUs of AMD, and TPUs" in PAGE.page()
+    machines = {t.file: [x["machine"] for x in PAGE.loaded(t).values()] for t in PAGE.topics()}
+    assert {file for file, found in machines.items() if any("gpu" in m for m in found)} == {"gpu"}
+    assert {m["gpu"] for m in machines["gpu"]} == {"NVIDIA H100 80GB HBM3"}  # else say what has run, and where
+
+
+def test_a_part_of_the_gpu_may_be_missing():
+    (topic,) = (t for t in PAGE.topics() if t.file == "gpu")
+    parts = PAGE.loaded(topic)
+    for name, part in parts.items():
+        alone = "\n".join(topic.show({name: part}))
+        assert alone.startswith("NVIDIA H100")
+        assert alone.count("\n") > 2
