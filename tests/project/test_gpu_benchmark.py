@@ -105,7 +105,7 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
     from gpu_parts import PARTS
     from gpu_scale import FULL
 
-    assert [*PARTS][:5] == ["smoke", "right", "tune", "speed", "profile"]
+    assert [*PARTS][:6] == ["smoke", "right", "tune", "speed", "serving", "profile"]
     assert PARTS["smoke"].minutes == 3
     assert all(part.minutes <= 7.5 and part.limit <= 60 * part.minutes for part in PARTS.values())
     assert next(iter(PARTS["tune"].rows(FULL))).startswith("forward, causal, D 128, 3 stages")
@@ -122,7 +122,9 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
 
 
 def test_a_row_that_hangs_is_stopped():
-    child = gpu.Child("smoke", "versions", dry=True)  # it waits for a word that nobody says
+    from gpu_scale import DRY
+
+    child = gpu.Child("smoke", "versions", DRY)  # it waits for a word that nobody says
     with child.limited(0.2):
         child.process.wait()
     assert child.failure().startswith("stopped: no answer in 0 s")

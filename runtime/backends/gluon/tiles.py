@@ -22,9 +22,10 @@ from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
 from frisket.lowering.kernels.triton.parameters import padded
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.plan import Geometry, Spans, Target
 from frisket.lowering.simplify.ends import ends_of
 from frisket.runtime.backends.triton import tiles as triton_tiles
+from frisket.runtime.backends.triton.rows import row_parts
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def target(
 
 
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
-    """Whether the forward is faster than Triton's. On an H100 (benchmarks/results/gpu.json) it takes 0.72 to 0.84 of the
-    time at head dim 128 where queries see more than MEDIUM keys, and as long or longer under shorter windows, with
-    documents of some hundred tokens, and at head dim 64. It has not run on Blackwell."""
+    """Whether the forward is faster than Triton's. On an H100 (benchmarks/results/gpu.json) Triton's takes 1.15 to 1.33
+    times as long at head dim 128 where queries see more than MEDIUM keys, 1.07 times with documents of some thousand
+    tokens, and less time under shorter windows, with shorter documents, and at head dim 64. Score mods with tables by
+    key have not been measured, nor has it run on Blackwell."""
     import torch
 
     if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
@@ -65,11 +67,16 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     program = plan.host_program
     if g.kv_dtype or program.stored is not None or program.unwritten:
         return False
-    mask, _ = plan.simplified
+    mask, score = plan.simplified
+    if reads_by_key(score):
+        return False
     if mask is None:
         return True
     keys, closed = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))
-    return keys > triton_tiles.MEDIUM if closed else g.kv_len >= LONG
+    if closed or g.kv_len < LONG:
+        return closed and keys > triton_tiles.MEDIUM
+    rows = plan.rows((128, keys_of(plan, g, "sm_90")))  # long ones among them Triton's forward divides
+    return not (isinstance(rows, Spans) and row_parts(rows, torch.cuda.get_device_properties(0).multi_processor_count))
 
 
 def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:

@@ -71,34 +71,35 @@ def test_classes_and_their_borders():
     rows = tiles.TABLE["sm_90"]["forward"]
     for made, window in ((short, "short"), (medium, "medium"), (long, "long")):
         assert row_of(made) == rows[window]["128"]
-    assert long == target("causal") == target(None).everywhere(order="longest-of-all-first")
+    assert long == target("causal") == target(None)
     assert medium == target("causal & (window(2048) | sinks(4))") == target("prefix(700) | causal")  # no formulas
 
 
-@pytest.mark.parametrize(("order", "sizes"), [
-    ("longest-of-all-first", {"heads": 2}), ("longest-of-all-first", {"heads": 64, "kv_heads": 32}),
-    ("longest-first", {"heads": 1}), ("longest-first", {"heads": 66}), ("longest-first", {"q_len": 1 << 20}),
-])  # fmt: skip
-@pytest.mark.parametrize("tile", [None, (64, 64)])
-def test_the_longest_rows_of_all_heads_start_first(order, sizes, tile):
-    """Not where a head alone has rows, where HBM would have to bring the keys of too many heads at a time, nor where
-    rows are more than an axis of a grid counts."""
+@pytest.mark.parametrize("sizes", [{}, {"heads": 2, "kv_heads": 1}, {"heads": 66}, {"q_len": 1 << 20}])
+def test_heads_start_one_after_another_with_their_longest_rows(sizes):
+    """Rows of one head that run at a time share its keys in L2."""
     given = {"q_len": 4096, "heads": 8, "head_dim": 64, "dtype": "bfloat16", "backend": "triton"} | sizes
-    made = fk.compile("causal", tile=tile).stages(**given).target
-    assert {t.order for t in parts(made) if t} == {order}
+    made = fk.compile("causal").stages(**given).target
+    assert {t.order for t in parts(made) if t} == {"longest-first"}
     g = Geometry(3, given["heads"], sizes.get("kv_heads", given["heads"]), given["q_len"], given["q_len"], 64, 64, 0.1)
-    rows = -(-g.q_len // made.block_q)
-    by_head = order != "longest-first"
-    assert of_forward(g, made) == ((g.heads, rows, 3) if by_head else (rows, g.heads, 3))
+    assert of_forward(g, made) == (-(-g.q_len // made.block_q), g.heads, 3)
     dq, dkv = of_backward(g, made, ("attention_dq", "attention_dkv"))
-    assert sorted(dq.grid) == sorted((-(-g.q_len // (made.dq or made).block_q), g.heads, 3))
-    columns = -(-g.kv_len // (made.dkv or made).block_k)
-    assert dkv.grid == ((g.kv_heads, columns, 3) if by_head else (columns, g.kv_heads, 3))
-    assert max(x.grid[1] for x in (dq, dkv)) <= GRID
+    assert dq.grid == (-(-g.q_len // made.dq.block_q), g.heads, 3)
+    assert dkv.grid == (-(-g.kv_len // made.dkv.block_k), g.kv_heads, 3)
 
 
-def test_rows_that_are_alike_keep_their_order():
-    assert {t.order for t in parts(target(None))} == {"longest-first"}
+@pytest.mark.parametrize(("installed", "dkv"), [("3.6", [64, 64, 4, 2, 1]), ("3.9", [32, 64, 4, 4, 1]), ("", [32, 64, 4, 4, 1])])
+def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
+    monkeypatch.setattr(tiles, "triton_version", lambda: installed)
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    assert row_of(tiles.default_target(g, "bfloat16").dkv) == dkv
+    other = [{"descriptors": False}, {"curved": True}, {"reads": "each"}, {"arch": "sm_80"}, {"keys": 128}]
+    for given in other:
+        made = tiles.default_target(g, "bfloat16", **given)
+        monkeypatch.setattr(tiles, "OF_TRITON", {})
+        assert made == tiles.default_target(g, "bfloat16", **given), given
+        monkeypatch.undo()
+        monkeypatch.setattr(tiles, "triton_version", lambda: installed)
 
 
 def row_of(t):

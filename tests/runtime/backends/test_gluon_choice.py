@@ -1,0 +1,91 @@
+"""Which calls take Gluon's forward in the place of Triton's."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.gluon.tiles import pays
+from frisket.runtime.backends.registry import quickest
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.tuning import LaunchOptions, Tuning
+
+LENGTH = 16_384
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)
+    )
+
+
+def asked(mask, score=None, length=LENGTH, dim=128, v_dim=None, dtype="bfloat16", dropout=0.0, **params):
+    plan = fk.compile(mask, score, dropout=dropout, **params).plan(length, length, 1, 4)
+    return pays(plan, Geometry(1, 4, 4, length, length, dim, v_dim or dim, 0.1), dtype)
+
+
+def documents(length, of):
+    return (np.arange(length) // of).astype(np.int32)
+
+
+@pytest.mark.parametrize("given", [
+    {"mask": None}, {"mask": "causal"}, {"mask": "causal & window(1024)"}, {"mask": "causal", "length": 1024},
+    {"mask": "causal", "score": "softcap(50)"}, {"mask": "causal", "score": "score + slope[h] * (k - q)"},
+    {"mask": "causal & same(doc)"}, {"mask": "causal", "dim": 96}, {"mask": "causal", "dtype": "float16"},
+])  # fmt: skip
+def test_calls_that_take_it(given):
+    more = {"slope": np.ones(4, np.float32)} if "slope" in (given.get("score") or "") else {}
+    more |= {"doc": documents(LENGTH, 2048)} if "doc" in str(given["mask"]) else {}
+    assert asked(**given, **more)
+
+
+@pytest.mark.parametrize("given", [
+    {"mask": "causal", "dim": 64}, {"mask": "causal", "dim": 256}, {"mask": "causal", "v_dim": 64},
+    {"mask": "causal", "dim": 100}, {"mask": "causal", "dtype": "float32"}, {"mask": "causal", "length": 1000},
+    {"mask": "causal & window(128)"}, {"mask": "causal & window(768)"}, {"mask": "causal", "dropout": 0.1},
+    {"mask": "causal", "score": "score + bias[q - k]", "bias": np.ones(LENGTH, np.float32)},
+    {"mask": "causal & same(doc)", "length": 8192, "doc": documents(8192, 2048)},
+    {"mask": "window(256) | k < 64 | q < 64"},  # long rows, which Triton's forward divides
+])  # fmt: skip
+def test_calls_that_do_not(given):
+    assert not asked(**given)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus(monkeypatch, capability):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert not asked("causal")
+
+
+def test_kernels_that_are_asked_for_run(monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    was, seen = RECORDS["gluon"], []
+    register(replace(was, reason=lambda framework=None: "", pays=lambda *given: seen.append(given) or True))
+    try:
+        plan, g = fk.compile("causal").plan(64, 64), Geometry(1, 1, 1, 64, 64, 128, 128, 0.1)
+        assert quickest("triton", plan, g, "bfloat16", Options()) == "gluon"
+        assert quickest("triton", plan, g, "bfloat16", Options(engines=False)) == "gluon"
+        assert quickest("cpp", plan, g, "bfloat16", Options()) == "cpp"
+        assert len(seen) == 2
+        at = np.arange(64, dtype=np.int32)
+        for options in (
+            Options(backend="triton"), Options(tile=(64, 64)), Options(rows=Rows(at, at)),
+            Options(tuning=Tuning(forward=LaunchOptions(num_stages=2))),
+        ):  # fmt: skip
+            assert quickest("triton", plan, g, "bfloat16", options) == "triton"
+        monkeypatch.setenv("FRISKET_BACKEND", "triton")
+        assert quickest("triton", plan, g, "bfloat16", Options()) == "triton"
+        assert len(seen) == 2
+    finally:
+        register(was)
