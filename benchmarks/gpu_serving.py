@@ -34,7 +34,7 @@ def serving(row: str, scale: Scale) -> Measure:
     queries, dtype, kind = row.split(", ")
     n, page = int(queries.split()[0]), 0 if kind == "one piece" else int(kind.split()[-1])
     calls, read = dict[str, dict[str, Call]](), dict[str, int]()
-    for batch, length in (((1, 96),) if scale.dry else CACHES):
+    for batch, length in ((1, 96),) if scale.dry else CACHES:
         name = f"{batch} x {length}"
         calls[name], read[name] = step(n, dtype, page and (16 if scale.dry else page), batch, length, scale)
     space = torch.empty(2, 1 << (16 if scale.dry else 30), dtype=torch.uint8, device=scale.device)
@@ -57,9 +57,7 @@ def serving(row: str, scale: Scale) -> Measure:
     return measure
 
 
-def step(
-    queries: int, dtype: str, page: int, batch: int, length: int, scale: Scale
-) -> tuple[dict[str, Call], int]:
+def step(queries: int, dtype: str, page: int, batch: int, length: int, scale: Scale) -> tuple[dict[str, Call], int]:
     """The contestants of a step, whose first call is compared with dense attention, and the bytes it must read."""
     heads, kv_heads, dim = (4, 2, 16) if scale.dry else (HEADS, KV_HEADS, DIM)
     q = drawn(1, heads, queries, 1, dim, scale)[0].expand(batch, -1, -1, -1).contiguous()

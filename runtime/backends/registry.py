@@ -93,9 +93,10 @@ def automatic(framework: str, device: str) -> str:
 
 
 def quickest(name: str, plan: CallPlan, geometry: Any, dtype: str, options: Options) -> str:
-    """The backend of generated kernels that runs a call on tensors of torch whose first choice is `name`: another where
-    its record says that it is faster, unless options or settings ask for kernels or tiles by name."""
-    if options.backend or Settings.read().backend or options.tile or options.tuning != AS_CHOSEN or options.rows is not None:
+    """The generated kernels that run a call on tensors of torch whose first choice is `name`: those of another backend
+    where its record says that they are faster, and nobody asks for kernels or tiles by name."""
+    named = options.backend or Settings.read().backend or options.tile or options.tuning != AS_CHOSEN
+    if named or options.rows is not None:
         return name
     others = (b for b in backends_of("torch") if b.instead == name and not b.reason("torch"))
     return next((b.name for b in others if b.pays is not None and b.pays(plan, geometry, dtype)), name)

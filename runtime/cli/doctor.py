@@ -14,7 +14,7 @@ from rich.text import Text
 
 import frisket
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
-from frisket.runtime.backends.engines.costs import CHECKED
+from frisket.runtime.backends.engines.costs import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, choose, here
 from frisket.runtime.bench.machine import cpu_name
 from frisket.runtime.bench.packed import installed
@@ -96,10 +96,14 @@ def package(name: str, found: str | None) -> str:
 
 def engines() -> dict[str, str]:
     """Whether each kernel of a vendor takes calls by itself, where it provably computes them and is faster."""
-    where = {b.name: CHECKED.get(b.name, ()) for b in RECORDS.values() if b.is_engine}
+    faster = {(row.engine, row.platform) for row in COSTS}
+    where = {
+        b.name: [p for p in CHECKED.get(b.name, ()) if (b.name, p) in faster] for b in RECORDS.values() if b.is_engine
+    }
     others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in where}
     return {
-        n: " ".join(["by itself on the", ", ".join(x).upper(), "and"] * bool(x) + [others[n]]) for n, x in where.items()
+        n: " ".join(["by itself on", " and ".join(map(str.upper, x)), "and"] * bool(x) + [others[n]])
+        for n, x in where.items()
     }
 
 

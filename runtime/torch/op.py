@@ -291,8 +291,9 @@ def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
         named = call.backend == proof.backend
         other = replace(call, backend=automatic("torch", call.given.device)) if named else call
         return EngineReady.of_call(other, options, proof, named, _built)
-    backend = quickest(call.backend, call.plan, call.geometry, call.given.dtype, options)
-    return _built(call if backend == call.backend else replace(call, backend=backend), options, defers)
+    if call.given.device != "cpu":
+        call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.given.dtype, options))
+    return _built(call, options, defers)
 
 
 def _built(call: Call, options: Options, defers: bool = False) -> Ready:

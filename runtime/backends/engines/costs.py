@@ -85,8 +85,4 @@ COSTS = (
         "benchmarks/results/engines.json, AMD EPYC with AVX-512, one thread, head dim 64: library calls take 1.7 to 14 "
         "times as long up to 256 tokens, 1.0 to 1.2 times at 1,024; C++ kernels 0.1 to 0.9 times, but for 1.5 at 16",
     ),
-    CostRow(
-        "sdpa", "cuda", HALVES, lambda call: False, "FlashAttention 2 is not ahead of them on any GPU",
-        "benchmarks/results/gpu.json, an H100: 1.3 to 2.1 times the time of generated kernels, causal, both directions",
-    ),
 )  # fmt: skip

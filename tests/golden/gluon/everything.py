@@ -176,6 +176,7 @@ def consume(
             # random(seed, b, h, q, k) >= rate
             p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
             p = p.to(Out.dtype)
+            acc *= gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]  # of earlier records
             weights = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
             top = peak
             before, before_phase = slot, phase

@@ -13,7 +13,6 @@ import frisket as fk
 from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
-from frisket.runtime.backends.triton.arguments import GRID
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
@@ -88,7 +87,9 @@ def test_heads_start_one_after_another_with_their_longest_rows(sizes):
     assert dkv.grid == (-(-g.kv_len // made.dkv.block_k), g.kv_heads, 3)
 
 
-@pytest.mark.parametrize(("installed", "dkv"), [("3.6", [64, 64, 4, 2, 1]), ("3.9", [32, 64, 4, 4, 1]), ("", [32, 64, 4, 4, 1])])
+@pytest.mark.parametrize(
+    ("installed", "dkv"), [("3.6", [64, 64, 4, 2, 1]), ("3.9", [32, 64, 4, 4, 1]), ("", [32, 64, 4, 4, 1])]
+)
 def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)

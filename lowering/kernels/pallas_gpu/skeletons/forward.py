@@ -317,8 +317,8 @@ def attention_forward(
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(heads, rows, batch),
-        grid_names=("head", "row", "batch"),
+        grid=(batch, heads, rows),
+        grid_names=("batch", "head", "row"),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

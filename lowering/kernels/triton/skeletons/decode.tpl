@@ -34,7 +34,7 @@ def attention_decode(
     $own_head = tl.program_id(0)  $if not partly and balanced
     entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled and not balanced
     $if packs:
-        # A tile holds QUERIES queries of each of 1s heads that share a key head.
+        # A tile holds QUERIES queries of each of $of_heads heads that share a key head.
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
     $if balanced:
 

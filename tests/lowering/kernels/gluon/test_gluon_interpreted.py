@@ -49,7 +49,9 @@ def test_every_case(name, on):
 
 
 @pytest.mark.parametrize(
-    "mask", [(k < 64) | (k >= 192), eq(k // 64 % 2, 0), causal & ((k < 4) | (q - k < 40))], ids=["two", "every", "sinks"]
+    "mask",
+    [(k < 64) | (k >= 192), eq(k // 64 % 2, 0), causal & ((k < 4) | (q - k < 40))],
+    ids=["two", "every", "sinks"],
 )
 def test_rows_of_several_runs_of_tiles(mask, on):
     """The first tile of a later run scales down what earlier ones have summed: scores rise with the key."""

@@ -56,7 +56,7 @@ def lines(arch, dim, name, kind):
         made = stages.source, stages.plan, stages.target
     for r in compile_reports(*made, dims, arch):
         kernel = r.kernel.removeprefix("attention_")
-        if kernel == "combine":  # no tile, and the same for all masks
+        if kernel == "combine" or kernel.endswith("_sums"):  # no products, and the same for all masks
             continue
         place = f"{arch:<6} D {dim:<3} {name:<9} {kernel:<7}"
         tile = f"{r.block_q:>3} x {r.block_k:<3} {r.warps} warps {r.stages} stages"
