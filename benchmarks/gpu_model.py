@@ -165,11 +165,15 @@ def evaluated_by(python: str, jobs: list[tuple[Cell, Tile]], processes: int) -> 
 
 
 def tiles(options: argparse.Namespace) -> None:
-    """Search the cells that are asked for, print the best tiles of each, and with --write make the best the default."""
+    """Search the cells that are asked for, print the best tiles of each, and with --write make the best the default,
+    but of cells whose tiles were measured."""
     known = search.table()
     asked = [x.split(",") for x in (options.arch, options.kernels, options.classes)]
     for cell in search.cells(*asked, [int(x) for x in options.dims.split(",")]):
         now = search.current(cell, known)
+        if options.write and cell in search.MEASURED:
+            print(f"{cell}: {now} stays, by measurement", flush=True)
+            continue
         long = search.current(replace(cell, mask="long"), known)
         found = [*search.candidates(cell, long)]
         times = of_modelled(cell, [now, *found], options) if cell.modelled else of_ranked(cell, found, options)

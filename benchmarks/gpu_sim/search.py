@@ -5,8 +5,9 @@ is compiled and played with the Triton at hand, the best of them with more and f
 the other Triton, too; the tile is chosen whose worse time is the least. Where the model knows no machine (Blackwell's
 tensor memory, AMD, heads of 256 on the A100), candidates are taken in the order of bytes loaded for a product, then of
 blocks that fit an SM, and the first is chosen that spills nothing. A tile has to compile without a spill in every form
-of the kernel: where a table lists its programs, and with eight heads to a key head, too. What was
-compiled and played is kept on disk, so that a search that was broken off goes on where it was.
+of the kernel: where a table lists its programs, and with eight heads to a key head, too. Cells whose tiles a GPU chose
+stay as they are: MEASURED. What was compiled and played is kept on disk, so that a search that was broken off goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.arch} {self.kernel} {self.mask} D{self.dim}"
+
+
+# Tiles that an H100 chose, by benchmarks/results/gpu.json: the search leaves them.
+MEASURED = {
+    Cell("sm_90", "forward", "long", 64): Tile(64, 64, 4, 3),
+    Cell("sm_90", "forward", "medium", 128): Tile(64, 64, 4, 3, 1),
+    Cell("sm_90", "dq", "long", 64): Tile(64, 64, 4, 2, 1),
+}
 
 
 def cells(archs: Sequence[str], kernels: Sequence[str], masks: Sequence[str], dims: Sequence[int]) -> Iterator[Cell]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gpu_sim.full import Case
 from gpu_sim.machine import H100
-from gpu_sim.ours import Tile
+from gpu_sim.ours import KERNELS, Tile, chosen
 from gpu_sim.report import GLOBAL
 from gpu_sim.schedule import (
     SCHEDULES,
@@ -14,6 +14,7 @@ from gpu_sim.schedule import (
     in_order,
     longest_of_a_head,
     longest_of_all,
+    ours_of,
     parts_of,
     persistent,
     split,
@@ -59,12 +60,23 @@ def test_a_launch_of_parts_takes_what_its_table_says():
     assert divided(x, table) == pytest.approx(4e6 + 4 * FIXED + 3e-6 * H100.clock)
 
 
-def test_long_rows_are_divided_as_launches_divide_them():
+# The parts of the long row of GLOBAL, 8,192 tokens in 16 heads, by the walked side of tiles whose own side is 64. With
+# tiles of 64 x 64 a head has 128 rows: one of 128 tiles, 119 of 10, and two each of 6, 7, 8 and 9 at the ends, which
+# are 1,378; the rows' first and last instructions count as 256 more. All heads have 16 * 1,634 = 26,144. Two programs
+# run on each of 132 SMs at a time, and shares are a quarter of theirs: 26,144 / (4 * 264) = 24. A part has half of
+# that, but 16 at least: 128 / 16 = 8 parts. With 64 x 32 a head has 256 + 119 * 20 + 2 * (12 + 14 + 16 + 18) = 2,756
+# tiles, so a share is 16 * (2,756 + 256) / 1,056 = 45, a part 22, and 256 / 22 are 12 parts.
+PARTS = {64: 8, 32: 12}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long_rows_are_divided_as_launches_divide_them(kernel):
     case = Case(GLOBAL, length=8192)
-    table = parts_of("forward", case)
-    assert table.rows[0].tolist() == [[0, 0, 3]]
-    assert all(parts_of(n, case).rows[0, 0, 2] > 1 for n in ("dq", "dkv"))
-    assert parts_of("forward", Case("window 128", length=8192)) is None
+    tile = chosen(ours_of(kernel, case))
+    own, walked = (tile.block_k, tile.block_q) if kernel == "dkv" else (tile.block_q, tile.block_k)
+    assert (own, tile.warps) == (64, 4)
+    assert parts_of(kernel, case).rows[0].tolist() == [[0, 0, PARTS[walked]]]
+    assert parts_of(kernel, Case("window 128", length=8192)) is None
 
 
 def test_no_schedule_beats_the_mean():

@@ -136,6 +136,22 @@ def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
     assert table.read_text() == before
 
 
+def test_measured_tiles_are_in_the_table_and_stay(table, monkeypatch, capsys):
+    assert {cell: search.current(cell, tiles.TABLE) for cell in search.MEASURED} == search.MEASURED
+    monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
+    monkeypatch.setattr(search, "show", lambda: None)
+    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": {A: 1.0}.get(t, 2.0)})
+    command = "tiles --arch sm_90 --kernels forward,dq --classes long,medium --dims 64,128 --jobs 1"
+    gpu_model.main([*command.split(), "--write"])
+    written, said = json.loads(table.read_text()), capsys.readouterr().out
+    for cell in search.cells(["sm_90"], ["forward", "dq"], ["long", "medium"], [64, 128]):
+        stays = cell in search.MEASURED
+        assert search.current(cell, written) == search.MEASURED.get(cell, A)
+        assert (f"{cell}: {search.current(cell, written)} stays, by measurement" in said) == stays
+    gpu_model.main(command.split())  # without --write the search says what the model prefers
+    assert "stays, by measurement" not in capsys.readouterr().out
+
+
 def test_cells_are_places_of_the_table():
     found = search.cells(["sm_80", "sm_90", "sm_90 by pointers", "sm_100"], ["dq"], ["each"], [64])
     assert [x.arch for x in found] == ["sm_90", "sm_90 by pointers"]
