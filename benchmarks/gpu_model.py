@@ -1,7 +1,8 @@
-"""Predicts how fast our kernels run on a GPU, without one: nothing here is measured.
+"""Predicts how fast our kernels run on a GPU, without one: nothing here is measured but the figures of `measured`.
 
     python benchmarks/gpu_model.py loops causal 128 forward --tiles "128,64,8,3;64,64,4,3"
     python benchmarks/gpu_model.py sass kernel.cubin --warps 8 --pairs 8192 --flops 512
+    python benchmarks/gpu_model.py measured
     python benchmarks/gpu_model.py figures --python /usr/bin/python3.12
     python benchmarks/gpu_model.py serving
     python benchmarks/gpu_model.py prefill
@@ -12,12 +13,12 @@
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
-`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules`, `sensitivity` and `units` write
-parts of benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside
-flex_attention's, the instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other
-orders of programs would save, how much each constant of the model matters, and how busy the Gluon forward keeps the
-units of a Blackwell SM. `mosaic` writes a part for the kernels that
-`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+`nvdisasm -c -hex`. `measured`, `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules`, `sensitivity` and
+`units` write parts of benchmarks/results/gpu-model.json: rates and orders of tiles beside those of an H100, by the
+Triton that gpu.json names; flex_attention beside its published figures, our kernels beside flex_attention's, the
+instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other orders of programs
+would save, how much each constant of the model matters, and how busy the Gluon forward keeps the units of a Blackwell
+SM. `mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.
@@ -37,7 +38,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_sim import full, mosaic, report, search, specialised, units
+from gpu_sim import full, measured, mosaic, report, search, specialised, units
 from gpu_sim.compiled import ROOT, Compiled, disassembled, folder, resources, triton_version
 from gpu_sim.loops import LoopFigures, figures
 from gpu_sim.machine import GPUS, Gpu
@@ -48,8 +49,9 @@ from store import keep, shown
 
 Found = dict[str, Any]
 PARTS = {
-    "validation": report.validation, "figures": report.predicted, "masks": report.masks, "serving": report.serving,
-    "prefill": report.prefill, "schedules": report.schedules, "sensitivity": report.sensitivity, "units": units.tiles,
+    "measured": measured.compared, "validation": report.validation, "figures": report.predicted, "masks": report.masks,
+    "serving": report.serving, "prefill": report.prefill, "schedules": report.schedules,
+    "sensitivity": report.sensitivity, "units": units.tiles,
 }  # fmt: skip
 
 

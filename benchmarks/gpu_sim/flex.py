@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .compiled import Compiled, kept
-from .ours import HEADS, LENGTH, Tile
+from .ours import DRAWN, HEADS, LENGTH, Tile
 
 # mask and score of a template, by our names of masks: what inductor writes for them
 MASKS = {
@@ -26,7 +26,9 @@ MASKS = {
     "full": "tmp = ({m} >= 0) | ({n} >= 0)",
     "window 128": "tmp = ({m} >= {n}) & (({m} - {n}) < 128)",
     "window 512": "tmp = ({m} >= {n}) & (({m} - {n}) < 512)",
+    "window 1024": "tmp = ({m} >= {n}) & (({m} - {n}) < 1024)",
     "documents": "tmp = ({m} >= {n}) & (tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n}))",
+    DRAWN: "tmp = ({m} >= {n}) & (tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n}))",
     "documents, any order": "tmp = ({m} >= {n}) & (tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n}))",
     "documents, both sides": "tmp = tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n})",
     "prefix": "tmp = ({m} >= {n}) | ({n} < 1024)",

@@ -26,7 +26,7 @@ from . import ours as our_kernels
 from .compiled import Compiled, remembered
 from .loops import VERSION, figures, looped
 from .machine import GPUS, Gpu, resident
-from .ours import MASKS, Ours, Tile, allowed, documents
+from .ours import DRAWN, MASKS, Ours, Tile, allowed, documents, drawn
 from .sass import Loop, Sass
 from .simulate import Role, simulate
 from .steps import steps
@@ -84,6 +84,7 @@ def layout(mask: str, length: int, block: tuple[int, int]) -> Any:
     """The layout of a mask, by its name or its text, of as many queries as keys."""
     text = MASKS[mask].text if mask in MASKS else mask
     tables = documents(length) if text and "doc" in text else allowed(length) if text and "allowed" in text else {}
+    tables = drawn(length) if mask == DRAWN else tables
     return fk.mask(text or "True", **tables).layout(length, length, block=block)
 
 

@@ -22,6 +22,7 @@ from frisket.runtime.backends.triton.tiles import of_kernel
 from .compiled import Compiled, kept
 
 LENGTH, HEADS = 8192, 16
+DRAWN = "12 documents"  # of benchmarks/gpu.py
 KERNELS = ("forward", "dq", "dkv")
 FLOPS = {"forward": 4, "dq": 6, "dkv": 8}  # of the products that a kernel makes, by head size, for a pair
 
@@ -59,6 +60,16 @@ def documents(length: int, mean: int = 512) -> dict[str, Any]:
     return {"doc": (np.arange(length) // mean).astype(np.int32)}
 
 
+def drawn(length: int) -> dict[str, Any]:
+    """The documents of benchmarks/gpu.py, whose lengths are drawn."""
+    import torch
+    from gpu_masks import contests
+
+    doc = contests(length, 1, "cpu")[DRAWN].params["doc"]
+    assert isinstance(doc, torch.Tensor)
+    return {"doc": doc.numpy()}
+
+
 def allowed(length: int) -> dict[str, Any]:
     """A table with full tiles nowhere."""
     at = np.arange(length, dtype=np.int32)
@@ -70,7 +81,9 @@ MASKS = {
     "full": Mask(None),
     "window 128": Mask("causal & window(128)"),
     "window 512": Mask("causal & window(512)"),
+    "window 1024": Mask("causal & window(1024)"),
     "documents": Mask("causal & same(doc)", None, documents(LENGTH)),
+    DRAWN: Mask("causal & same(doc)", None, documents(LENGTH)),
     "documents, any order": Mask("causal & same(doc)", None, {"doc": (np.arange(LENGTH) % 16).astype(np.int32)}),
     "documents, both sides": Mask("same(doc)", None, documents(LENGTH)),
     "prefix": Mask("causal | k < 1024"),

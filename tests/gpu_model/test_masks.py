@@ -1,6 +1,7 @@
 """Instructions that the mask of a border tile takes for a pair of query and key, counted in what ptxas writes for
 sm_90: bounds that a change of the kernels may not pass unseen. A float's selection and one or two comparisons are 2 or
-3, the rest is what a tile takes once."""
+3, the rest is what a tile takes once. The third stage that an H100 chose for medium windows at D128 takes 20 to 30
+instructions of a border tile, 0.7 to 1 a pair, for addresses in uniform registers."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from gpu_sim import flex, ours, report
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-model.json"
-MOST = {"causal": 3.25, "prefix": 2.5, "documents": 3.5, "documents, both sides": 3.5, "dilation by 4": 3.5}
+MOST = {"causal": 3.25, "prefix": 2.75, "documents": 3.5, "documents, both sides": 3.5, "dilation by 4": 4.0}
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents"])
