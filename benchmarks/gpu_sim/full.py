@@ -4,6 +4,16 @@ A block takes what its prologue and its tail take, by a run of the whole program
 each tile what a steady loop takes when as many blocks share the SM as fit. Blocks start in the order of the launch,
 each where a place is free first. A kernel takes no less than its arrays take of HBM: keys and values that blocks read
 again are found in L2. Where products fill much of the matrix unit, power takes from the clock.
+
+What is not counted, by an H100 (`measured` in benchmarks/results/gpu-model.json):
+
+- The first read of a key waits for HBM. Here it waits for L2 alone, and the bytes of HBM and the cycles of tiles
+  overlap wholly. So a window of 128, which reads most tiles once, is 15 to 27 % too fast.
+- Blocks of a head that run at a time share keys in L2. In an order that spreads them over heads, keys come from HBM
+  again: documents of 32k tokens at D128 had 192 TFLOP/s where heads that run one after another have 392. The model
+  knows no such loss, so it prefers the order that is slower.
+- A block whose neighbours on the SM have ended runs faster than among them. Here it does not, so the last rows of
+  a launch of few heads take too long.
 """
 
 from __future__ import annotations
