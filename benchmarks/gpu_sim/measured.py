@@ -25,10 +25,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 TOKENS, WIDTH = 32768, 2048  # of a call: batch * length, heads * head size
 DIRECTIONS = ("forward", "backward")
 MASKS = ("causal", "full", "window 128", "window 1024", DRAWN)
-WHO = {
-    "frisket": ("frisket, triton", "frisket"),
-    "flex": ("flex",),
-}  # names of the measurement, the first that is there
 TUNED, LENGTH = ("causal", "window 128", "window 1024", DRAWN), 8192  # whose tiles were tried, and at which length
 RATE, PAIR, ORDER = "TFLOP/s", "model / measured", "rank correlation"
 
