@@ -14,8 +14,8 @@
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
 `nvdisasm -c -hex`. `measured`, `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules`, `sensitivity` and
-`units` write parts of benchmarks/results/gpu-model.json: rates and orders of tiles beside those of an H100, by the
-Triton that gpu.json names; flex_attention beside its published figures, our kernels beside flex_attention's, the
+`units` write parts of benchmarks/results/gpu-model.json: rates, orders of tiles and steps beside those of an H100, by
+the Triton that gpu.json names; flex_attention beside its published figures, our kernels beside flex_attention's, the
 instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other orders of programs
 would save, how much each constant of the model matters, and how busy the Gluon forward keeps the units of a Blackwell
 SM. `mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.

@@ -216,7 +216,8 @@ What the model says of Triton's kernels, beside an H100 that ran them with Trito
 tokens in all, 2,048 columns, by tokens of a sequence. flex_attention is that of torch 2.13 in the model and 2.11 on the
 GPU. Short windows are too fast in the model, because no load waits for memory beyond L2. Dense rows are too slow,
 because power takes less of the clock. The second table says how alike both order 14 to 18 tiles of a kernel at 8,192
-tokens; a ratio is the measured time of the tile that the model puts first, divided by that of the fastest.
+tokens; a ratio is the measured time of the tile that the model puts first, divided by that of the fastest. The
+results have steps of serving, too.
 """
 
 UNITS = """\

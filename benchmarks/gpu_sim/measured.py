@@ -1,7 +1,7 @@
-"""The model beside an H100: rates of masks, and the order of candidate tiles, as benchmarks/results/gpu.json has them.
+"""The model beside an H100: rates of masks, the order of candidate tiles, and steps of serving, as gpu.json has them.
 
-A call of the measurement has 32,768 tokens in 2,048 columns; the model is asked for the same batch, heads and length.
-Its flex_attention is that of the torch that is installed, with its default tiles.
+A call of the measurement, benchmarks/results/gpu.json, has 32,768 tokens in 2,048 columns; the model is asked for the
+same batch, heads and length. Its flex_attention is that of the torch that is installed, with its default tiles.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from . import ours as our_kernels
 from .compiled import ROOT
 from .full import Case
 from .ours import DRAWN, Ours, Tile
+from .report import WAITED
+from .serving import Step, flex_timed, timed
 
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -35,7 +37,7 @@ def measured(part: str) -> dict[str, Row]:
 
 
 def compared() -> Iterator[tuple[str, Row]]:
-    """The rates of masks, then how well the model orders tiles."""
+    """The rates of masks, then how well the model orders tiles, then steps of serving."""
     for name, row in measured("speed").items():
         direction, _, rest = name.partition(": ")
         mask, _, dim = rest.partition(", D ")
@@ -43,6 +45,8 @@ def compared() -> Iterator[tuple[str, Row]]:
             yield name, {"rows": {n: rates(direction, case(mask, int(dim), int(n)), x) for n, x in row["rows"].items()}}
     for kernel, mask, dim in itertools.product(our_kernels.KERNELS, TUNED, (128, 64)):
         yield tiles_of(kernel, mask, dim), order(kernel, mask, dim)
+    for name, row in measured("serving").items():
+        yield step_of(name), {"rows": {n: step(name, n, x) for n, x in row["rows"].items()}}
 
 
 def case(mask: str, dim: int, length: int) -> Case:
@@ -122,3 +126,25 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float:
 def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     below, same = (op(values[:, None], values[None, :]).sum(1) for op in (np.greater, np.equal))
     return below + (same - 1) / 2
+
+
+# -- serving ----------------------------------------------------------------------------------------------
+
+
+def step_of(name: str) -> str:
+    """The name of a row."""
+    return f"step of {name}"
+
+
+def step(name: str, size: str, row: Row) -> Row:
+    """Microseconds of a step by both; a name is such as `4 queries, int8, pages of 64`, a size `8 x 32768`."""
+    queries, dtype, kind = name.split(", ")
+    batch, length = map(int, size.split(" x "))
+    page = 0 if kind == "one piece" else int(kind.removeprefix("pages of "))
+    asked = Step(int(queries.split()[0]), (length,) * batch, "" if dtype == "bfloat16" else dtype, page)
+    found, ratios = {}, {}
+    for who, real in row["figures"]["us"].items():
+        said = 1e6 * (timed if who == "frisket" else flex_timed)(asked).seconds
+        found |= {f"{who}, model": round(said, 1), f"{who}, measured": round(real, 1)}
+        ratios[f"{who}: {PAIR}"] = [round(said / real, 3)]
+    return {"figures": {WAITED: found}, "ratios": ratios}

@@ -5,6 +5,10 @@ Programs start in the order of the launch, each on the first SM with a free plac
 then reads at the rate of its loops in an SM with as many blocks. All programs together read no faster than HBM; what
 one leaves of that rate, others use. A second kernel combines the parts. The share of a step is the time in which HBM
 delivers the visible keys and values, their scales and page numbers, divided by the time of its kernels.
+
+Beside an H100 (`measured` in benchmarks/results/gpu-model.json), steps over 0.5 GB or more of 16 bits differ by 6 % at
+most. Those of 1 and 4 queries over as many entries of 8 bits take 2 to 23 % longer than predicted. Steps over 8,192
+tokens of one sequence take up to 9 us less: where steps follow one another, a launch costs less than 3 us.
 """
 
 from __future__ import annotations

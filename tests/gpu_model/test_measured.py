@@ -35,7 +35,7 @@ def test_the_model_is_asked_for_the_work_that_was_timed():
 
 
 def test_rates_beside_measured_ones(rows):
-    assert {n for n in rows if not n.startswith("tiles")} == {n for n, *_ in known()}, "run: gpu_model.py measured"
+    assert {n for n in rows if ": " in n and "tiles" not in n} == {n for n, *_ in known()}, "run: gpu_model.py measured"
     for name, _, mask, _, lengths in known():
         low, high = BANDS.get(mask, BANDS[""])
         for length, row in lengths.items():
@@ -52,6 +52,18 @@ def test_orders_of_tiles(rows):
     assert 1 == min(lost) <= statistics.median(lost) < 1.01
     assert max(lost) < 1.15
     assert statistics.median(x["figures"][measured.ORDER]["all tiles"] for x in found) > 0.9
+
+
+def test_steps_of_serving(rows):
+    """Long caches of 16 bits are read at the rate of the memory, which is the same in both; a step of 15 us differs by
+    what two launches take."""
+    for name, row in measured.measured("serving").items():
+        for size, real in row["rows"].items():
+            found = rows[measured.step_of(name)]["rows"][size]
+            us = real["figures"]["us"]["frisket"]
+            assert found["figures"][measured.WAITED]["frisket, measured"] == round(us, 1), "run: gpu_model.py measured"
+            low, high = (0.94, 1.06) if "bfloat16" in name and us > 100 else (0.8, 1.55)
+            assert low <= found["ratios"][f"frisket: {measured.PAIR}"][0] <= high, (name, size)
 
 
 def test_our_rate_is_that_of_tritons_kernels():
