@@ -211,9 +211,11 @@ def makespan(durations: Sequence[float], places: int) -> tuple[float, float]:
     return end, 1 - sum(durations) / (end * places) if end else 0.0
 
 
-def kernel_time(parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, bytes: float) -> Time:
-    """The time of one launch: the blocks of `parts` in order, again for each of the groups of heads. The two programs
-    of flex_attention's backward are one launch."""
+def kernel_time(
+    parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, bytes: float, together: int = 1
+) -> Time:  # fmt: skip
+    """The time of one launch: the blocks of `parts` in order, again for each of the groups of heads. Each block comes
+    `together` with those of so many groups. The two programs of flex_attention's backward are one launch."""
     durations: list[float] = []
     products, places = 0.0, 0
     total = groups * sum(len(w.border) for _, w in parts)
@@ -226,7 +228,7 @@ def kernel_time(parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, byt
         border, rest = (max(each[n].cycles, x.copied * fit / gpu.l2_rate) for n in (x.border, x.full))
         durations += list(fixed + work.border * border + work.full * rest)
         products += float((work.border + work.full).sum()) * x.pairs * x.flops * groups
-    cycles, tail = makespan(groups * durations, places)
+    cycles, tail = makespan(np.tile(np.repeat(durations, together), groups // together), places)
     memory = bytes / gpu.hbm
     peak = gpu.processors * gpu.matrix * 8  # FLOP a cycle
     share = products / max(cycles, memory * gpu.clock) / peak
@@ -279,7 +281,8 @@ def ours_time(kernel: str, case: Case, tile: Tile | None = None, gpu: Gpu | None
     border, full = loop_numbers(made, made.sass.products)
     x = Kernel(made, border, full, tile.block_q * tile.block_k, one.flops)
     work = ours_work(kernel, case.mask, case.length, tile).grouped(case.group, kernel == "dkv")
-    return kernel_time([(x, work)], case.heads // case.group, gpu, ARRAYS[kernel] * case.array)
+    together = our_kernels.together(one, case.length, case.heads // case.group)
+    return kernel_time([(x, work)], case.heads // case.group, gpu, ARRAYS[kernel] * case.array, together)
 
 
 def flex_time(kernel: str, case: Case, gpu: Gpu | None = None, tiles: tuple[Tile, ...] | None = None) -> Time:

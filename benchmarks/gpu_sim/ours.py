@@ -14,10 +14,10 @@ import frisket as fk
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.module import emit
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import report
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import of_kernel
+from frisket.runtime.backends.triton.tiles import of_kernel, ordered
 
 from .compiled import Compiled, kept
 
@@ -138,6 +138,15 @@ def chosen(ours: Ours) -> Tile:
     """The tile that frisket takes by itself."""
     target = of_kernel(f"attention_{ours.kernel}", planned(ours)[1])
     return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages, int(target.descriptors))
+
+
+def together(ours: Ours, length: int, places: int) -> int:
+    """How many of so many heads start together, the longest rows of all first."""
+    _, target = planned(ours)
+    if target.order == "longest-first":
+        return 1
+    g = Geometry(1, places, min(places, 32), length, length, ours.dim, ours.dim, 1.0)
+    return places if ordered(target.everywhere(order="longest-first"), g).order != "longest-first" else 1
 
 
 def compiled(ours: Ours, tile: Tile) -> Compiled:

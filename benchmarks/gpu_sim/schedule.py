@@ -86,7 +86,7 @@ def counted(kernel: str, case: Case, tile: Tile, heads: int = 1) -> Work:
 
 
 def longest_of_a_head(x: Rows) -> float:
-    """What launches do: heads one after another, the longest rows of each first."""
+    """Heads one after another, the longest rows of each first: what most launches do."""
     return makespan(np.tile(np.sort(x.cycles)[::-1], x.groups), x.places)[0]
 
 
@@ -95,8 +95,7 @@ def in_order(x: Rows) -> float:
 
 
 def longest_of_all(x: Rows) -> float:
-    """An order that launches had until an H100 ran it: rows of a head that run at a time share their keys in L2, which
-    is more than what this order saves at the end."""
+    """On an H100, rows of a head that run at a time share keys in L2, more than this order saves at the end."""
     return makespan(np.sort(x.all)[::-1], x.places)[0]
 
 
@@ -129,7 +128,9 @@ def launched(kernel: str, case: Case) -> float:
     table = parts_of(kernel, case)
     if table is not None:
         return divided(rows_of(kernel, case, listed=True), table)
-    return longest_of_a_head(rows_of(kernel, case))
+    x = rows_of(kernel, case)
+    group = our_kernels.together(ours_of(kernel, case), case.length, x.groups)
+    return makespan(np.tile(np.repeat(np.sort(x.cycles)[::-1], group), x.groups // group), x.places)[0]
 
 
 def divided(x: Rows, table: RowParts) -> float:

@@ -100,7 +100,7 @@ class GradientKernel(RowKernel):
             "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
             "numbers_of_part": self.part.numbers,
             "place": "batch * heads + kv_head * GROUP" if self.swapped and self.dims.group > 1 else "place",
-            "own_place": "batch * tl.num_programs(1) + kv_head" if self.dims.group > 1 else "place",
+            "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if self.dims.group > 1 else "place",
             "partial": self.part.stores({n: self.tile_mask(n, "present", other="") for n in "de"}),
             "partial_totals": self.part.stores_of_totals(),
             "stores": [f"tl.store({s.buffer} + at_{own} + {index}, {s.total}, mask=present)" for s, _ in self.sums],

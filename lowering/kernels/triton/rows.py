@@ -24,6 +24,12 @@ from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
 QUERIES = frozenset(("q", "q0", "q1"))
 
 
+def axes_of(target: Target) -> tuple[int, int]:
+    """The axes of the grid that count rows of tiles and heads. Programs start in the order of the first axis: there
+    heads follow one another where the longest row of each comes before the second longest of any."""
+    return (1, 0) if target.order == "longest-of-all-first" else (0, 1)
+
+
 class RowKernel(TritonWriter):
     """A kernel whose program owns one row of tiles. `mask` and `score` are the expressions of the loops; `more` are
     other expressions that a position needs, such as that of dropout. A swapped kernel of a mask reads its records from
@@ -44,6 +50,7 @@ class RowKernel(TritonWriter):
         self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
         when: Mapping[str, int] = LEVELS,
     ) -> None:  # fmt: skip
+        self.axes = axes_of(target)
         self.ends = self._ends(plan, dims, swapped)
         mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
         self.mask = [by_distance(e, when) for e in mask] if self.gathers else mask
@@ -84,7 +91,7 @@ class RowKernel(TritonWriter):
 
     def grid_of(self, rows: str, heads: str) -> str:
         """The grid, in words."""
-        return f"({rows}, {heads}, batch)"
+        return f"({heads}, {rows}, batch)" if self.axes[0] else f"({rows}, {heads}, batch)"
 
     def filled(self, skeleton: str) -> str:
         return filled(skeleton, partial(wrapped, longest=self.longest), **self.holes())
@@ -95,6 +102,8 @@ class RowKernel(TritonWriter):
         return {
             **given,
             "blank": [""],
+            "of_row": str(self.axes[0]),
+            "of_head": str(self.axes[1]),
             "walked": "query" if self.swapped else "key",
             "queries": "BLOCK_Q",
             "grouped": self.dims.group > 1,

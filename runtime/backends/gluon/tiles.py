@@ -50,7 +50,8 @@ def target(
     groups, rows = groups_of(found, g.head_dim, g.v_dim)
     block = tile or (groups * rows, keys_of(plan, g, found))
     own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=found)
-    return replace(own, dq=theirs.dq, dkv=theirs.dkv, precision=theirs.precision, tanh=theirs.tanh)
+    more = {n: getattr(theirs, n) for n in ("order", "dq", "dkv", "precision", "tanh")}
+    return replace(own, **more)
 
 
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:

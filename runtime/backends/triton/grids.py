@@ -13,6 +13,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.kernels.triton.backward import DELTA
+from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 ROWS = 16  # the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
@@ -34,7 +35,12 @@ def backward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
 
 
 def of_forward(g: Geometry, target: Target) -> Grid:
-    return -(-g.q_len // target.block_q), g.heads, g.batch
+    return grid_of(-(-g.q_len // target.block_q), g.heads, g.batch, target)
+
+
+def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
+    """The grid of a kernel whose programs have a row of tiles each."""
+    return (heads, rows, batch) if axes_of(target)[0] else (rows, heads, batch)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[L
     steps = (
         LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
         LaunchStep("attention_dq", dq, of_forward(g, dq), "rows"),
-        LaunchStep("attention_dkv", dkv, (-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch), "columns"),
+        LaunchStep("attention_dkv", dkv, grid_of(-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch, dkv), "columns"),
     )
     return [s for s in steps if s.name in kernels]
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.runtime.calls.arrays import uploaded
 
 from .arguments import GRID, Access, Bound, Launch, Made, Values, span_tables
 from .decode import BLOCKS, NO_VALUES, NOTHING
+from .grids import grid_of
 
 Tensor = Any
 # A row is divided where it has LONG times the tiles of a share: of what each program of those that run at a time has in
@@ -45,6 +47,7 @@ def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> 
     tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1, dtype=np.int64)
     slice_of = spans.slice_of[:, ::group]
     used = np.bincount(slice_of.ravel(), minlength=len(tiles))
+    later = later and tiles.max() > 2 * tiles.mean()  # among rows alike none ends late
     share = max(LEAST, int(used @ (group * tiles + FIXED).sum(1)) // (slots * (LATER if later else 1)))
     of_part = -(-max(LEAST, share // FINER) // group)
     parts = np.where(group * tiles > LONG * share, -(-tiles // of_part), 1)
@@ -85,7 +88,7 @@ def of_call(
     if not isinstance(found, Spans):
         return None
     group = g.heads // g.kv_heads if walked else 1
-    later = g.batch > 1 or g.heads > group
+    later = g.batch > 1 or (g.heads > group and axes_of(target)[0] == 0)
     made = row_parts(found, processors * (BLOCKS if target.num_warps == 4 else 1), group, later)
     return made if made is not None and made.programs.shape[1] <= GRID else None
 
@@ -118,7 +121,7 @@ class RowLaunches:
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
         self.first = own.launch(
-            kernels, names[0], (parts.programs.shape[1], heads, g.batch), target,
+            kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
             inputs | results | partial, records=records, live=live, Parts=uploaded(parts.programs, device), At=at,
         )  # fmt: skip
         slices = span_tables(records(self.first.tile), device)["SliceOf"]

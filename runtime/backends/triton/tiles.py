@@ -77,6 +77,9 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
+HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
+LONGEST_BY_HEAD = 1 << 20  # tokens: beyond, rows of 16 are more than the second axis of a grid counts
+PROCESSORS, ENDS_LATE = 132, 0.05  # of an H100, which runs two programs of four warps at a time on each
 # Keys of a tile for few queries, by padded head size. They wait for memory, not for products: narrow tiles leave room
 # for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
@@ -252,6 +255,7 @@ def target(
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
         keys, closed = keys_seen(mask, tuple(sorted(plan.scalars.items())))
+    grows = mask is not None and keys > LENGTH / 2 and _of_positions(mask)
     keys = keys if closed else min(keys, MEDIUM)
     curved = score_class(score) == "general"
     program = None if plan is None else plan.host_program
@@ -260,7 +264,18 @@ def target(
         stored=bool(g.kv_dtype) or (program is not None and program.stored is not None),
         unwritten=program is not None and program.unwritten,
     )  # fmt: skip
-    return tuning.applied(with_precision(made, dtype, arch))
+    return tuning.applied(with_precision(ordered(made, g) if grows else made, dtype, arch))
+
+
+def ordered(own: Target, g: Geometry) -> Target:
+    """The target of a mask whose rows grow with their number, as a causal one's do. Heads start one after another, for
+    their rows share keys in L2; but the last head's longest row may end long behind all others. Where that is ENDS_LATE
+    of a launch's time, the longest rows of all heads start first: neighbouring rows of such a mask see almost the same
+    keys, so on an H100 that costs nothing at 8,192 tokens."""
+    rows, slots = -(-g.q_len // own.block_q), PROCESSORS * (2 if own.num_warps == 4 else 1)
+    late = 2 * slots - rows > ENDS_LATE * g.batch * g.heads * rows
+    few = g.heads > 1 and g.kv_heads <= HEADS_AT_A_TIME and max(g.q_len, g.kv_len) < LONGEST_BY_HEAD
+    return own.everywhere(order="longest-of-all-first") if late and few else own
 
 
 def with_precision(target: Target, dtype: str, arch: str) -> Target:

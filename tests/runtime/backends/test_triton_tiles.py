@@ -13,6 +13,7 @@ import frisket as fk
 from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
+from frisket.runtime.backends.triton.arguments import GRID
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
@@ -70,21 +71,44 @@ def test_classes_and_their_borders():
     rows = tiles.TABLE["sm_90"]["forward"]
     for made, window in ((short, "short"), (medium, "medium"), (long, "long")):
         assert row_of(made) == rows[window]["128"]
-    assert long == target("causal") == target(None)
-    assert medium == target("causal & (window(2048) | sinks(4))") == target("prefix(700) | causal")  # no formulas
+    assert long == target("causal").everywhere(order=long.order) == target(None)
+    no_formulas = target("causal & (window(2048) | sinks(4))"), target("prefix(700) | causal")
+    assert {t.everywhere(order=medium.order) for t in no_formulas} == {medium}
 
 
-@pytest.mark.parametrize("sizes", [{}, {"heads": 2, "kv_heads": 1}, {"heads": 66}, {"q_len": 1 << 20}])
-def test_heads_start_one_after_another_with_their_longest_rows(sizes):
-    """Rows of one head that run at a time share its keys in L2."""
-    given = {"q_len": 4096, "heads": 8, "head_dim": 64, "dtype": "bfloat16", "backend": "triton"} | sizes
-    made = fk.compile("causal").stages(**given).target
-    assert {t.order for t in parts(made) if t} == {"longest-first"}
-    g = Geometry(3, given["heads"], sizes.get("kv_heads", given["heads"]), given["q_len"], given["q_len"], 64, 64, 0.1)
-    assert of_forward(g, made) == (-(-g.q_len // made.block_q), g.heads, 3)
+@pytest.mark.parametrize(("mask", "sizes", "order"), [
+    ("causal", {}, "longest-of-all-first"), ("prefix(700) | causal", {}, "longest-of-all-first"),
+    ("causal", {"q_len": 8192, "heads": 16}, "longest-of-all-first"),
+    ("causal", {"q_len": 8192, "heads": 64, "kv_heads": 32}, "longest-first"),
+    ("causal", {"q_len": 32768}, "longest-first"), ("causal", {"batch": 32}, "longest-first"),
+    ("causal", {"heads": 1}, "longest-first"), ("causal", {"heads": 66}, "longest-first"),
+    ("causal", {"q_len": 1 << 20}, "longest-first"),
+    ("causal & window(1024)", {}, "longest-first"), ("causal & same(doc)", {}, "longest-first"),
+    (None, {}, "longest-first"),
+])  # fmt: skip
+def test_the_longest_rows_of_all_heads_start_first_where_the_last_would_end_late(mask, sizes, order):
+    """Rows of other masks that run at a time share keys in L2 where they are of one head."""
+    tables = {"doc": np.arange(4096) // 100} if mask and "doc" in mask else {}
+    given = {
+        "q_len": 4096,
+        "heads": 8,
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "backend": "triton",
+        "arch": "sm_90",
+    } | sizes
+    made = fk.compile(mask, **tables).stages(**given).target
+    assert {t.order for t in parts(made) if t} == {order}
+    batch, heads = given.get("batch", 1), given["heads"]
+    g = Geometry(batch, heads, given.get("kv_heads", heads), given["q_len"], given["q_len"], 128, 128, 0.1)
+    by_head = order == "longest-of-all-first"
+    rows = -(-g.q_len // made.block_q)
+    assert of_forward(g, made) == ((g.heads, rows, batch) if by_head else (rows, g.heads, batch))
     dq, dkv = of_backward(g, made, ("attention_dq", "attention_dkv"))
-    assert dq.grid == (-(-g.q_len // made.dq.block_q), g.heads, 3)
-    assert dkv.grid == (-(-g.kv_len // made.dkv.block_k), g.kv_heads, 3)
+    rows, columns = -(-g.q_len // made.dq.block_q), -(-g.kv_len // made.dkv.block_k)
+    assert dq.grid == ((g.heads, rows, batch) if by_head else (rows, g.heads, batch))
+    assert dkv.grid == ((g.kv_heads, columns, batch) if by_head else (columns, g.kv_heads, batch))
+    assert max(x.grid[1] for x in (dq, dkv)) <= GRID
 
 
 @pytest.mark.parametrize(
@@ -113,7 +137,7 @@ def test_what_changes_inside_a_class_changes_no_tile():
         [target("causal", q_len=n) for n in (256, 4096, 100_000)],
         [target("causal & same(doc)", doc=np.arange(4096) // n) for n in (10, 100, 4096)],
     ):
-        assert len(set(same)) == 1
+        assert len({t.everywhere(order="longest-first") for t in same}) == 1
 
 
 def test_documents_on_a_device_have_the_tiles_of_the_host():
@@ -159,7 +183,7 @@ def test_gradients_of_tables_take_64_queries_and_keys(mask, score, dim):
 
 def test_tables_by_distance_take_the_tiles_of_medium_windows():
     near = target("causal", "score + t[clamp(q - k, 0, 99)]", t=np.zeros(100, np.float32))
-    assert near == target("causal & same(doc)", doc=np.zeros(4096, np.int32))
+    assert near.everywhere(order="longest-first") == target("causal & same(doc)", doc=np.zeros(4096, np.int32))
     both = target("causal", "score + t[clamp(q - k, 0, 99)] + u[q, k]", t=np.zeros(100, np.float32),
                   u=np.zeros((4096, 4096), np.float32))  # fmt: skip
     assert both.block_k == 32

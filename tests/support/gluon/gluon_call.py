@@ -39,12 +39,14 @@ def tensors(case, layout="bhsd"):
     return made
 
 
-def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2, arch="sm_90"):
+def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2, arch="sm_90",
+        order="longest-first"):  # fmt: skip
     made = made or cases.plan(case)
     tables = {n: torch.as_tensor(np.array(a)) for n, a in made.table_values(case.tables).items()}
     return gluon_launch.forward(
         made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout),
-        made.slot_values({**case.slots, **DROPPED}), tables, Target("gluon", *case.block, 4, stages, arch=arch),
+        made.slot_values({**case.slots, **DROPPED}), tables,
+        Target("gluon", *case.block, 4, stages, order, arch=arch),
         sinks=None if sinks is None else torch.as_tensor(sinks), top=top, norm=norm,
     )  # fmt: skip
 

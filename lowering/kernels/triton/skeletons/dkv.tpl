@@ -17,14 +17,14 @@ def attention_dkv(
     $include parameters
 ):
     $if grouped:
-        kv_head, batch = tl.program_id(1), tl.program_id(2)
+        kv_head, batch = tl.program_id($of_head), tl.program_id(2)
         $if listed:
             $include part
         $if tabled and ordered:
-            first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs(0)
-            row = tl.load(Order + first + tl.program_id(0))  # longest first, by the first head of the group
-        row = tl.program_id(0)  $if not tabled and not listed
-        row = tl.program_id(0)  $if tabled and not ordered and not listed
+            first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs($of_row)
+            row = tl.load(Order + first + tl.program_id($of_row))  # longest first, by the first head of the group
+        row = tl.program_id($of_row)  $if not tabled and not listed
+        row = tl.program_id($of_row)  $if tabled and not ordered and not listed
     $else:
         $include row
     start = row * BLOCK_K
@@ -54,7 +54,7 @@ def attention_dkv(
     $blank  $if grouped
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):  $if grouped
         place = batch * heads + head  $if grouped
-        entry = tl.load(SliceOf + place) * tl.num_programs(0) + row  $if grouped and tabled and not listed
+        entry = tl.load(SliceOf + place) * tl.num_programs($of_row) + row  $if grouped and tabled and not listed
         $if several and listed:
             entry = of_slice * $rows_of_slice + row
             begin, end = tl.load(program + 2), tl.load(program + 3)
@@ -139,15 +139,15 @@ def attention_dkv(
             return
     $if results:
 
-        own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs(1) + $kv_head  $if by_length
-        own = (batch * tl.num_programs(1) + $kv_head).to(tl.int64) * kv_len + start  $if not by_length
+        own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs($of_head) + $kv_head  $if by_length
+        own = (batch * tl.num_programs($of_head) + $kv_head).to(tl.int64) * kv_len + start  $if not by_length
         $if dk:
             DK += own * HEAD_DIM
-            out_at = columns[:, None] * (tl.num_programs(1) * HEAD_DIM) + d[None, :]  $if by_length
+            out_at = columns[:, None] * (tl.num_programs($of_head) * HEAD_DIM) + d[None, :]  $if by_length
             out_at = columns[:, None] * HEAD_DIM + d[None, :]  $if not by_length
             tl.store(DK + out_at, (dk * scale).to(keys.dtype)$store_d)
         $if dv:
             DV += own * $v_dim
-            out_at = columns[:, None] * (tl.num_programs(1) * $v_dim) + $e[None, :]  $if by_length
+            out_at = columns[:, None] * (tl.num_programs($of_head) * $v_dim) + $e[None, :]  $if by_length
             out_at = columns[:, None] * $v_dim + $e[None, :]  $if not by_length
             tl.store(DV + out_at, dv.to(keys.dtype)$store_e)

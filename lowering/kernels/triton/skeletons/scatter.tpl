@@ -35,4 +35,4 @@ def $name(
                 counted = tl.floor($added * per + 0.5).to(tl.int64)
                 tl.atomic_add(Counted + to, counted, mask=$added != 0.0, sem="relaxed")
             tl.atomic_add(Into + to, $added, mask=$added != 0.0, sem="relaxed")  $if atomic
-    tl.store(Total + place * tl.num_programs(0) + row, tl.sum(total))  $if total
+    tl.store(Total + place * tl.num_programs($of_row) + row, tl.sum(total))  $if total

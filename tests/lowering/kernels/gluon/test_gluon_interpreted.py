@@ -60,6 +60,12 @@ def test_rows_of_several_runs_of_tiles(mask, on):
     check(case, *run(case, arch=on))
 
 
+@pytest.mark.parametrize("name", ["causal", "gqa", "documents-by-batch", "origin-by-batch"])
+def test_the_longest_rows_of_all_heads_first(name, on):
+    case = half(CASES[name], on)
+    check(case, *run(case, arch=on, order="longest-of-all-first"))
+
+
 @pytest.mark.parametrize("mod", [ir.lit(1.5), 0.125 * ir.to_float(q), 0.125 * ir.to_float(k)])
 def test_score_mods_without_a_score(mod, on):
     case = half(Case(causal, mod, q_len=150, kv_len=150), on)

@@ -367,7 +367,7 @@ def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("order", ["forward", "longest-first"])
+@pytest.mark.parametrize("order", ["forward", "longest-first", "longest-of-all-first"])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_no_kernel_reads_a_name_that_is_not_there(name, order, group):
     made, dim, v_dim, dtype, _ = GOLDEN[name]
