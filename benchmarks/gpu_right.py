@@ -82,20 +82,25 @@ def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scal
     own = [x.to(scale.device).requires_grad_() for x in made]
     got, want = ({}, {})
     for found, name, arrays in ((want, "aten", known), (got, backend, own)):
-        out = attention(kind, case, name)(*arrays)
-        found["out"] = out.detach()
+        out, lse = attention(kind, case, name)(*arrays, return_lse=True)
+        found |= {"out": out.detach(), "lse": lse.detach()}
         if backend == "gluon":
             continue
         grads = torch.autograd.grad(out, arrays, cotangent.to(out))
         found.update(zip(("dq", "dk", "dv"), grads, strict=True))
+        if name in ENGINES:  # and those of generated kernels, from its out and lse
+            out = attention(kind, case, name, deterministic=True)(*arrays)
+            grads = torch.autograd.grad(out, arrays, cotangent.to(out))
+            found.update(zip(("dq, generated", "dk, generated", "dv, generated"), grads, strict=True))
     want["out"] = attention(kind, case, "dense")(*[x.detach() for x in known])  # by another program than the gradients
-    names = ["out"] if backend == "gluon" else list(want)
-    return {n: error(got[n].double().cpu(), want[n]) for n in names}
+    return {n: error(x.double().cpu(), want[n.removesuffix(", generated")]) for n, x in got.items()}
 
 
-def attention(kind: str, case: cases.Case, backend: str) -> fk.Attention:
-    """An engine's own gradients are asked for: those of most have no order."""
-    return fk.compile(**{kind: case.text}, backend=backend, deterministic=backend not in ENGINES, **case.params)
+def attention(kind: str, case: cases.Case, backend: str, deterministic: bool | None = None) -> fk.Attention:
+    """An engine's own gradients are asked for, unless they are to have an order: those of most have none."""
+    if deterministic is None:
+        deterministic = backend not in ENGINES
+    return fk.compile(**{kind: case.text}, backend=backend, deterministic=deterministic, **case.params)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

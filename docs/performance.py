@@ -349,9 +349,9 @@ def of_deals(parts: dict[str, Part]) -> Iterator[str]:
 
 FORWARD = """\
 TFLOP/s of visible work: 4 x head size for each visible pair and head. A row is a mask, its head size (D) and tokens.
-`frisket` names no backend and takes no engine; `frisket, triton` and `frisket, gluon` name one. Calls that allow
-[engines](engines.md) take cuDNN's forward where it is the faster one. The results also have engines that frisket calls
-by name, and a dense formula. A cell is empty where a library does not have the mask, or ran out of memory.
+`frisket` names no backend and takes no [engine](engines.md); `frisket, triton` and `frisket, gluon` name one. The
+results also have engines that frisket calls by name, and a dense formula. A cell is empty where a library does not have
+the mask, or ran out of memory.
 """
 BACKWARD = "The gradients of q, k and v alone: 10 x head size for each visible pair and head.\n"
 ONE_QUERY = "Bytes of keys and values that a step must read, as a share of the rate at which the GPU copies memory.\n"

@@ -73,19 +73,19 @@ def test_every_part_that_runs_in_its_own_process():
     assert layout["notes"]["synchronizes"] is False
     assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
     assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "dq", "dk", "dv"}
-    assert right["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
+    assert right["rows"]["count"]["figures"]["cases"] == {"passed": 5, "failed": 0}
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
 
 
 def test_rows_of_engines():
-    """Right rows of each engine, its own gradients too, and its speed beside ours, by stand-ins on the CPU."""
+    """Right rows of each engine, lse, its own gradients and those of generated kernels too, and its speed beside ours, by stand-ins on the CPU."""
     *right, forward, backward = measured(
         ("right", "sdpa, causal, float32"), ("right", "cudnn, causal, float16"), ("right", "flash, causal, float16"),
         ("right", "flash, causal_document(off), float16"), ("right", "flash, softcap(c), float16"),
         ("speed", "forward: causal, D 16"), ("speed", "backward: causal, D 16"), stand_ins=True,
     )  # fmt: skip
     for engine in right:
-        assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
+        assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 8, "failed": 0}
     for row in (forward, backward):
         assert {"frisket", "frisket, cudnn", "frisket, sdpa"} <= set(row["rows"]["48"]["figures"]["tflops"])
         assert "takes float16 and bfloat16" in row["rows"]["48"]["notes"]["frisket, flash"]
