@@ -72,13 +72,13 @@ def test_every_part_that_runs_in_its_own_process():
     assert set(decode["figures"]["share of bandwidth"]) == {"frisket", "flex", "SDPA"}
     assert layout["notes"]["synchronizes"] is False
     assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
-    assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "dq", "dk", "dv"}
+    assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "lse", "dq", "dk", "dv"}
     assert right["rows"]["count"]["figures"]["cases"] == {"passed": 5, "failed": 0}
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
 
 
 def test_rows_of_engines():
-    """Right rows of each engine, lse, its own gradients and those of generated kernels too, and its speed beside ours, by stand-ins on the CPU."""
+    """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, by stand-ins."""
     *right, forward, backward = measured(
         ("right", "sdpa, causal, float32"), ("right", "cudnn, causal, float16"), ("right", "flash, causal, float16"),
         ("right", "flash, causal_document(off), float16"), ("right", "flash, softcap(c), float16"),
