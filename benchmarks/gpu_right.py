@@ -53,7 +53,7 @@ def rows(scale: Scale) -> list[str]:
 
 
 def right(row: str, scale: Scale) -> Measure:
-    """Errors of one mask or score mod by head size, as parts of the largest number: of the result and each gradient."""
+    """Errors of one mask or score mod by head size, as parts of the largest number: of out, lse and gradients."""
     backend, _, entry = row.partition(", ")
     name, _, dtype = entry.rpartition(", ")
     kind, case = entries(scale)[name]
@@ -72,7 +72,8 @@ def right(row: str, scale: Scale) -> Measure:
 
 
 def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale) -> dict[str, float]:
-    """{"out": error, "dq": error, ...}; for Gluon's kernels "out" alone."""
+    """{"out": error, "lse": error, "dq": error, ...}, for engines "dq, generated" and so on, too; for Gluon's kernels
+    "out" and "lse" alone."""
     torch.manual_seed(0)
     heads = max(2, case.heads)
     lengths = (case.q_len, case.kv_len, case.kv_len)

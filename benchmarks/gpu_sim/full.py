@@ -10,7 +10,7 @@ What is not counted, by an H100 (`measured` in benchmarks/results/gpu-model.json
 - The first read of a key waits for HBM. Here it waits for L2 alone, and the bytes of HBM and the cycles of tiles
   overlap wholly. So a window of 128, which reads most tiles once, is 15 to 27 % too fast.
 - Blocks of a head that run at a time share keys in L2. In an order that spreads them over heads, keys come from HBM
-  again: documents of 32k tokens at D128 had 192 TFLOP/s where heads that run one after another have 392. The model
+  again: documents of 32k tokens at D128 had 192 TFLOP/s where heads that run one after another had 396. The model
   knows no such loss, so it prefers the order that is slower.
 - A block whose neighbours on the SM have ended runs faster than among them. Here it does not, so the last rows of
   a launch of few heads take too long.

@@ -1,5 +1,5 @@
 """Costs: a committed table of where an engine is faster than the generated kernels, with its sources, and the
-platforms on which each engine has run under frisket.
+platforms on which each engine was compared with float64 under frisket.
 
 Rows are in the order of speed: of engines that win, the one with the first row runs. Nothing is measured while a
 program runs, so the same call on the same versions takes the same engine.
@@ -39,7 +39,7 @@ def lost(engine: str, call: Any) -> str:
     if call.engines is not True and engine not in call.engines:
         return f"engines={', '.join(call.engines)!r} leaves it out"
     if call.engines is True and call.platform not in CHECKED.get(engine, ()):
-        return f"it never ran on {call.platform} under frisket: engines={engine!r} takes it"
+        return f"not all of it was compared with float64 on {call.platform}: engines={engine!r} takes it"
     rows = [row for row in COSTS if _holds(row, engine, call)]
     if any(row.pays(call) for row in rows):
         return ""

@@ -56,7 +56,7 @@ def target(
 
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     """Whether the forward is faster than Triton's. On an H100 (benchmarks/results/gpu.json) Triton's takes 1.15 to 1.33
-    times as long at head dim 128 where queries see more than MEDIUM keys, 1.07 times with documents of some thousand
+    times as long at head dim 128 where queries see more than MEDIUM keys, 1.07 times with 12 documents in 32,768
     tokens, and less time under shorter windows, with shorter documents, and at head dim 64. Score mods with tables by
     key have not been measured, nor has it run on Blackwell."""
     import torch

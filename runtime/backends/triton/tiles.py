@@ -66,7 +66,8 @@ TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
 # Tiles that one Triton compiles without a spill and another does not, of arrays that tensor descriptors read, without a
-# score mod or table at every position: on an H100 the gradients take 3 to 8 % less time with them.
+# score mod or table at every position. On an H100 gradients take 11 % less time with them under a causal mask, and 6 %
+# less with documents.
 OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
     ("3.6", "sm_90"): dict.fromkeys([("dkv", "long", 128), ("dkv", "medium", 128)], (64, 64, 4, 2, 1)),
 }

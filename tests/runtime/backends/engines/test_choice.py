@@ -26,7 +26,7 @@ from frisket.runtime.plans.host import Plan
 ROOT = Path(__file__).resolve().parents[4]
 DOC = np.repeat([0, 1, 2], [10, 25, 15])
 PAGED = Stored(False, False, 16, "bhsd", 1, (0, 0, 0))
-NEW = "it never ran on cuda under frisket: engines="
+NEW = "not all of it was compared with float64 on cuda: engines="
 
 
 @pytest.fixture
