@@ -173,7 +173,7 @@ def tune(row: str, scale: Scale) -> Measure:
         tried[f"{q} x {k}, {warps} warps, {stages}"] = LaunchOptions(q, k, warps, count)
     calls, failed = {}, {}
     for name, launch in tried.items():
-        att = ours(case)
+        att = ours(case, "triton")
         att = type(att)(att.program, replace(att.options, tuning=Tuning(**{kernel: launch})))
         try:
             out = att(*arrays)

@@ -93,7 +93,9 @@ ENGINES = ("flash", "cudnn", "sdpa")  # backends that are kernels of vendors, fo
 
 
 def ours(case: Contest, backend: str | None = None, deterministic: bool = True) -> fk.Attention:
-    """The generated kernels that a call takes by itself, or a backend."""
+    """The generated kernels that a call takes by itself, or a backend; in Triton's interpreter, Triton's."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        backend = backend or "triton"
     return fk.compile(
         case.mask, case.score, backend=backend, deterministic=deterministic, engines=False, **case.params
     )  # fmt: skip
