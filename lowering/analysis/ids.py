@@ -62,13 +62,18 @@ def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked
     return made
 
 
+def sides_of_ids(e: Expr) -> list[Expr]:
+    """The lookups of `T[q] == U[k]`, that of q first; b and h may stand before q and k. None for other Exprs."""
+    reads = {a.args[-1]: a for a in e.args if a.op == "lookup" and a.type is INT} if e.op == "eq" else {}
+    sides = [reads[var(n)] for n in "qk" if var(n) in reads]
+    return sides if len(sides) == 2 and {a for s in sides for a in s.args[:-1]} <= {var("b"), var("h")} else []
+
+
 def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[tuple[Array, Array]]:
     conditions = part.args if part.op == "and" else (part,)
     pairs = []
     for e in conditions:
-        reads = {a.args[-1]: a for a in e.args if a.op == "lookup" and a.type is INT} if e.op == "eq" else {}
-        sides = [reads[var(n)] for n in "qk" if var(n) in reads]
-        if len(sides) < 2 or not {*sides[0].args[:-1], *sides[1].args[:-1]} <= {var("b"), var("h")}:
+        if not (sides := sides_of_ids(e)):
             continue
         found = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
         tiles = max(grid.rows, grid.columns)

@@ -188,15 +188,34 @@ template <class T, int RANGED> struct Turned {
     }
 };
 
-// The least or greatest entry of a table over any range of one axis: over 1, 2, 4, ... blocks from each block on.
-template <class T, bool LEAST> struct Line {
+// What is known of a range of entries. `of` one, of the entries of `both`, and of those that are in `either` range.
+template <class T> struct Least {
+    typedef T Type;
+    static T of(T x) { return x; }
+    static T both(T x, T y) { return least(x, y); }
+    static T either(T x, T y) { return most(x, y); }
+};
+template <class T> struct Greatest {
+    typedef T Type;
+    static T of(T x) { return x; }
+    static T both(T x, T y) { return most(x, y); }
+    static T either(T x, T y) { return least(x, y); }
+};
+template <Word SEED> struct Classes {  // a bit for each of 64 classes of numbers, by the last bits or by a hash
+    typedef Int Type;
+    static Int of(Int x) { return (Int)((uint64_t)1 << ((SEED ? mixed_word((Word)x + SEED) : (Word)x) & 63)); }
+    static Int both(Int x, Int y) { return x | y; }
+    static Int either(Int x, Int y) { return x & y; }
+};
+
+// This of a table, over any range of one axis: over 1, 2, 4, ... blocks from each block on.
+template <class J> struct Line {
+    typedef typename J::Type T;
     Turned<T, 1> turned;
     Int n, stride, grain, count, levels;
     Buffer<T> windows;  // [rows, levels, count]
 
     bool failed() const { return windows.failed; }
-    static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
-    static T other(T x, T y) { return LEAST ? most(x, y) : least(x, y); }
 
     Line(const Table<T> &table, int rank, const int (&axes)[1]) : turned(table, rank, axes) {
         n = table.sizes[axes[0]], stride = table.strides[axes[0]];
@@ -209,20 +228,21 @@ template <class T, bool LEAST> struct Line {
             for (Int i = 0; i < count; i++) at[i] = joined(data, i * grain, minimum(i * grain + grain, n));
             for (Int level = 1; level < levels; level++, at += count) {
                 const Int step = (Int)1 << (level - 1);
-                for (Int i = 0; i + step < count; i++) at[count + i] = join(at[i], at[i + step]);
+                for (Int i = 0; i + step < count; i++) at[count + i] = J::both(at[i], at[i + step]);
                 for (Int i = count - step; i < count; i++) at[count + i] = at[i];
             }
         }
     }
     T joined(const T *data, Int lo, Int hi) const {
-        T found = data[lo * stride];
-        for (Int i = lo + 1; i < hi; i++) found = join(found, data[i * stride]);
+        T found = J::of(data[lo * stride]);
+        for (Int i = lo + 1; i < hi; i++) found = J::both(found, J::of(data[i * stride]));
         return found;
     }
 };
 
 // The entries lo..hi, both included: exact, or within one block wider.
-template <class T, bool LEAST, class... At> static T over(const Line<T, LEAST> &x, Int lo, Int hi, At... fixed) {
+template <class J, class... At> static typename J::Type over(const Line<J> &x, Int lo, Int hi, At... fixed) {
+    typedef typename J::Type T;
     const Int at[] = {fixed..., 0};
     const Int row = x.turned.row(at);
     lo = clip(lo, 0, x.n - 1), hi = clip(hi, 0, x.n - 1);
@@ -231,22 +251,22 @@ template <class T, bool LEAST, class... At> static T over(const Line<T, LEAST> &
     const Int start = first * x.grain, stop = minimum(start + x.grain, x.n), end = last * x.grain;
     const T a = lo == start ? windows[first] : x.joined(data, lo, stop);
     const T z = hi + 1 == minimum(end + x.grain, x.n) ? windows[last] : x.joined(data, end, hi + 1);
-    if (between < 0) return x.n > FINE ? x.other(a, z) : x.joined(data, lo, hi + 1);
-    if (between == 0) return x.join(a, z);
+    if (between < 0) return x.n > FINE ? J::either(a, z) : x.joined(data, lo, hi + 1);
+    if (between == 0) return J::both(a, z);
     const Int level = minimum(63 - __builtin_clzll((unsigned long long)between), x.levels - 1);
     windows += level * x.count;
-    return x.join(x.join(a, z), x.join(windows[first + 1], windows[last - ((Int)1 << level)]));
+    return J::both(J::both(a, z), J::both(windows[first + 1], windows[last - ((Int)1 << level)]));
 }
 
 // The same over any box of two or more axes: blocks of 1, 2, 4, ... entries along each.
-template <class T, bool LEAST, int RANGED> struct Plane {
+template <class J, int RANGED> struct Plane {
+    typedef typename J::Type T;
     Turned<T, RANGED> turned;
     Int sizes[RANGED], counts[RANGED], plane;  // entries, levels; of all levels together
     Buffer<Int> places;                        // where each combination of levels begins
     Buffer<T> blocks;                          // [rows, plane]
 
     bool failed() const { return places.failed || blocks.failed; }
-    static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
     Int extent(int axis, Int level) const { return (sizes[axis] + ((Int)1 << level) - 1) >> level; }
 
     Plane(const Table<T> &table, int rank, const int (&axes)[RANGED]) : turned(table, rank, axes), plane(0) {
@@ -291,20 +311,21 @@ template <class T, bool LEAST, int RANGED> struct Plane {
         for (Int n = 0; n < size; n++) {
             Int place = 0;
             for (int j = 0; j < RANGED; j++) place += (j == axis ? 2 * at[j] : at[j]) * strides[j];
-            to[n] = from[place];
-            if (axis >= 0 && 2 * at[axis] + 1 < extent(axis, below[axis])) to[n] = join(to[n], from[place + strides[axis]]);
+            to[n] = axis < 0 ? J::of(from[place]) : from[place];
+            if (axis >= 0 && 2 * at[axis] + 1 < extent(axis, below[axis])) to[n] = J::both(to[n], from[place + strides[axis]]);
             for (int j = RANGED - 1; j >= 0 && ++at[j] == extent(j, level[j]); j--) at[j] = 0;
         }
     }
 };
 
 // The box with these first and last entries, or one that covers it: `within(plane, lo0, lo1, hi0, hi1, fixed...)`.
-template <class T, bool LEAST, int RANGED, class... At> static T within(const Plane<T, LEAST, RANGED> &x, At... values) {
+template <class J, int RANGED, class... At> static typename J::Type within(const Plane<J, RANGED> &x, At... values) {
+    typedef typename J::Type T;
     const Int at[] = {values..., 0};
     Int level[RANGED], lo[RANGED], hi[RANGED];
     for (int j = 0; j < RANGED; j++) {
         lo[j] = clip(at[j], 0, x.sizes[j] - 1), hi[j] = clip(at[RANGED + j], 0, x.sizes[j] - 1);
-        for (level[j] = 0; level[j] + 1 < x.counts[j] && hi[j] - lo[j] >= (Int)1 << level[j]; level[j]++) {}
+        for (level[j] = 0; (hi[j] >> level[j]) - (lo[j] >> level[j]) > 1; level[j]++) {}  // two blocks reach over it
         lo[j] >>= level[j], hi[j] >>= level[j];
     }
     const T *data = x.blocks.data + x.turned.row(at + 2 * RANGED) * x.plane + x.place_of(level);
@@ -312,7 +333,7 @@ template <class T, bool LEAST, int RANGED, class... At> static T within(const Pl
     for (int corner = 0; corner < 1 << RANGED; corner++) {
         Int place = 0;
         for (int j = 0; j < RANGED; j++) place = place * x.extent(j, level[j]) + (corner >> j & 1 ? hi[j] : lo[j]);
-        found = corner == 0 ? data[place] : x.join(found, data[place]);
+        found = corner == 0 ? data[place] : J::both(found, data[place]);
     }
     return found;
 }

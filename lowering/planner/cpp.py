@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, Expr, walk
+from frisket.dsl.ir import SIZES, Expr, disj, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
@@ -23,7 +23,7 @@ from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR
 from frisket.lowering.kernels.text import Names, Page
 
 from .arrays import WHEN
-from .planner import SEARCHES, Planner
+from .planner import CLASSES, SEARCHES, Planner
 
 AXES = 64  # of a table, as in cpp.hpp
 HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from_h", "from_q", "from_k", "bounds",
@@ -31,6 +31,9 @@ HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
 ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})"}
 LOOSE = {**BINDS, "&&": 0, "||": -1}
+# what is known of a range of a table's entries
+KNOWN = {"range_min": "Least<{}>", "range_max": "Greatest<{}>", **{op: f"Classes<{i}>" for i, op in enumerate(CLASSES)}}
+WISHES = {"range_min": "least", "range_max": "most"}
 ON_TABLES = frozenset({"look", "segment", *SEARCHES})
 
 
@@ -73,17 +76,22 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
     return _CppBody(plan).text(name)
 
 
+def asked(plan: Planner) -> tuple[Expr, ...]:
+    """The roots of a planner; a piece is EMPTY also where no id stands both among its queries and among its keys."""
+    return plan.roots if plan.seen else (plan.always, disj(plan.never, plan.apart), plan.mixed)
+
+
 class _CppBody:
     def __init__(self, plan: Planner) -> None:
         self.plan = plan
-        self.roots = tuple(machine(e) for e in plan.roots)
+        self.roots = tuple(machine(e) for e in asked(plan))
         self.places = words(plan)
         self.names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
         self.known = {n: self.names.new(n) for n in (*plan.scalars, *plan.tables)}
         self.types = table_types(plan)
         self.ranks = dict.fromkeys(plan.tables, 1)
         for n in walk(*self.roots):
-            if n.op in ("lookup", "range_min", "range_max"):
+            if n.op == "lookup" or n.op in KNOWN:
                 self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
             elif n.op == "extent":
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
@@ -102,7 +110,7 @@ class _CppBody:
             return Text(self.known[e.name])
         if e.op == "extent":
             return Text(f"{self.known[e.name[0]]}.sizes[{e.name[1]}]")
-        if e.op in ("range_min", "range_max"):
+        if e.op in KNOWN:
             return self._range(e, args)
         if e.op == "lookup" or e.op in ON_TABLES:
             call = "look" if e.op == "lookup" else e.op
@@ -115,15 +123,15 @@ class _CppBody:
         half = len(args) // 2
         ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
         lows, highs = args[:half], args[half:]
-        if not ranging:
+        if not ranging and e.op not in CLASSES:
             return Text(f"look({', '.join([self.known[e.name], *(a.text for a in lows)])})")
-        least = "true" if e.op == "range_min" else "false"
-        form = f"{TYPES[e.type]}, {least}" + (f", {len(ranging)}" if len(ranging) > 1 else "")
+        known = KNOWN[e.op].format(TYPES[e.type])
+        form = known + (f", {len(ranging)}" if len(ranging) > 1 else "")
         kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
         axes = ", ".join(map(str, ranging))
         text = f"{kind}<{form}> NAME({self.known[e.name]}, {half}, {{{axes}}})"
         if text not in self.built:
-            self.built[text] = self.names.new(f"{self.known[e.name]}_{'least' if least == 'true' else 'most'}")
+            self.built[text] = self.names.new(f"{self.known[e.name]}_{WISHES.get(e.op, e.op)}")
         values = [lows[i] for i in ranging] + [highs[i] for i in ranging]
         values += [lows[i] for i in range(half) if i not in ranging]
         return Text(f"{call}({', '.join([self.built[text], *(a.text for a in values)])})")

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, substitute, transform, walk
-from frisket.dsl.types import Type
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, make, substitute, transform, var, walk
+from frisket.dsl.sugar import eq
+from frisket.dsl.types import INT, Type
+from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
@@ -44,6 +46,7 @@ class Planner:
     never: Expr
     mixed: Expr
     int64: bool
+    apart: Expr = FALSE  # where the ids among the queries of a piece are none of those among its keys: for C++ alone
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
@@ -57,8 +60,7 @@ class Planner:
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
-        named = (n.name[0] if n.op == "extent" else n.name for n in walk(*self.roots) if n.op in READS)
-        return tuple(dict.fromkeys(named))
+        return tuple(_named(*self.roots))
 
     def records(self, columns: int) -> int:
         """The number of records a row may need, as far as the mask tells."""
@@ -66,8 +68,14 @@ class Planner:
         return max(1, min(enough, -(-columns // 2)))
 
 
+CLASSES = "classes_0", "classes_1", "classes_2"  # which of 64 classes of numbers stand in a range, by three rules
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
+
+
+def _named(*roots: Expr) -> dict[str, None]:
+    """The tables that are read."""
+    return dict.fromkeys(n.name[0] if n.op == "extent" else n.name for n in walk(*roots) if n.op in READS)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,30 @@ def planner(
             return Planner(mask, *found, FALSE, FALSE, FALSE, _wide(roots, limits))
     questions = (always(mask), never(mask), _whole(mixed(mask)))
     yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in questions)
-    return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits))
+    apart = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
+    return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), apart)
+
+
+def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
+    """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
+    return disj(*(conj(*(_apart(part, tables) for part in _parts(clause, "or"))) for clause in _parts(mask, "and")))
+
+
+def _apart(part: Expr, tables: set[str]) -> Expr:
+    found = []
+    for sides in filter(None, map(sides_of_ids, _parts(part, "and"))):
+        if {s.name for s in sides} <= tables:
+            found += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
+    return disj(*found) if found else never(part)
+
+
+def _classes(op: str, read: Expr, axis: str) -> Expr:
+    first, last = ((*read.args[:-1], var(f"{axis}{end}")) for end in (0, 1))
+    return make(op, (*first, *last), read.name, INT)
+
+
+def _parts(e: Expr, op: str) -> tuple[Expr, ...]:
+    return e.args if e.op == op else (e,)
 
 
 def _whole(e: Expr) -> Expr:
@@ -128,7 +159,7 @@ def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
         if n.op in ("range_min", "range_max"):
             parts.extend(n.args)
             return lookup(n.name, (), n.type)
-        if n.op in SEARCHES:
+        if n.op in SEARCHES or n.op in CLASSES:
             parts.extend(n.args)
             return FARTHEST
         return n

@@ -60,9 +60,10 @@ class Prepared:
         place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
         self.bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
         self.count = np.zeros(self.bounds.shape[:2], np.int32)
-        self.run, self.where, self.types = run, text.words(plan), text.table_types(plan)
+        self.run, self.where = run, text.words(plan)
+        self.dtypes = {n: _DTYPES[type] for n, type in text.table_types(plan).items()}
         word = self.word = np.zeros(self.where[""], np.int64)
-        tables = {n: np.ascontiguousarray(_numpy(values[n]), _DTYPES[self.types[n]]) for n in plan.tables}
+        tables = {n: np.ascontiguousarray(_numpy(values[n]), self.dtypes[n]) for n in plan.tables}
         self.alive = place, tables
         numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
         word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, self.bounds, self.count))]
@@ -81,6 +82,7 @@ class Prepared:
         """Whether some row has more runs than there was room for."""
         for name, address in tables.items():
             self.word[self.where[f"table {name}"]] = address
+        self.bounds.fill(0)  # records past `count` are those of an earlier call
         code = self.run(self.address)
         if code == 2:
             raise BackendError("the planner of this mask ran out of memory; free some, or give it shorter tables")

@@ -42,7 +42,7 @@ from frisket.runtime.plans.device import DeviceWork
 
 from .autograd import refuse_tangents
 from .engine import EngineReady, engine_call
-from .ready import ChangingTables, Ready, changing, readable
+from .ready import ChangingTables, Ready, readable
 from .take import around, gradients_around
 
 Tensor = Any
@@ -60,7 +60,6 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
-CHANGES = 8, 16, 32  # plans of the host for changed tables, after which a planner in C++ is tried
 TABLED = 4  # calls with tables of the host, each with copies of them
 LARGEST = 1 << 26  # bytes of a table that is copied: a dense mask of 16,384 x 16,384 is not
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -202,12 +201,13 @@ def _remembered(
     if ready.awaits:
         return ready
     if tables and not ready.loaded:
-        _of_tables(att, key, [x.tobytes() for x in tables], ready)
-        if type(seen := kept.get(key, 0)) is int:
-            with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
-                made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
-                steps = changing(att, call, request.params, ready, made) if seen in CHANGES else None
-                _keep(kept, key, steps or seen + 1)
+        entries = [x.tobytes() for x in tables]
+        _of_tables(att, key, entries, ready)
+        if type(steps := kept.get(key)) is not ChangingTables:
+            _keep(kept, key, steps := ChangingTables(call.plan, request.params))
+        with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
+            made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
+            steps.planned(att, call, request.params, ready, made, entries)
     if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:

@@ -1,7 +1,8 @@
-"""Ready: a prepared call of attention on torch tensors; ChangingTables, for any entries of tables. Imports torch."""
+"""Ready: a prepared call of attention on torch tensors; ChangingTables: for any entries of tables. Imports torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, Target
-from frisket.lowering.planner.planner import ROOM
+from frisket.lowering.planner.planner import READS, ROOM
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
+from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run import kernel_tables
@@ -31,10 +33,14 @@ from .autograd import Attend
 
 Tensor = Any
 Array = NDArray[Any]
-KINDS = ("int8", "int16", "int32", "int64", "uint8")
+KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8")
+CHANGES = 8, 16, 32  # plans of the host for tables in one order, after which a planner in C++ is tried
 LARGEST = 1 << 28  # kernels of tables whose entries nobody looked at keep to 32 bits: see `planner`
 
 WIDER = 1.05  # a row whose first or last tile has no pair that all clauses of the mask show
+# products of numbers in the time of a plan of the host, which takes two milliseconds or more, and some for each tile
+SPARED, SPARED_BY_TILE = 60_000_000, 15_000
+RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,66 +216,113 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
 
 
 class ChangingTables:
-    """A call prepared for any entries of its tables: a planner in C++ makes the spans."""
+    """Calls of one kind that bring other tables each time: after some plans of the host, planners in C++ make spans.
 
-    def __init__(
-        self, run: Any, ready: Ready, plan: FlatPlan, forms: Mapping[str, tuple[str, Any]], ordered: frozenset[str]
+    A planner belongs to the tables that ascend: it searches these, and of others it knows the least and the greatest
+    entry of a range. It is kept if it reads as few tiles as the host's plan of the same tables."""
+
+    def __init__(self, plan: CallPlan, params: Mapping[str, Any]) -> None:
+        tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
+        self.forms = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
+        mask = plan.simplified[0]
+        reads = [n for n in walk(*() if mask is None else (mask,)) if n.op in READS and n.name in tables]
+        self.along = frozenset(n.name for n in reads if n.op != "lookup" or n.args[-1] not in (var("b"), var("h")))
+        self.possible = bool(reads) and all(kind in KINDS for kind, _ in self.forms.values())
+        self.seen: Counter[frozenset[str]] = Counter()
+        self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
+
+    def __call__(self, entries: list[bytes]) -> Ready | None:
+        """The prepared call for tables of these entries; None where the host is to plan them."""
+        if not self.planners:
+            return None
+        tables = self._tables(entries)
+        if (order := self._planned(self._order(tables))) is None:
+            return None
+        planner = self.planners[order]
+        planner.uses += 1
+        # tables may come that a planner of ranges knows less of: the host plans each time the uses have doubled
+        return planner(tables) if order == self.along or planner.uses & (planner.uses - 1) else None
+
+    def planned(
+        self, att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
+        entries: list[bytes],
     ) -> None:  # fmt: skip
-        laid, self.ready, self.forms, self.own = plan.laid, ready, forms, local()
-        self.values, self.longest, self.slices, self.ordered = plan.values, max(laid.full[2:]), laid.slice_of, ordered
+        """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
+        `PendingError` while a planner or its kernel is compiled in the background."""
+        if not self.possible or host.generated is not host or host.live or call.live:
+            return
+        order = self._order(tables := self._tables(entries))
+        if (have := self._planned(order)) is not None:
+            if not _pays(self.planners[have], tables, host):
+                self.planners = {n: x for n, x in self.planners.items() if n != have}
+        elif self.seen[order] not in CHANGES:
+            self.seen[order] += 1
+        else:
+            made = _planner(att, call, params, host, prepare, tables, order)
+            self.seen[order] += 1
+            if made is not None and _pays(made, tables, host):
+                self.planners = {**self.planners, order: made}
+
+    def _tables(self, entries: list[bytes]) -> dict[str, Array]:
+        forms = zip(self.forms.items(), entries, strict=True)
+        return {n: np.frombuffer(content, kind).reshape(shape) for (n, (kind, shape)), content in forms}
+
+    def _order(self, tables: Mapping[str, Array]) -> frozenset[str]:
+        """The tables that ascend along their last axis."""
+        return frozenset(n for n in self.along if (tables[n][..., 1:] >= tables[n][..., :-1]).all())
+
+    def _planned(self, order: frozenset[str]) -> frozenset[str] | None:
+        return max((n for n in self.planners if n <= order), key=len, default=None)
+
+
+class TablePlanner:
+    """A call prepared for any entries of its tables, of which those in `order` ascend."""
+
+    def __init__(self, run: Any, ready: Ready, plan: FlatPlan, order: frozenset[str]) -> None:
+        laid, self.ready, self.order, self.own, self.uses = plan.laid, ready, order, local(), 0
+        self.values, self.longest, self.slices = plan.values, max(laid.full[2:]), laid.slice_of
         self.plan = replace(ready.plan, run_tables=())  # native kernels read none
         self.width = np.int64 if self.plan.int64 else np.int32
         assert laid.planner is not None
         given = run, laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len
-        self.planner = partial(Prepared, *given, (ready.target.block_q, ready.target.block_k), ROOM)
+        block = ready.target.block_q, ready.target.block_k
+        runs = None if laid.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
+        self.planner = partial(Prepared, *given, block, ROOM, runs)
 
-    def __call__(self, entries: list[bytes]) -> Ready | None:
-        """The prepared call for tables of these entries; None where the planner of the host knows more of them: the
-        planner in C++ has the hull of the keys that a row of tiles sees, which is exact for tables in ascending
-        order."""
-        tables = {}
-        for (name, (kind, shape)), content in zip(self.forms.items(), entries, strict=True):
-            x = low = high = tables[name] = np.frombuffer(content, kind).reshape(shape)
-            if name in self.ordered:
-                low, high = x[..., 0], x[..., -1]
-                if not (x[..., 1:] >= x[..., :-1]).all():
-                    return None
+    def __call__(self, tables: Mapping[str, Array]) -> Ready | None:
+        """The prepared call for these tables; None where kernels of 32 bits might not hold their entries."""
+        for n, x in tables.items():
+            low, high = (x[..., 0], x[..., -1]) if n in self.order else (x, x)
             if x.itemsize > 2 and not -LARGEST < low.min() <= high.max() < LARGEST:
                 return None
         plan: Prepared | None = getattr(self.own, "plan", None)
         if plan is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
             plan = self.own.plan = self.planner()
-        wide = {n: x.astype(np.int64, copy=False) for n, x in tables.items() if n in plan.types}
+        wide = {n: x.astype(plan.dtypes[n], copy=False) for n, x in tables.items() if n in plan.dtypes}
         plan({n: x.ctypes.data for n, x in wide.items()})
         spans = Spans(plan.bounds.copy(), plan.count.copy(), self.slices)
-        values = {**self.values, **{n: torch.from_numpy(x.astype(self.width)) for n, x in tables.items()}}
-        found = kernel_tables(self.plan, "torch", values, self.longest, None)
+        read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
+        found = kernel_tables(self.plan, "torch", {**self.values, **read}, self.longest, None)
         return self.ready._with(spans, MappingProxyType(found), None)
 
 
-def changing(
-    att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready]
-) -> ChangingTables | None:
-    """A call like this one for any tables, if it reads as few tiles as `host`, which is for these tables. Raises
-    `PendingError` while its planner or its kernel is compiled in the background."""
-    tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
-    forms = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
-    given = {n: torch.as_tensor(x) for n, x in tables.items()}
-    if host.generated is not host or host.live or call.live or any(kind not in KINDS for kind, _ in forms.values()):
-        return None
+def _planner(
+    att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
+    tables: Mapping[str, Array], order: frozenset[str],
+) -> TablePlanner | None:  # fmt: skip
+    """The planner for tables like these; None where there is none for kernels as `host` has."""
+    given = {n: torch.as_tensor(params[n]) for n in tables}
     if RECORDS[host.target.backend].plans != "host":
         return None
     g, own = call.geometry, call.plan
-    rest = {n: x for n, x in params.items() if n not in tables}
+    rest = {n: x for n, x in params.items() if n not in given}
     try:
         plan = att.plan(
             g.q_len, g.kv_len, g.batch, g.heads, origin=own.origin, sizes=own.sizes, flat=True, **rest, **given
         )
         if plan.given.keys() != given.keys() or plan.laid.planner is None:
             return None
-        reads = [n for n in walk(plan.laid.host.expr) if n.op not in ("var", "param") and n.name in forms]
-        ordered = frozenset(n.name for n in reads if not (n.op == "lookup" and n.args[-1] in (var("b"), var("h"))))
-        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | ordered), plan.given, {})
+        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.given, {})
         planner = plan.laid.planner
         assert planner is not None
         run, ready = function(planner), prepare(replace(call, plan=plan), att.options)
@@ -279,9 +332,16 @@ def changing(
         raise
     except (BuildError, LoweringError, ParameterError):
         return None
-    if ready.target != host.target or _read(ready.spans) > WIDER * _read(host.spans):
-        return None
-    return ChangingTables(run, ready, plan, forms, ordered)
+    return TablePlanner(run, ready, plan, order) if ready.target == host.target else None
+
+
+def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: Ready) -> bool:
+    """Whether a planner reads hardly more tiles of these tables than the host's plan, or less than that takes time."""
+    if (found := planner(tables)) is None:
+        return True  # the host plans for such entries
+    g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _read(host.spans)
+    spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
+    return _read(found.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
 
 
 def _read(spans: Spans) -> int:

@@ -104,7 +104,8 @@ $part along
 def along(size, lo, hi):
     """Where the two blocks are that cover the entries lo..hi of an axis of a table that `halves` has made ready."""
     lo, hi = clip(lo, size - 1), clip(hi, size - 1)
-    level = tl.where(hi > lo, magnitude(tl.maximum(hi - lo, 1)) + 1, 0)
+    level = magnitude(tl.maximum(hi - lo, 1))
+    level += (hi >> level) - (lo >> level) > 1  # two blocks reach over it
     room = tl.full((), 2, tl.int64) << tl.where(size > 1, magnitude(tl.maximum(size - 1, 1).to(tl.int64)) + 1, 0)
     start = room - (room >> level)
     return start + (lo >> level), start + (hi >> level), room

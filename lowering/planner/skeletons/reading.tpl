@@ -117,7 +117,7 @@ def within(planes, row, los, his):
         lo, hi = (clip(scalar(x, Int, flat), 0, n - 1) for x in (lo, hi))
         level = (hi - lo) * 0
         for i in range(1, count):
-            level = where(hi - lo >= 2 ** (i - 1), i, level)
+            level = where((hi >> i - 1) - (lo >> i - 1) > 1, i, level)  # two blocks reach over it
         ends.append((lo >> level, hi >> level))
         place = place * count + level
     starts, start = [], 0

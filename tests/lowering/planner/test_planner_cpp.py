@@ -6,17 +6,18 @@ import ctypes
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import masks
-from support.lowering import golden_planners
+from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import build, lit, lookup, param, result_type
+from frisket.dsl.ir import FALSE, build, lit, lookup, param, result_type, walk
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
@@ -24,6 +25,7 @@ from frisket.lowering.planner import arrays
 from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
+from frisket.lowering.spans import from_records
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.generated import load
 from frisket.runtime.plans import run_cpp as flat_native
@@ -37,6 +39,11 @@ def planner(case, sorted_):
     limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
     limits |= {m: abs(x) for m, x in case.params.items()} | dict.fromkeys("qk", 400)
     return mask, flat.planner(mask, sorted_, limits)
+
+
+def without_ids(plan):
+    """The planner that numpy has, which asks nothing of ids."""
+    return replace(plan, apart=FALSE)
 
 
 def compiled(plans):
@@ -72,7 +79,7 @@ def agree(run, plan, mask, case, room=64, records=None):
 
 def compare(cases):
     """Cases of (mask case, sorted tables, room) in one library; how many were compared."""
-    made = [planner(case, sorted_) for case, sorted_, _ in cases]
+    made = [(mask, without_ids(plan)) for mask, plan in (planner(case, sorted_) for case, sorted_, _ in cases)]
     runs = compiled([plan for _, plan in made])
     return sum(
         agree(run, plan, mask, case, room)
@@ -83,7 +90,9 @@ def compare(cases):
 def test_written_masks():
     rng = random.Random("written")
     cases = [(masks.case(m, rng), s, 64) for m in masks.written().values() for s in (frozenset(), DOC)]
-    told = {planner(case, s)[1]: (case, s, room) for case, s, room in cases}  # most masks have no sorted table
+    told = {
+        without_ids(planner(case, s)[1]): (case, s, room) for case, s, room in cases
+    }  # most masks have no sorted table
     assert compare(list(told.values())) == len(told)
     assert len(told) > 50
 
@@ -194,6 +203,50 @@ def test_boxes_of_tables():
         for m in (mask, spaces)
     ]
     assert compare(cases) == 2
+
+
+def one(table, *at):
+    return lookup(table, at)
+
+
+MASKS_OF_IDS = {
+    "documents": (q >= k) & eq(one("doc", q), one("doc", k)),
+    "by head": eq(one("t", masks.h, q), one("t", masks.h, k)),
+    "two tables": eq(one("doc", q), one("other", k)) & (q - k < 90),
+    "beside a window": (q - k < 20) & (q >= k) | eq(one("doc", q), one("doc", k)) & (k < 100),
+    "either": eq(one("doc", q), one("doc", k)) | eq(one("other", q), one("other", k)),
+    "both": eq(one("doc", q), one("doc", k)) & (eq(one("other", q), one("other", k)) | (k < 3)),
+}
+
+
+@pytest.mark.parametrize("ids", [7, 64, 5000])
+@pytest.mark.parametrize("name", MASKS_OF_IDS)
+def test_ids_in_any_order(name, ids):
+    """No tile with a visible pair is left out, and hardly one without: ranges of ids alone leave out few."""
+    rng, n = np.random.default_rng(ids), 700
+    other = rng.permutation(ids)[: n // 25]
+    tables = {
+        "doc": rng.integers(-9, ids - 9, n // 20).repeat(20),
+        "t": rng.integers(0, ids, (2, n // 28)).repeat(28, 1),
+        "other": other.repeat(n // len(other) + 1)[:n],
+    }
+    used = {x.name for x in walk(MASKS_OF_IDS[name]) if x.op == "lookup"}
+    case = masks.Case(MASKS_OF_IDS[name], n, n, 1, 2, (24, 16), sizes=(1, 2, n, n), tables={t: tables[t] for t in used})
+    mask, plan = planner(case, frozenset())
+    grid, slice_of = grid_of(mask, n, n, 1, 2, case.block, case.origin)
+    truth = brute.kinds(case.mask, n, n, **case.options)
+    read = []
+    for run, made in zip(compiled(both := [plan, without_ids(plan)]), both, strict=True):
+        given = run, made, (grid.b, grid.h, grid.q, grid.k), case.sizes, case.tables, n, n, case.block, 64, 22
+        bounds, count, _ = flat_native.called(*given)
+        runs, kinds = from_records(bounds, count), np.zeros((*count.shape, grid.columns), np.uint8)
+        for s, row, start, stop, kind in zip(runs.slice, runs.row, runs.start, runs.stop, runs.kind, strict=True):
+            kinds[s, row, start:stop] = kind
+        kinds = kinds[slice_of]
+        assert ((kinds == truth) | (kinds == 1)).all()
+        read.append((kinds > 0).sum())
+    assert read[0] <= read[1]
+    assert read[0] <= 1.1 * (truth > 0).sum()
 
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)

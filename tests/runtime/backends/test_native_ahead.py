@@ -21,8 +21,7 @@ from frisket.runtime.cli.main import main
 from frisket.runtime.machine import background, cpp_build, once
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.torch import op
-from frisket.runtime.torch.ready import ChangingTables
+from frisket.runtime.torch.ready import CHANGES, ChangingTables
 from tests.support.forget import forget
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
@@ -375,20 +374,20 @@ def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
         return torch.equal(att(q, k, v, doc=doc), fk.compile(text, backend="cpp")(q, k, v, doc=doc))
 
     def planners():
-        return [x for x in att.ready.values() if type(x) is ChangingTables]
+        return [p for x in att.ready.values() if type(x) is ChangingTables for p in x.planners]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call()
         settled()
-        assert all(call() for _ in range(op.CHANGES[0]))
+        assert all(call() for _ in range(CHANGES[0]))
         behind.tell("wait")
         end = threading.Timer(60, behind.tell, ("wait", False))  # a call that waits fails, and does not hang
         end.start()
         try:
             while not background._threads and end.is_alive():
                 assert call()
-            assert all(call() for _ in range(op.CHANGES[-1]))
+            assert all(call() for _ in range(CHANGES[-1]))
             assert background._threads, "the planner is being compiled"
             assert not planners()
         finally:

@@ -207,16 +207,15 @@ PLANNING = """
     import os, threading
     import numpy as np, torch, frisket as fk
     from tests_pool import waited
-    from frisket.runtime.torch import op
-    from frisket.runtime.torch.ready import ChangingTables
+    from frisket.runtime.torch.ready import CHANGES, ChangingTables
 
     q, k, v = torch.randn(3, 1, 2, 200, 16)
     att, rng = fk.compile("causal & doc[q] == doc[k]", backend="cpp"), np.random.default_rng(0)
     def call():
         att(q, k, v, doc=np.sort(rng.integers(0, 5, 200)))
-    for _ in range(op.CHANGES[0] + 1):
+    for _ in range(CHANGES[0] + 1):
         call()
-    (steps,) = [x for x in att.ready.values() if type(x) is ChangingTables]
+    (steps,) = next(x for x in att.ready.values() if type(x) is ChangingTables).planners.values()
     planner, begun, over = steps.planner, threading.Event(), threading.Event()
     def slow():
         made = planner()
@@ -224,7 +223,7 @@ PLANNING = """
             begun.set()
             over.wait()
             return made(tables)
-        plan.types, plan.bounds, plan.count = made.types, made.bounds, made.count
+        plan.dtypes, plan.bounds, plan.count = made.dtypes, made.bounds, made.count
         return plan
     steps.planner = slow
     thread = threading.Thread(target=call)

@@ -1,5 +1,7 @@
 """Calls that bring another table each: after a few, a planner in C++ makes the spans, and no plan is an older one's."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ import torch
 import frisket as fk
 from frisket.dsl.ir import walk
 from frisket.runtime.machine import cpp_build
-from frisket.runtime.torch import op
-from frisket.runtime.torch.ready import ChangingTables
+from frisket.runtime.torch import ready
+from frisket.runtime.torch.ready import CHANGES, ChangingTables
 
 pytestmark = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
 S = 200
@@ -29,18 +31,18 @@ def documents(n=S, dtype=np.int64):
 def planned(text="causal & same(doc)", **rest):
     """An attention whose calls with tables like these are prepared for any entries, as a list of its planners."""
     att = fk.compile(text, engines=False)
-    for _ in range(op.CHANGES[0] + 2):
+    for _ in range(CHANGES[0] + 2):
         att(Q, K, V, doc=documents(), **rest)
     return att
 
 
 def planners(att):
-    return [x for x in att.ready.values() if type(x) is ChangingTables]
+    return [p for x in att.ready.values() if type(x) is ChangingTables for p in x.planners.values()]
 
 
 def right(att, text="causal & same(doc)", qkv=(Q, K, V), **tables):
     """Whether a call is that of an attention that has seen no other table."""
-    want = fk.compile(text, engines=False)(*qkv, **{n: x + 0 for n, x in tables.items()})
+    want = fk.compile(text, engines=False)(*qkv, **deepcopy(tables))
     return torch.equal(att(*qkv, **tables), want)
 
 
@@ -56,7 +58,7 @@ def test_changed_tables_make_no_plan_of_the_host(monkeypatch):
 @pytest.mark.parametrize("text", ["causal & same(doc)", "causal & doc[b, q] == doc[b, k]", "doc[q] >= doc[k]"])
 def test_the_ends_of_tables_in_order_are_entries(text):
     att = fk.compile(text, engines=False)
-    for _ in range(op.CHANGES[-1] + 2):
+    for _ in range(CHANGES[-1] + 2):
         att(Q, K, V, doc=np.stack([documents(), documents()]) if "[b" in text else documents())
     (steps,) = planners(att)
     _, planner, *_ = steps.planner.args
@@ -73,6 +75,65 @@ def test_the_backward_reads_the_table_as_it_was():
         out.square().sum().backward()
         grads.append([x.grad for x in leaves])
     assert all(map(torch.equal, *grads))
+
+
+def returning(n=S):
+    return np.repeat(RNG.permutation(n // 10) % 9, 10)
+
+
+UNSORTED = {
+    "causal & same(doc)": lambda: {"doc": returning()},
+    "causal & keep[k]": lambda: {"keep": np.arange(S) < RNG.integers(50, S)},
+    "causal & keep[b, k]": lambda: {"keep": np.arange(S) < RNG.integers(50, S, (2, 1))},
+    "causal & same(doc) & keep[k]": lambda: {"doc": documents(), "keep": RNG.random(S) < 0.9},
+    "causal | same(kind) & kind[q] > 0": lambda: {"kind": np.repeat(RNG.integers(0, 3, S // 10), 10)},
+    "causal & seen[q // 20, k // 20]": lambda: {"seen": RNG.random((S // 20, S // 20)) < 0.3},
+}
+
+
+@pytest.mark.parametrize("text", UNSORTED)
+def test_tables_in_any_order_make_few_plans_of_the_host(text, monkeypatch):
+    att, calls = fk.compile(text, engines=False), []
+    for _ in range(CHANGES[0] + 2):
+        att(Q, K, V, **UNSORTED[text]())
+    assert planners(att)
+    call = att.call
+    monkeypatch.setattr(att, "call", lambda request: calls.append(request) or call(request))
+    assert all(right(att, text, **UNSORTED[text]()) for _ in range(64))
+    assert len(calls) <= 6, "at the 2nd, 4th, ... use"
+
+
+def test_a_table_in_order_and_one_that_is_not_have_planners_of_their_own():
+    att = fk.compile("causal & same(doc)", engines=False)
+    for doc in (documents, returning):
+        for _ in range(CHANGES[0] + 2):
+            att(Q, K, V, doc=doc())
+    assert sorted(len(p.order) for p in planners(att)) == [0, 1]
+    assert all(right(att, doc=doc()) for doc in (documents, returning) for _ in range(4))
+
+
+def test_a_planner_that_comes_to_read_more_tiles_is_let_go(monkeypatch):
+    monkeypatch.setattr(ready, "SPARED", 0)
+    monkeypatch.setattr(ready, "SPARED_BY_TILE", 0)
+    text, (q, k, v) = "causal & same(doc)", torch.randn(3, 1, 1, 1024, 16, generator=torch.Generator().manual_seed(0))
+    att = fk.compile(text, engines=False)
+    for _ in range(CHANGES[0] + 2):  # as many ids as tiles tell apart
+        att(q, k, v, doc=np.repeat(RNG.permutation(16), 64))
+    assert planners(att)
+    for _ in range(9):  # a key in 256 is of the only document of its kind: hashes tell too little
+        assert right(att, text, (q, k, v), doc=RNG.integers(0, 1 << 20, 1024))
+    assert not planners(att)
+
+
+def test_spans_hold_nothing_of_an_earlier_call():
+    att = fk.compile("causal & same(doc)", engines=False)
+    for _ in range(CHANGES[0] + 2):
+        att(Q, K, V, doc=returning())
+    (planner,) = planners(att)
+    last = planner({"doc": np.zeros(S, np.int64)}).spans
+    used = np.arange(last.bounds.shape[2]) < last.count[..., None]
+    assert used.any()
+    assert not last.bounds[~used].any()
 
 
 @pytest.mark.parametrize("form", ["tensor", "array"])
@@ -93,7 +154,7 @@ def test_views_of_one_storage():
         base[start * 100 + S // 2 :] += 1
         for doc in (base[start::3][:S], base[start * 100 : start * 100 + S]):
             assert right(att, doc=doc)
-    assert right(att, doc=torch.from_numpy(documents()).flip(0))  # descending: the host's plan
+    assert right(att, doc=torch.from_numpy(documents()).flip(0))
 
 
 @pytest.mark.parametrize("doc", [
@@ -116,7 +177,7 @@ def test_other_lengths():
     att = planned()
     for n in (1, 17, 64, 150, 199):
         qkv = [x[:, :, :n] for x in (Q, K, V)]
-        assert all(right(att, qkv=qkv, doc=documents(n)) for _ in range(op.CHANGES[0] + 4))
+        assert all(right(att, qkv=qkv, doc=documents(n)) for _ in range(CHANGES[0] + 4))
     assert len(planners(att)) >= 4
     with pytest.raises(fk.ParameterError, match="has 100 entries"):
         fk.compile("causal & same(doc)")(Q, K, V, doc=documents(100))
@@ -137,5 +198,5 @@ def test_other_masks(text):
         return {**found, "n": RNG.integers(1, S, 2)} if "n[b]" in text else found
 
     att = fk.compile(text, engines=False)
-    assert all(right(att, text, **tables()) for _ in range(op.CHANGES[-1] + 8))
+    assert all(right(att, text, **tables()) for _ in range(CHANGES[-1] + 8))
     assert planners(att) or "%" in text
