@@ -4,6 +4,7 @@
     python benchmarks/gpu_model.py sass kernel.cubin --warps 8 --pairs 8192 --flops 512
     python benchmarks/gpu_model.py measured
     python benchmarks/gpu_model.py figures --python /usr/bin/python3.12
+    python benchmarks/gpu_model.py jax
     python benchmarks/gpu_model.py serving
     python benchmarks/gpu_model.py prefill
     python benchmarks/gpu_model.py schedules
@@ -13,12 +14,13 @@
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
-`nvdisasm -c -hex`. `measured`, `validation`, `figures`, `masks`, `serving`, `prefill`, `schedules`, `sensitivity` and
-`units` write parts of benchmarks/results/gpu-model.json: rates, orders of tiles and steps beside those of an H100, by
-the Triton that gpu.json names; flex_attention beside its published figures, our kernels beside flex_attention's, the
-instructions of masks, steps of serving as shares of the memory rate, chunked prefill, what other orders of programs
-would save, how much each constant of the model matters, and how busy the Gluon forward keeps the units of a Blackwell
-SM. `mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+`nvdisasm -c -hex`. `measured`, `validation`, `figures`, `masks`, `jax`, `serving`, `prefill`, `schedules`,
+`sensitivity` and `units` write parts of benchmarks/results/gpu-model.json: rates, orders of tiles and steps beside
+those of an H100, by the Triton that gpu.json names; flex_attention beside its published figures, our kernels beside
+flex_attention's, the instructions of masks, Triton's forward as JAX calls it, steps of serving as shares of the memory
+rate, chunked prefill, what other orders of programs would save, how much each constant of the model matters, and how
+busy the Gluon forward keeps the units of a Blackwell SM. `mosaic` writes a part for the kernels that
+`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.
@@ -50,7 +52,7 @@ from store import keep, shown
 Found = dict[str, Any]
 PARTS = {
     "measured": measured.compared, "validation": report.validation, "figures": report.predicted, "masks": report.masks,
-    "serving": report.serving, "prefill": report.prefill, "schedules": report.schedules,
+    "jax": report.jax, "serving": report.serving, "prefill": report.prefill, "schedules": report.schedules,
     "sensitivity": report.sensitivity, "units": units.tiles,
 }  # fmt: skip
 

@@ -234,6 +234,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
     for part, title in (
         ("figures", "Our kernels and flex_attention's"),
         ("mosaic", "Our kernels for Mosaic GPU and flex_attention's"),
+        ("jax", "Triton's forward as JAX calls it, without tensor descriptors"),
         ("masks", "The mask of a border tile"),
         ("validation", "flex_attention, as published"),
     ):

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from frisket.lowering.plan import Geometry
+
 from . import flex as flex_kernels
 from . import full
 from . import ours as our_kernels
 from .full import Case
 from .loops import figures
 from .machine import GPUS
-from .ours import Ours
+from .ours import Ours, Tile
 from .published import ROWS, case, name
 from .sass import counted
 from .schedule import SCHEDULES, launched, longest_of_a_head, packed, rows_of
@@ -114,6 +116,23 @@ def masks() -> Iterator[tuple[str, Row]]:
             for dim in (64, 128) for which, name in (("frisket", "ours"), ("flex", "flex"))
         }  # fmt: skip
         yield mask, {"figures": {MASK: found}}
+
+
+def jax() -> Iterator[tuple[str, Row]]:
+    """Triton's forward as JAX calls it: arrays are read by pointers, and two query heads share a key head, as in the
+    figures of `mosaic`."""
+    from frisket.runtime.backends.triton.jax import target
+
+    for direction, mask, dim, length in FIGURES:
+        if direction == "forward":
+            plan, _ = our_kernels.planned(Ours(direction, mask, dim, group=2))
+            own = target(plan, Geometry(1, 16, 8, length, length, dim, dim, 1.0), "bfloat16")
+            tile = Tile(own.block_q, own.block_k, own.num_warps, own.num_stages)
+            one = Case(mask, dim, length, group=2)
+            rate = 4 * dim * one.pairs / full.ours_time(direction, one, tile).seconds / 1e12
+            yield name(direction, mask, dim, length), {
+                "figures": {MODEL: {"triton": round(rate, 1)}}, "notes": {"tiles": str(tile)}
+            }  # fmt: skip
 
 
 def tiles_of(direction: str, one: Case) -> str:

@@ -34,7 +34,7 @@ from frisket.runtime.plans.device_static import Key
 from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed
-from .platforms import backend_on, executor
+from .platforms import backend_on, executor, quickest
 
 Arrays = dict[str, Any]
 # of arrays that have queries or keys
@@ -145,8 +145,11 @@ class JaxCall:
         self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
     ) -> str:
         """The backend that runs it there, or makes the gradients that are wanted, or an error that says why none."""
-        plan = self.own(self.plan)
-        return backend_on(self.backend, platform, plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
+        plan, shapes = self.own(self.plan), dict(self.shapes)
+        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, wanted)
+        if self.backend or self.tile or self.target or wanted:
+            return name
+        return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
     def _how(self, backend: str, platform: str) -> dict[str, Any]:
         how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}

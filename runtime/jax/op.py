@@ -34,6 +34,7 @@ from frisket.runtime.plans.call import Call
 
 from .arrays import narrowed, placed
 from .call import JaxCall, TracedSpans
+from .platforms import quickest
 from .primitives import bound
 from .reverse import reverse_only
 from .task import Task
@@ -118,18 +119,20 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
         return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
     kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
-    if planner is not None:
-        read = (*planner.tables, *planner.scalars)
-        numbers["given"] = {n: plan.given[n] for n in read if n in plan.given}
-        target = target_on(call.backend, kernel, call.geometry, call.given.dtype, options.tile, plan.narrow)
-        block = target.block_q, target.block_k  # of the platform at hand: planned once for forward and backward
-        rows: Any = plan.rows(block)
-        spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in LIVE]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
-    numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
+    if planner is not None:
+        read = (*planner.tables, *planner.scalars)
+        numbers["given"] = {n: plan.given[n] for n in read if n in plan.given}
+        of = kernel, call.geometry, call.given.dtype
+        chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
+        target = target_on(chosen, *of, options.tile, plan.narrow)
+        block = target.block_q, target.block_k  # of the platform at hand: planned once for forward and backward
+        rows: Any = plan.rows(block)
+        spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
+    numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
     return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Geometry, LoopPlan
-from frisket.runtime.backends.base import RECORDS, Backend, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
 from frisket.runtime.backends.interpreters import warn_slow
 from frisket.runtime.backends.registry import library, lowerable
 from frisket.runtime.machine.once import warn_once
@@ -50,6 +50,16 @@ def backend_on(
     if lacks:
         warn_once(f"on {platform} this runs as backend {name!r}, for want of:\n  " + "\n  ".join(lacks))
     return name
+
+
+def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, narrow: bool) -> str:
+    """The backend of a forward whose first choice is `name`, where nobody asks for kernels or tiles: another one whose
+    record says that it is faster. `narrow`: rows see few keys."""
+    others = (b for b in backends_of("jax") if b.instead == name)
+    faster = (b for b in others if b.pays is not None and b.pays(plan, geometry, dtype, narrow))
+    fit = (b for b in faster if not (lowerable(b.name) or b.unfit()))
+    none: frozenset[str] = frozenset()
+    return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, none)), name)
 
 
 def _reason(

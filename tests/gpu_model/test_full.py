@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from gpu_sim import full
 from gpu_sim.machine import H100
-from gpu_sim.ours import Tile
+from gpu_sim.ours import Ours, Tile, planned
 from gpu_sim.published import BANDS, ROWS, band, case, name
+from gpu_sim.report import FIGURES, MODEL
 from gpu_sim.sass import parse
 from support.sass import listing
+
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.triton.jax import pays
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-model.json"
 TILE = Tile(128, 64, 8, 3)
@@ -29,6 +33,22 @@ def test_the_model_is_held_to_what_was_published(version):
     forward = [rows[name(*row[:4])]["ratios"]["model / published"][0] for row in ROWS if row[0] == "forward"]
     assert max(forward) / min(forward) < 1.2  # the same error for all: ratios can be trusted
     assert set(BANDS) == {"forward", "backward", "short causal backward"}
+
+
+def test_jax_takes_the_forward_that_the_model_finds_faster():
+    parts = json.loads(RESULTS.read_text())["parts"]
+    mosaic, triton = (parts[f"{n}, Triton 3.9"]["rows"] for n in ("mosaic", "jax"))
+    asked = [row for row in FIGURES if row[0] == "forward"]
+    assert len(triton) == len(asked)
+    taken = set()
+    for direction, mask, dim, length in asked:
+        row = name(direction, mask, dim, length)
+        rates = [rows[row]["figures"][MODEL][who] for rows, who in ((triton, "triton"), (mosaic, "frisket"))]
+        plan, _ = planned(Ours("forward", mask, dim, group=2))
+        g = Geometry(1, 16, 8, length, length, dim, dim, 1.0)
+        assert pays(plan, g, "bfloat16", narrow=False) == (rates[0] > 1.1 * rates[1]), row
+        taken |= {(mask, dim)} if rates[0] > 1.1 * rates[1] else set()
+    assert taken >= {("window 128", 64), ("documents", 64)}
 
 
 @pytest.mark.matrix

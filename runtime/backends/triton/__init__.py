@@ -64,6 +64,8 @@ register(Backend(
     order=40,
     platforms=("cuda", "rocm"),
     rank=2,
+    instead="pallas-mosaic-gpu",
+    pays=Lazy(f"{HERE}.jax:pays"),
     interpreter=Interpreter("Triton's", 0.03, interpreted, {
         "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
                     "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",

@@ -20,6 +20,7 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.cotangents import Sum, sums
+from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import jax
 
 Array = Any  # a jax.Array, traced or not
+SHORTEST = 1024  # queries of a call that takes these kernels in the place of Mosaic GPU's
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
@@ -150,19 +152,32 @@ def target(
     """The tiles of a call, for the GPU at hand; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    keys = math.inf
-    if plan.mask is not None:
-        literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
-        keys, _ = triton_tiles.keys_seen(plan.mask, literals)
-        if narrow or plan.bounds is None:
-            keys = min(keys, triton_tiles.MEDIUM)
     made = triton_tiles.default_target(
-        geometry, dtype, keys=keys, curved=plan.score_class == "general",
+        geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
         unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
     )  # fmt: skip
     return _precise(made, dtype)
+
+
+def _keys_seen(plan: LoopPlan, narrow: bool) -> float:
+    """The keys that a query sees: as many as in a medium window where rows are narrow or no formula gives them."""
+    if plan.mask is None:
+        return math.inf
+    literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
+    keys, _ = triton_tiles.keys_seen(plan.mask, literals)
+    return min(keys, triton_tiles.MEDIUM) if narrow or plan.bounds is None else keys
+
+
+def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
+    """Whether the forward is faster than Mosaic GPU's on Hopper, by the model of benchmarks/gpu_sim: at head size 64
+    under short windows (186 against 82 TFLOP/s) and documents of 512 tokens (220 against 163), because a program of
+    Mosaic's takes thousands of cycles beside its tiles. Causal rows are equal there (398 and 376). At head size 128
+    Mosaic's is faster. The model has no score mods, no dropout, and no gradients of such masks."""
+    short = _keys_seen(plan, narrow) <= triton_tiles.MEDIUM and g.q_len >= SHORTEST
+    plain = plan.score is None and plan.kept is None and not interpreted()
+    return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
 
 
 def _precise(target: Target, dtype: str) -> Target:

@@ -14,6 +14,7 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.jax import platforms as jax_platforms
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
+from frisket.runtime.plans.device import FlatPlan
 
 draw = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))
@@ -123,6 +124,104 @@ def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
         found = jax_platforms.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
         assert found == backend
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """jax-triton is there, and executors of either kernels give zeros; (backend, direction) of those that are
+    called."""
+    calls = []
+
+    def executor(backend, direction):
+        def forward(plan, spans, g, q, k, v, *given, low=False, **more):
+            calls.append((backend, direction))
+            rows = jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)
+            return (jnp.zeros_like(q), *[rows] * (2 + low))
+
+        def backward(plan, spans, g, q, k, v, *given, wanted, **more):
+            calls.append((backend, direction))
+            return {n: jnp.zeros_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+
+        return forward if direction == "forward" else backward
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "")
+    monkeypatch.setattr("frisket.runtime.jax.call.executor", executor)
+    return calls
+
+
+def asked(mask, dim=64, length=1024, score=None, dtype="bfloat16", traced=None, gradients=False, **options):
+    """Lowers a call, or its gradients, for a Hopper."""
+    q, att = jnp.zeros((1, length, 2, dim), dtype), fk.compile(mask, score, **options)
+
+    def run(q, table):
+        given = {traced: table} if traced else {}
+        return att(q, q, q, **given, **({"seed": 1} if "dropout" in options else {})).astype("float32").sum()
+
+    lowered("cuda", jax.grad(run) if gradients else run, (q, jnp.arange(length) // 512))
+
+
+@pytest.mark.parametrize("given", [
+    {"mask": "causal & window(128)"}, {"mask": "causal & window(128)", "dim": 40},
+    {"mask": "causal & window(700)", "dtype": "float16"}, {"mask": "causal & same(doc)", "traced": "doc"},
+    {"mask": "causal & same(doc)", "doc": np.arange(1024) // 512}, {"mask": "causal & window(w)", "w": 128},
+])  # fmt: skip
+def test_short_rows_of_small_heads_take_triton_on_hopper(stand_ins, given):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked(**given)
+    assert stand_ins == [("triton", "forward")]
+
+
+@pytest.mark.parametrize("given", [
+    {"mask": "causal"}, {"mask": None}, {"mask": "causal & window(1000)", "length": 4096},
+    {"mask": "causal & window(128)", "dim": 128}, {"mask": "causal & window(128)", "dim": 72},
+    {"mask": "causal & window(128)", "length": 1000}, {"mask": "causal & window(128)", "score": "softcap(50)"},
+    {"mask": "causal & window(128)", "dropout": 0.1}, {"mask": "causal & window(128)", "tile": (128, 64)},
+    {"mask": "causal & window(128)", "backend": "pallas-mosaic-gpu"},
+])  # fmt: skip
+def test_other_calls_take_mosaic_on_hopper(stand_ins, given):
+    asked(**given)
+    assert stand_ins == [("pallas-mosaic-gpu", "forward")]
+
+
+@pytest.mark.parametrize("lacking", ["jax-triton", "kernels"])
+def test_short_rows_take_mosaic_without_triton(stand_ins, monkeypatch, lacking):
+    if lacking == "jax-triton":
+        monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "no" if backend == "triton" else "")
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    asked("causal & window(128)")
+    assert stand_ins == [("pallas-mosaic-gpu", "forward")]
+
+
+def test_gradients_of_short_rows_are_those_of_mosaic(stand_ins):
+    asked("causal & window(128)", gradients=True)
+    assert stand_ins == [("triton", "forward"), ("pallas-mosaic-gpu", "backward")]
+
+
+def test_traced_documents_are_planned_for_the_tiles_of_the_forward(stand_ins, monkeypatch):
+    """Once for all layers: not again in the call, which would find other tiles."""
+    monkeypatch.setattr("frisket.runtime.backends.registry.automatic", lambda *given: "pallas-mosaic-gpu")
+    blocks, rows = [], FlatPlan.rows
+
+    def planned(self, block):
+        blocks.append((block, (block, False) in self._made))
+        return rows(self, block)
+
+    def executor(backend, direction):
+        def forward(plan, spans, g, q, k, v, slots, tables, target, **more):
+            stand_ins.append((backend, direction))
+            spans.rows((target.block_q, target.block_k))
+            return (jnp.zeros_like(q), *[jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)] * 2)
+
+        return forward
+
+    monkeypatch.setattr("frisket.runtime.jax.call.executor", executor)
+    monkeypatch.setattr(FlatPlan, "rows", planned)
+    asked("causal & same(doc)", traced="doc")
+    assert stand_ins == [("triton", "forward")]
+    assert blocks == [((64, 64), False), ((64, 64), True)]
 
 
 def test_another_platform_has_xla(called):
