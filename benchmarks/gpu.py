@@ -20,12 +20,14 @@
     jax-backward  the same for the gradients alone
     jax-window    the gradients of a window over the length: linear in it
 
-It runs from a checkout, installed or not; docs/device.md says what to bring to a machine without a network. A part
-ends within 8 minutes and is resumed by the same command: rows measured on this GPU with these versions are kept, and
-written after every row. Each row runs in a process of its own, which a time limit ends if it hangs. Those of a group
-compile side by side, flex_attention too; then each is timed alone, its contestants turn about in an order that changes.
-A figure is a median over rounds; ratios are peer / frisket (above 1: frisket is faster) with the 95 % interval of the
-median. Results go to gpu.json in --into.
+    left     no measurement: the rows of every part that gpu.json lacks, in the order in which they will run
+
+It runs from a checkout, installed or not; docs/device.md says what to bring to a machine without a network. A part ends
+within 8 minutes and is resumed by the same command: rows measured on this GPU with these versions are kept, and written
+after every row. Rows that no machine has measured run first. Each row runs in a process of its own, which a time limit
+ends if it hangs. Those of a group compile side by side, flex_attention too; then each is timed alone, its contestants
+turn about in an order that changes. A figure is a median over rounds; ratios are peer / frisket (above 1: frisket is
+faster) with the 95 % interval of the median. Results go to gpu.json in --into.
 
 `--dry` tries any part without a GPU, at a few dozen tokens in Triton's interpreter. Its times mean nothing.
 """
@@ -133,11 +135,39 @@ class Child:
 # -- a part ---------------------------------------------------------------------------------------------
 
 
+def results(part: str, folder: Path) -> dict[str, Any]:
+    """A part of gpu.json, empty where there is none."""
+    path = folder / "gpu.json"
+    found: dict[str, Any] = json.loads(path.read_text())["parts"].get(part, {}) if path.exists() else {}
+    return found
+
+
 def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Rows that this machine has measured before."""
-    path = folder / "gpu.json"
-    known = json.loads(path.read_text())["parts"].get(part) if path.exists() else None
+    known = results(part, folder)
     return known["rows"] if known and all(known["machine"].get(n) == machine.get(n) for n in SAME) else {}
+
+
+def in_turn(part: str, names: Sequence[str], folder: Path) -> list[str]:
+    """Rows in the order in which they run: those that no machine has measured first, then those whose results lack what
+    is asked today, then the others."""
+    known = results(part, folder).get("rows", {})
+    return sorted(names, key=lambda n: 0 if n not in known else 1 + PARTS[part].whole(known[n]))
+
+
+def lacking(part: str, names: Sequence[str], folder: Path) -> list[str]:
+    """Rows that no machine has measured, or whose results lack what is asked today."""
+    known = results(part, folder).get("rows", {})
+    return [n for n in in_turn(part, names, folder) if n not in known or not PARTS[part].whole(known[n])]
+
+
+def tell(only: Sequence[str], scale: Scale, folder: Path) -> None:
+    """Print the rows that gpu.json lacks, of every part."""
+    for part, one in PARTS.items():
+        names = [n for n in one.rows(scale) if all(some in f"{part}: {n}" for some in only)]
+        left = lacking(part, names, folder)
+        if names:
+            print(f"{part}: {len(left)} of {len(names)} rows are left", *left, sep="\n    ")
 
 
 def measured(part: str, names: list[str], workers: int, end: float, scale: Scale) -> Iterator[tuple[str, Any]]:
@@ -172,7 +202,7 @@ def failures(found: dict[str, Any]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=[*PARTS, "left"])
     parser.add_argument("--only", nargs="+", default=[], help="only rows whose name contains all of this")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
     parser.add_argument("--minutes", type=float, help="3 of smoke, 7.5 of every other part")
@@ -189,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.row is not None:
         row(args.part, args.row, scale)
         return 0
+    if args.part == "left":
+        tell(args.only, scale, args.into)
+        return 0
     minutes = PARTS[args.part].minutes if args.minutes is None else args.minutes
     end, here = time.monotonic() + 60 * minutes, device()
     if not args.dry and here["gpu"].startswith("none"):
@@ -196,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     done = kept(args.part, args.into, {**described(), **here})
     names = [n for n in PARTS[args.part].rows(scale) if all(some in n for some in args.only)]
-    left, failed = [n for n in names if args.again or n not in done or failures(done[n])], 0
+    whole = {n for n in names if n in done and PARTS[args.part].whole(done[n]) and not failures(done[n])}
+    left, failed = in_turn(args.part, [n for n in names if args.again or n not in whole], args.into), 0
     for name, found in measured(args.part, list(left), args.workers, end, scale):
         left.remove(name)
         if isinstance(found, str):

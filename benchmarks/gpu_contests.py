@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_masks import DOCUMENTS, contests, flex, ours, peers, visible_pairs
+from gpu_masks import DOCUMENTS, EQUAL, contests, flex, ours, peers, visible_pairs
 from gpu_scale import Call, Measure, Scale, compared, drawn, on_device, same
 
 from frisket.runtime.bench.machine import rounds_of
@@ -17,6 +17,7 @@ from frisket.runtime.bench.machine import rounds_of
 # -- forward and backward ---------------------------------------------------------------------------------
 
 DIRECTIONS = ("forward", "backward")
+FIRST = ("causal", "window 128", EQUAL)
 GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
     ("causal", 128, 8192): ((430, 480), (300, 380)),
     ("window 128", 64, 8192): ((140, 180), (115, 150)),
@@ -24,14 +25,13 @@ GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
 
 
 def speed_rows(scale: Scale) -> list[str]:
-    """Causal attention first, then steps of decoding, then the other masks."""
+    """Masks with goals first, then steps of decoding, then the other masks."""
     names, dims = contests(scale.lengths[0], 2, "cpu"), sorted(scale.dims, reverse=True)
-    found = {
-        name: [f"{way}: {name}, D {dim}" for dim in dims for way in DIRECTIONS]
-        for name in sorted(names, key=lambda n: n != "causal")
-    }
-    first, *rest = found.values()
-    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *(r for each in rest for r in each)]
+    first, rest = (
+        [f"{way}: {n}, D {dim}" for n in some for dim in dims for way in DIRECTIONS]
+        for some in (FIRST, [n for n in names if n not in FIRST])
+    )
+    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest]
 
 
 def speed(row: str, scale: Scale) -> Measure:

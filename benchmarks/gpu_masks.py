@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
 
-DOCUMENTS = 12
+DOCUMENTS, EQUAL = 12, "documents of 512"
 FLASH = {  # module -> name; the first argument of each is [batch, length, heads, dim]
     "flash_attn_interface": "FlashAttention 3", "flash_attn.cute": "FlashAttention 4", "flash_attn": "FlashAttention 2",
 }  # fmt: skip
@@ -65,6 +65,7 @@ def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
     """By name, for one length in tokens."""
     draw = torch.Generator().manual_seed(0)
     doc = torch.randint(0, DOCUMENTS, (length,), generator=draw).sort().values.to(device, torch.int32)
+    equal = torch.arange(length, device=device, dtype=torch.int32) // 512
     slope = torch.exp2(-8 * torch.arange(1, heads + 1) / heads).to(device)
     prefix = length // 8
     return {
@@ -76,6 +77,9 @@ def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
         ),
         f"{DOCUMENTS} documents": Contest(
             "causal & same(doc)", lambda b, h, q, k: (q >= k) & (doc[q] == doc[k]), params={"doc": doc}
+        ),
+        EQUAL: Contest(
+            "causal & same(doc)", lambda b, h, q, k: (q >= k) & (equal[q] == equal[k]), params={"doc": equal}
         ),
         "prefix": Contest(
             "prefix(n) | causal", lambda b, h, q, k: (q >= k) | (k < prefix), params={"n": prefix}

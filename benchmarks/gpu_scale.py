@@ -43,13 +43,15 @@ DRY = Scale((48,), (16,), 48, 32, 96, (1,), 512, 2, torch.float32, "cpu")
 @dataclass(frozen=True)
 class Part:
     """`rows` are its names; `prepare` compiles a row and returns what measures it. `together`: how many rows compile
-    side by side, 0: as many as there are workers. A row that prepares or measures for `limit` seconds hangs."""
+    side by side, 0: as many as there are workers. A row that prepares or measures for `limit` seconds hangs. `whole`
+    says whether the results of a row are all that is asked today."""
 
     rows: Callable[[Scale], Iterable[str]]
     prepare: Callable[[str, Scale], Measure]
     together: int = 0
     minutes: float = 7.5
     limit: float = 150
+    whole: Callable[[dict[str, Any]], bool] = lambda found: True
 
 
 # -- times ----------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ register(replace(
     RECORDS["cudnn"], reason=lambda framework=None: "", platforms=("cuda", "cpu"), refuses={},
     engine=RECORDS["sdpa"].engine, executors=RECORDS["sdpa"].executors,
 ))
+of_triton = {n: getattr(RECORDS["triton"], n) for n in ("executors", "call_target", "platforms", "interpreter")}
+register(replace(RECORDS["gluon"], reason=lambda framework=None: "", instead="", **of_triton))
 """
 
 
@@ -56,9 +58,10 @@ def measured(*rows: tuple[str, str], stand_ins: bool = False) -> list[dict]:
 
 @pytest.mark.matrix
 def test_every_part_that_runs_in_its_own_process():
-    forward, backward, decode, layout, tune, right, profile = measured(
+    forward, backward, decode, serving, layout, tune, right, profile = measured(
         ("speed", "forward: sinks, window 1024, D 16"), ("speed", "backward: ALiBi, causal, D 16"),
-        ("speed", "decode: causal, batch 1"), ("layout", "documents, 512 tokens"),
+        ("speed", "decode: causal, batch 1"), ("serving", "4 queries, int8, pages of 64"),
+        ("layout", "documents, 512 tokens"),
         ("tune", "dkv, causal, D 16, 2 stages"), ("right", "triton, softcap(c), float32"),
         ("profile", "backward: causal, D 16"),
     )  # fmt: skip
@@ -70,6 +73,7 @@ def test_every_part_that_runs_in_its_own_process():
     assert set(backward["rows"]["48"]["ratios"]) == {"dense / frisket"}
     assert "FlexAttention does not support backward on CPU" in backward["rows"]["48"]["notes"]["flex"]
     assert set(decode["figures"]["share of bandwidth"]) == {"frisket", "flex", "SDPA"}
+    assert set(serving["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket"}
     assert layout["notes"]["synchronizes"] is False
     assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
     assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "lse", "dq", "dk", "dv"}
@@ -78,14 +82,20 @@ def test_every_part_that_runs_in_its_own_process():
 
 
 def test_rows_of_engines():
-    """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, by stand-ins."""
-    *right, forward, backward = measured(
+    """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, and right rows of
+    Gluon, which has no gradients of its own, by stand-ins."""
+    *right, mask, score, forward, backward = measured(
         ("right", "sdpa, causal, float32"), ("right", "cudnn, causal, float16"), ("right", "flash, causal, float16"),
         ("right", "flash, causal_document(off), float16"), ("right", "flash, softcap(c), float16"),
+        ("right", "gluon, causal_document(off), float16"), ("right", "gluon, softcap(c), float16"),
         ("speed", "forward: causal, D 16"), ("speed", "backward: causal, D 16"), stand_ins=True,
     )  # fmt: skip
     for engine in right:
         assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 8, "failed": 0}
+    for gluon in (mask, score):
+        assert set(gluon["rows"]["16"]["figures"]["error"]) == {"out", "lse"}
+        assert gluon["rows"]["count"]["figures"]["cases"] == {"passed": 2, "failed": 0}
+        assert gpu_right.whole(gluon)
     for row in (forward, backward):
         assert {"frisket", "frisket, cudnn", "frisket, sdpa"} <= set(row["rows"]["48"]["figures"]["tflops"])
         assert "takes float16 and bfloat16" in row["rows"]["48"]["notes"]["frisket, flash"]
@@ -119,6 +129,42 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
     more = (*known, "window(w)", "same(t)", "softcap(c)", "alibi")
     wanted |= {f"flash, {name}, bfloat16" for name in entries} | {f"flash, {name}, float16" for name in more}
     assert {*PARTS["right"].rows(FULL)} == wanted
+    speed = [*PARTS["speed"].rows(FULL)]
+    of_the_issue = [f"forward: {name}, D {dim}" for name in ("window 128", "documents of 512") for dim in (128, 64)]
+    assert [row for row in speed if row in of_the_issue] == of_the_issue
+    assert max(map(speed.index, of_the_issue)) < speed.index("decode: causal, batch 1")
+    assert 32768 in FULL.lengths
+
+
+def test_what_no_machine_has_measured_comes_first(tmp_path, capsys):
+    names = ["triton, a, bfloat16", "triton, b, bfloat16", "triton, c, bfloat16", "triton, d, bfloat16"]
+
+    def row(**error):
+        return {"rows": {"64": {"figures": {"error": error}}, "count": {"figures": {"cases": {"failed": 0}}}}}
+
+    rows = {names[0]: row(out=0, lse=0), names[1]: row(out=0)}
+    results = {"parts": {"right": {"machine": {"gpu": "another"}, "rows": rows}}}
+    (tmp_path / "gpu.json").write_text(json.dumps(results))
+    assert gpu.in_turn("right", names, tmp_path) == [*names[2:], names[1], names[0]]
+    assert gpu.lacking("right", names, tmp_path) == [*names[2:], names[1]]
+    assert gpu.in_turn("right", names, tmp_path / "none") == names
+    assert gpu.main(["left", "--only", "right: triton, causal,", "--into", str(tmp_path)]) == 0
+    said = "right: 2 of 2 rows are left\n    triton, causal, bfloat16\n    triton, causal, float16\n"
+    assert capsys.readouterr().out == said
+
+
+def test_the_next_hour_on_an_h100():
+    """What the results of the first one lack: score mods, Gluon's masks and float16 come before what ran without
+    lse."""
+    from gpu_parts import PARTS
+    from gpu_scale import FULL
+
+    rows = gpu.lacking("right", PARTS["right"].rows(FULL), gpu.RESULTS)
+    known = gpu.results("right", gpu.RESULTS)["rows"]
+    first = [row not in known for row in rows]
+    assert first == sorted(first, reverse=True)
+    assert all("lse" in x["figures"]["error"] for n in known.keys() - set(rows) for x in known[n]["rows"].values()
+               if "error" in x["figures"])  # fmt: skip
 
 
 def test_a_row_that_hangs_is_stopped():
