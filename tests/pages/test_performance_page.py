@@ -44,6 +44,35 @@ def test_every_loss_is_at_the_top():
     assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
 
 
+def test_a_soft_cap_that_costs_too_much_is_at_the_top(monkeypatch):
+    def row(rate):
+        return {"figures": {"tflops": {"frisket": rate}}}
+
+    rows = {
+        "causal, D 64, 2048": row(500),
+        "softcap, causal, D 64, 2048": row(400),
+        "softcap, causal, D 64, 96": row(1),
+    }
+    assert PAGE.softcap_shares(rows) == {"softcap, causal, D 64, 2048": 0.8}
+    line = "softcap, causal, D 128, 8192 | rate / rate without a soft cap | 0.84 | at least 0.85"
+    assert line in PAGE.page()
+    monkeypatch.setattr(PAGE, "SOFTCAP", 0.83)
+    assert line.replace("0.85", "0.83") not in PAGE.page()
+
+
+def test_bundles_beyond_the_goal_are_at_the_top():
+    """Every ratio to splash attention's has the goal of 1.02, and the page says by which compiler it was counted."""
+    (topic,) = (t for t in PAGE.topics() if t.file == "tpu-tables")
+    parts = PAGE.loaded(topic)
+    rows = [r for tpu in ("v5e", "v5p", "v6e") for _, r in PAGE.schema.leaves(parts[tpu]["rows"]) if "ratios" in r]
+    assert len(rows) == 42
+    assert all(r["goals"]["at most"]["ratios"] == {"frisket / splash": 1.02} for r in rows)
+    assert "\n".join(topic.show(parts)).count("with libtpu 0.0.42.1") == 3
+    assert not PAGE.against({"tpu-tables": parts})
+    rows[0]["ratios"]["frisket / splash"] = [1.03]
+    assert [x[2:] for x in PAGE.against({"tpu-tables": parts})] == [["frisket / splash", "1.03", "at most 1.02"]]
+
+
 def test_the_gpu_that_was_measured_is_named():
     assert "Never measured: Blackwell, GPUs of AMD, and TPUs" in PAGE.page()
     machines = {t.file: [x["machine"] for x in PAGE.loaded(t).values()] for t in PAGE.topics()}

@@ -161,6 +161,19 @@ def test_the_next_hour_on_an_h100():
 
     rows = gpu.lacking("right", PARTS["right"].rows(FULL), gpu.RESULTS)
     known = gpu.results("right", gpu.RESULTS)["rows"]
+    page = (gpu.RESULTS.parents[1] / "docs" / "performance.md").read_text()
+    never = [row for row in PARTS["right"].rows(FULL) if row not in known]
+    of = {n: [r for r in never if r.startswith(n) and r.endswith("bfloat16")] for n in ("triton", "gluon")}
+    mods = {f"{n}, {mod}, bfloat16" for n in of for mod in cases.mods(1000)}
+    assert mods <= {*of["triton"], *of["gluon"]}
+    assert [r for r in of["triton"] if r not in mods] == ["triton, topk_indices(index, t, size), bfloat16"]
+    assert f"- {len(of['gluon']) - len(cases.mods(1000))} masks on Gluon;" in page
+    assert not any(n.startswith("flash") for n in known)
+    assert not any(n.startswith(("triton", "gluon")) and n.endswith(", float16") for n in known)
+    assert not any("lse" in x["figures"]["error"] for row in known.values() for x in row["rows"].values()
+                   if "error" in x["figures"])  # fmt: skip
+    *more, last = (f"`{part}`" for part in PARTS if not gpu.results(part, gpu.RESULTS))
+    assert f"have never run: {', '.join(more)} and {last}." in " ".join(page.split())
     first = [row not in known for row in rows]
     assert first == sorted(first, reverse=True)
     assert all("lse" in x["figures"]["error"] for n in known.keys() - set(rows) for x in known[n]["rows"].values()
