@@ -36,7 +36,14 @@ def python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(
-    ("framework", "backend"), [("torch", "triton"), ("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla")]
+    ("framework", "backend"),
+    [
+        ("torch", "triton"),
+        *(
+            pytest.param(*x, marks=pytest.mark.matrix)
+            for x in (("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla"))
+        ),
+    ],
 )
 def test_a_call_imports_no_small_package_where_the_cache_has_a_folder(framework, backend, tmp_path):
     code = WITHOUT.format(names={"platformdirs", "rich", "shtab", "lark"}) + CALLS[framework].format(backend=backend)
@@ -45,7 +52,7 @@ def test_a_call_imports_no_small_package_where_the_cache_has_a_folder(framework,
     assert done.stdout.split() == {"torch": ["1", "2", "40", "16"], "jax": ["1", "40", "2", "16"]}[framework]
 
 
-@pytest.mark.parametrize("backend", ["triton", "cpp"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.matrix), "cpp"])
 def test_without_a_folder_the_error_says_what_to_set(backend):
     code = WITHOUT.format(names={"platformdirs"}) + CALLS["torch"].format(backend=backend)
     done = python(code, TRITON_INTERPRET="1")

@@ -81,7 +81,10 @@ KINDS = np.random.default_rng(0).integers(0, 1500, MILLION, dtype=np.int32)
 
 @pytest.mark.parametrize(
     ("text", "most", "tables"),
-    [("block_diffusion(524288, 32)", 14, {}), ("causal | same(kind) & kind[q] > 0", 100, {"kind": KINDS})],
+    [
+        ("block_diffusion(524288, 32)", 14, {}),
+        pytest.param("causal | same(kind) & kind[q] > 0", 100, {"kind": KINDS}, marks=pytest.mark.matrix),
+    ],
 )
 def test_memory_of_layouts_at_a_million_tokens(text, most, tables):
     """Megabytes: positions are held one by one where a table asks for it, and then in parts."""

@@ -179,7 +179,7 @@ def errors_of_sinks(case, att, size, seed):
 
 @NATIVE
 @pytest.mark.skipif(not shutil.which("g++") or cpp_cpu.lacking("avx2") != "", reason="g++ for x86 tunes so")
-@pytest.mark.parametrize("tuned", ["znver3", "skylake"])
+@pytest.mark.parametrize("tuned", ["znver3", pytest.param("skylake", marks=pytest.mark.matrix)])
 def test_it_does_so_whatever_processor_the_compiler_tunes_for(tuned, tmp_path):
     """For a Zen, g++ takes chains of fused multiply-adds apart unless it is told not to."""
     code = """

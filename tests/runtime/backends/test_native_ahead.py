@@ -107,6 +107,7 @@ print("done")
 """
 
 
+@pytest.mark.matrix
 def test_calls_after_warm_start_no_compiler(machine):
     doc = {"doc": DOC.tolist()}
     calls = [

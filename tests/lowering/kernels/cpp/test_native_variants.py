@@ -76,7 +76,7 @@ ARM = ("aarch64-linux-gnu-g++",)
 
 
 @missing(*ARM, "qemu-aarch64-static")
-@pytest.mark.parametrize("name", both(SLICE))
+@pytest.mark.parametrize("name", both(SLICE[:1], SLICE[1:]))
 def test_neon(name, tmp_path):
     check(name, program(tmp_path, ARM, ("-O3", "-static", *flags_of("neon")), ("qemu-aarch64-static",)))
 

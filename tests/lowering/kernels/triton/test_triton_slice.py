@@ -48,8 +48,7 @@ INTERPRETED = {
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
     "runtime/backends/triton_rows/triton_rows_interpreted.py": (
-        "every_case[holes]", "every_case[documents-by-batch]", "long_rows[BY_HEAD-longest-of-all-first]",
-        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]", "captured_gradients_of_long_rows[by column, gqa]",
+        "long_rows[BY_HEAD-longest-of-all-first]", "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "runtime/backends/triton_binding_interpreted.py": ("graph_of_a_checkpoint", "eager_beside_the_interpreter"),
 }  # fmt: skip
