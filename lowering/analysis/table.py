@@ -189,11 +189,14 @@ class Table:
         """The blocks of 2**level entries per axis, at most two per axis, that cover the box."""
         shape = los[0].shape
         flat_lo, flat_hi = ([x.reshape(-1) for x in xs] for xs in (los, his))
-        levels = np.stack([_levels(hi - lo + 1) for lo, hi in zip(flat_lo, flat_hi, strict=True)])
+        levels = np.zeros(flat_lo[0].shape, np.int64)  # of all axes, 6 bits each
+        for i, (lo, hi) in enumerate(zip(flat_lo, flat_hi, strict=True)):
+            levels |= _levels(hi - lo + 1) << 6 * i
         out = np.empty(flat_lo[0].shape, self.array.dtype)
-        for level in np.unique(levels, axis=1).T if levels.shape[1] else []:
-            mine = np.all(levels == level[:, None], axis=0)
-            blocks = self._blocks(kind, tuple(int(x) for x in level))
+        for each in np.unique(levels).tolist():
+            mine = levels == each
+            level = tuple(each >> 6 * i & 63 for i in range(len(flat_lo)))
+            blocks = self._blocks(kind, level)
             ends = [(lo[mine] >> x, hi[mine] >> x) for lo, hi, x in zip(flat_lo, flat_hi, level, strict=True)]
             found: Array | None = None
             for corner in np.ndindex(*(2,) * len(ends)):
@@ -203,14 +206,17 @@ class Table:
         return out.reshape(shape)
 
     def _blocks(self, kind: str, levels: tuple[int, ...]) -> Array:
+        """The extreme of every block of 2**level entries per axis, by pairs of the blocks that are half as long."""
         key = (kind, levels)
         if key not in self._pyramid:
-            a = self.array
-            for axis, level in enumerate(levels):
-                if level:
-                    starts = np.arange(0, a.shape[axis], 1 << level)
-                    a = _join(kind).reduceat(a, starts, axis=axis)
-            self._pyramid[key] = a
+            axis = int(np.argmax(levels))
+            found = self.array
+            if levels[axis]:
+                half = self._blocks(kind, (*levels[:axis], levels[axis] - 1, *levels[axis + 1 :]))
+                half = np.moveaxis(half, axis, 0)
+                pairs = _join(kind)(half[:-1:2], half[1::2])
+                found = np.moveaxis(np.concatenate([pairs, half[-1:]]) if len(half) % 2 else pairs, 0, axis)
+            self._pyramid[key] = found
         return self._pyramid[key]
 
 

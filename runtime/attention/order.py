@@ -18,6 +18,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, candidates
 from frisket.lowering.orders.digits import closed, position
 from frisket.lowering.orders.folded import folded
+from frisket.lowering.orders.graph import by_graph
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.layouts.facts import Counts
 from frisket.runtime.machine.integers import counting
@@ -202,8 +203,9 @@ def reorder(
 
     The mask suggests the candidates. Remainders and quotients (`(q - k) % 4`, `q // 256`) cut positions into axes,
     which are tiled together or laid one after another; a table that is not sorted (`doc[q] == doc[k]`) gives the order
-    of its values; keys may move where queries stay. The analysis counts the tiles of each candidate, of `block`
-    (queries, keys) in tokens. A tile costs its number of positions, and a border tile 1.25 times that. Moving a row of
+    of its values; a table of pairs (`blocks[q // 16, k // 16]`) gives an order by its graph, where scipy is installed;
+    keys may move where queries stay. The analysis counts the tiles of each candidate, of `block` (queries, keys) in
+    tokens. A tile costs its number of positions, and a border tile 1.25 times that. Moving a row of
     q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a model that keeps its
     tokens in order. An order that gains less than a tenth is not used.
 
@@ -252,6 +254,7 @@ def _ways(what: Mask, q_len: int, kv_len: int) -> Iterator[Way]:
     if q_len != kv_len:
         for c in candidates(e, what.tables, q_len):
             yield c, found.get(c.name)
+    yield from by_graph(what.expr, what.scalars, what.tables, q_len, kv_len)
 
 
 def _places(order: Candidate | None, length: int) -> NDArray[np.int32]:

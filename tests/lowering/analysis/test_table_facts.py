@@ -68,3 +68,19 @@ def test_segments_are_what_lookups_say(offsets):
     first, last = table.segment("first", reach), table.segment("last", reach)
     for i in range(len(reach)):
         assert ((inside == inside[i]) == ((reach >= first[i]) & (reach <= last[i]))).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("kind", "of"), [("min", np.min), ("max", np.max)])
+def test_extremes_of_boxes(seed, kind, of):
+    """Of aligned boxes they are those that a loop finds; of others, those of a box that covers them."""
+    rng = np.random.default_rng(seed)
+    entries = rng.integers(0, 99, rng.integers(2, 40, 2 + seed % 2))
+    sizes = 1 << rng.integers(0, 5, (entries.ndim, 30))
+    start = (rng.integers(0, 40, sizes.shape) % np.array(entries.shape)[:, None]) // sizes * sizes
+    for lows, highs, exact in ((start, start + sizes - 1, True), (start, start + sizes, False)):
+        found = Table(entries).extreme(kind, list(lows), list(highs))
+        for i in range(30):
+            ends = [(a[i], min(z[i], n - 1)) for a, z, n in zip(lows, highs, entries.shape, strict=True)]
+            want = of(entries[tuple(slice(a, z + 1) for a, z in ends)])
+            assert found[i] == want if exact else (found[i] <= want if kind == "min" else found[i] >= want)

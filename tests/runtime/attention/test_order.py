@@ -47,14 +47,31 @@ WANTED = {
     "(q - k) % 7 == 0": (250, "queries and keys: remainders by 7", 3.0),
     "natten2d(64, 64, 13, 13)": (4096, "queries and keys: tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 64 x 64", 1.3),
     "causal & same(doc)": (256, "queries and keys: rising doc", 4.0),
+    "p[q] >= p[k]": (256, "queries and keys: rising p", 1.7),
+    "keep[k]": (256, "queries and keys: rising keep", 5.0),
+    "blocks[q // 8, k // 8]": (1024, "queries and keys: reverse Cuthill-McKee of blocks", 3.5),
+    "pairs[q, k]": (512, "queries and keys: reverse Cuthill-McKee of pairs", 5.0),
 }
+
+
+def given_to(text, length):
+    """The tables of a text: shuffled documents and numbers, a tenth of all keys, and shuffled bands."""
+    rng = np.random.default_rng(0)
+    n = length // 8 if "blocks" in text else length
+    band = abs(np.arange(n)[:, None] - np.arange(n)) <= n // 64
+    shuffled = rng.permutation(n)
+    made = {
+        "doc": rng.permutation(np.arange(length) % 16), "p": rng.permutation(length), "keep": rng.random(length) < 0.1,
+        "blocks": band[shuffled][:, shuffled], "pairs": band[shuffled][:, shuffled],
+    }  # fmt: skip
+    return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
 
 @pytest.mark.parametrize("text", WANTED)
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]
-    given = {"doc": np.random.default_rng(0).permutation(np.arange(length) % 16)} if "doc" in text else {}
-    block = (64, 32) if "natten" in text else BLOCK
+    given = given_to(text, length)
+    block = (64, 32) if "natten" in text or "blocks" in text else BLOCK
     found = fk.reorder(text, length, block=block, moving=0, **given)
     assert str(found).startswith(said + "\n")
     assert found.gain >= gain
@@ -116,6 +133,21 @@ def test_lengths_of_queries_and_keys_may_differ():
     mask = fk.mask("k % 4 == q % 4")
     assert order.gain > 2
     assert np.array_equal(order.moved.dense(64, 128), permuted(mask, order))
+
+
+def test_random_tables_keep_their_order():
+    blocks = np.random.default_rng(0).random((128, 128)) < 0.2
+    found = fk.reorder("blocks[q // 8, k // 8]", 1024, block=(64, 32), moving=0, blocks=blocks)
+    assert (found.queries, found.gain) == (None, 1.0)
+
+
+def test_a_table_of_two_axes_is_in_the_order_of_its_mask():
+    """Blocks stay blocks, so that kernels read one number per block, and layouts are as quick as before."""
+    text, given = "causal & blocks[q // 8, k // 8]", given_to("blocks[q // 8, k // 8]", 512)
+    order = fk.reorder(text, 512, block=BLOCK, moving=0, **given)
+    assert "at_1[q // 8, k // 8]" in str(order.moved.expr)
+    blocks = order.positions[::8] // 8, order.kv_positions[::8] // 8
+    assert np.array_equal(order.moved.tables["at_1"], given["blocks"][np.ix_(*blocks)])
 
 
 def test_a_parameter_without_a_value():
