@@ -4,6 +4,7 @@ Shapes are small, and heads are not shared but where that is the point: an inter
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -311,3 +312,25 @@ def test_eager_stages(monkeypatch, capsys):
     fk.compile("causal", score, **NARROW)(q, k, v, c=torch.tensor(2.0, requires_grad=True))
     shown = capsys.readouterr().err
     assert shown.count("s0 = tl.load(s0).to(tl.float32)") == 3  # the scalar, loaded by the forward, dq, and dk and dv
+
+
+@pytest.mark.parametrize("text", ["causal & dilated(32, 4)", "causal & same(doc)", "causal & k % 4 == 0", "t[q, k]"])
+def test_orders(text):
+    """Tokens in an order by a formula, by a table, of keys alone, and by a graph; shared heads, sinks and dropout."""
+    rng = np.random.default_rng(0)
+    band = abs(np.subtract.outer(np.arange(64), np.arange(64))) <= 4
+    shuffled = rng.permutation(64)
+    tables = {"doc": rng.permutation(np.arange(64) % 4), "t": band[shuffled][:, shuffled]}
+    given = {n: x for n, x in tables.items() if n in fk.mask(text).unbound}
+    order = fk.reorder(text, 64, block=(16, 16), moving=0, **given)
+    assert order.gain > 1
+    arrays, sinks = qkv(64, 2, 1), rand(2)
+    options = {"tile": (16, 16), "sinks": sinks, "dropout": 0.2, **given}
+    found = []
+    for att in (
+        fk.compile(text, ALIBI, backend="triton", reorder=order, **options),
+        fk.compile(text, ALIBI, **options),
+    ):
+        out, lse = att(*arrays, slope=torch.tensor([0.1, 0.2]), seed=3, return_lse=True)
+        found.append((out, lse, *grads(out, lse, (*arrays, sinks))))
+    close(*found, 2e-5)

@@ -14,6 +14,7 @@ from support.jax.jax_gradients import LEARNED, compare
 from support.stored_cases import STORED, Stored, decode
 from support.triton import triton_bf16
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, eq, k, q, score
@@ -260,3 +261,18 @@ def test_a_number_beyond_32_bits_is_refused_where_the_kernel_has_none():
         "1099511627776 needs more than 32 bits, and the kernel was made for numbers of 32\n"
         "  make the plan with this value: att.plan(...), so that its kernel has 64-bit integers"
     )
+
+
+@pytest.mark.parametrize("text", ["causal & dilated(32, 4)", "causal & same(doc)"])
+def test_orders(text):
+    """Arrays are moved around the kernels, by a formula and by a table, forward and backward."""
+    draws = np.random.default_rng(0)
+    given = {"doc": draws.permutation(np.arange(64) % 4)} if "doc" in text else {}
+    order = fk.reorder(text, 64, block=(16, 16), moving=0, **given)
+    assert order.gain > 1
+    qkv = [jnp.asarray(draws.standard_normal((1, 64, heads, 16)), jnp.float32) for heads in (2, 1, 1)]
+    mod = "score + 0.1 * (k - q)"
+    own = fk.compile(text, mod, backend="triton", tile=(16, 16), reorder=order, **given)
+    (out, back), (want, of_plain) = (jax.vjp(f, *qkv) for f in (own, fk.compile(text, mod, backend="xla", **given)))
+    for x, y in zip((out, *back(jnp.cos(out))), (want, *of_plain(jnp.cos(want))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)

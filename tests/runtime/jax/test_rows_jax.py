@@ -97,6 +97,21 @@ def test_an_order_reads_rows(monkeypatch):
     close(jax.jit(att)(q, k, v), plain(q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:backend 'pallas")
+def test_an_order_in_the_interpreter_of_pallas():
+    """Arrays are moved around the kernel of a TPU, forward and backward."""
+    text = "causal & dilated(16, 4)"
+    order = fk.reorder(text, 48, block=(8, 8), moving=0)
+    assert order.gain > 1
+    shapes = (1, 48, 2, 16), (1, 48, 1, 16), (1, 48, 1, 16)
+    qkv = [jnp.asarray(draws.standard_normal(s), jnp.float32) for s in shapes]
+    score = "score + 0.1 * (k - q)"
+    own, plain = fk.compile(text, score, backend="pallas-tpu", reorder=order), fk.compile(text, score, backend="xla")
+    (out, back), (want, of_plain) = (jax.vjp(f, *qkv) for f in (own, plain))
+    close(out, want)
+    close(back(jnp.cos(out)), of_plain(jnp.cos(want)))
+
+
 def test_calls_of_other_orders_differ():
     """Lowered calls are kept by what they are."""
     qkv = arrays()
