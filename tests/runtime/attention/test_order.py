@@ -81,6 +81,51 @@ def test_orders_that_pay(text):
         assert least <= counts.visited <= 1.01 * least
 
 
+def test_sorted_numbers_and_kept_keys():
+    """Half of the tiles are empty where numbers rise, and most of them where keys that none sees are last."""
+    rng, length = np.random.default_rng(0), 4096
+    found = fk.reorder("p[q] >= p[k]", length, moving=0, p=rng.permutation(length))
+    assert (found.before.visited, found.after.visited) == (2048, 1056)
+    keep = rng.permutation(length) < 410
+    found = fk.reorder("keep[k]", length, moving=0, keep=keep)
+    assert (found.before.visited, found.after.visited) == (2048, 32 * -(-410 // 64))
+
+
+def band_tiles(tiles, first, last, size, length):
+    """The tiles of `size` keys between the first and the last key of each tile of queries, cut at both ends."""
+    at = np.arange(tiles)
+    return (np.minimum(last(at), length - 1) // size - np.maximum(first(at), 0) // size + 1).sum()
+
+
+def neighbourhood(length, kernel, queries, keys):
+    """Pairs of tiles along an axis that a window moved inside it visits."""
+
+    def start(q):
+        return np.clip(q - kernel // 2, 0, length - kernel)
+
+    return band_tiles(
+        length // queries, lambda i: start(i * queries), lambda i: start(i * queries + queries - 1) + kernel - 1,
+        keys, length,
+    )  # fmt: skip
+
+
+MILLION = {  # tiles of 128 x 64 in order, by arithmetic
+    "causal & dilated(1024, 4)": lambda: (
+        4 * band_tiles(2**18 // 128, lambda i: 128 * i - 256, lambda i: 128 * i + 127, 64, 2**18)
+    ),
+    "natten2d(1024, 1024, 13, 13)": lambda: neighbourhood(1024, 13, 8, 8) * neighbourhood(1024, 13, 16, 8),
+}
+
+
+@pytest.mark.parametrize("text", [t if "dilated" in t else pytest.param(t, marks=pytest.mark.matrix) for t in MILLION])
+def test_a_million_tokens_have_a_formula(text):
+    order = fk.reorder(text, 2**20, moving=0)
+    assert not order.by_table
+    assert order.after.visited == MILLION[text]()
+    assert order.gain > 3
+    assert not order.moved.tables
+
+
 @pytest.mark.parametrize("text", ["causal", "causal & window(64)", "true", "causal & chunked(64)"])
 def test_masks_that_stay(text):
     found = fk.reorder(text, 256, block=BLOCK)
