@@ -16,6 +16,23 @@ def test_rows_of_the_table():
         assert made.row(name, order) in page, "run `python docs/reordering.py`"
 
 
+def test_rows_of_the_papers():
+    made = script("reordering")
+    page = made.PAGE.read_text(encoding="utf-8")
+    for mask in ("natten2d(32, 128, 13, 13)", "natten3d(16, 16, 16, 7, 7, 7)", "sta2d(32, 128, 24, 48, 8, 16)"):
+        assert made.of_paper(mask) in page, "run `python docs/reordering.py`"
+
+
+@pytest.mark.parametrize(("axis", "groups"), [("32, 13", 1), ("60, 7, 2, 1, false", 2), ("61, 5, 3, 2, true", 3)])
+def test_the_tiles_of_a_halo(axis, groups):
+    """Tiles of one query and one key are the visible pairs; tiles of a whole axis are its remainders."""
+    made = script("reordering")
+    size = int(axis.partition(",")[0])
+    assert made.halo(axis, 1, 1) == made.fk.mask(f"natten1d({axis})").visible_pairs(size, size)
+    assert made.halo(axis, size, size) == groups
+    assert made.halo(axis, 4, 4) >= made.halo(axis, 1, 1) / 16
+
+
 @pytest.mark.matrix
 def test_the_page_is_what_the_script_writes():
     made = script("reordering")
