@@ -38,17 +38,8 @@ def by_graph(
     """Orders of queries and of keys for each table that both read: one for both, where they read it alike, and one of
     the bipartite graph of its rows and columns. The graph is the mask's, of batch entry 0 and head 0, at the first
     position of each node."""
-    try:
-        from scipy.sparse import block_array, csr_array  # type: ignore[import-untyped]
-        from scipy.sparse.csgraph import reverse_cuthill_mckee  # type: ignore[import-untyped]
-    except ImportError:
-        return
     env = {**scalars, "b": 0, "h": 0, "B": 1, "H": 1, "Q_LEN": q_len, "KV_LEN": kv_len}
     lengths, seen = {"q": q_len, "k": kv_len}, set()
-
-    def ranks(graph: Any) -> Array:
-        return np.argsort(reverse_cuthill_mckee(graph))
-
     for node in (n for n in walk(mask) if n.op == "lookup"):
         sides = (_indices(node, name, env, tables, lengths[name]) for name in lengths)
         nodes = [numbered(x)[1] for x in sides if x is not None]
@@ -60,13 +51,19 @@ def by_graph(
         seen.add(key)
         if edges is None:
             continue
+        try:  # slow to import, so no sooner
+            from scipy.sparse import block_array, csr_array  # type: ignore[import-untyped]
+            from scipy.sparse.csgraph import reverse_cuthill_mckee  # type: ignore[import-untyped]
+        except ImportError:
+            return
         shape = int(of_q.max()) + 1, int(of_k.max()) + 1
         graph = csr_array((np.ones(len(edges[0]), np.int8), edges), shape)
         name = f"reverse Cuthill-McKee of {node.name}"
         if np.array_equal(of_q, of_k):
-            both = Candidate(name, table=ranks(graph)[of_q])
+            both = Candidate(name, table=np.argsort(reverse_cuthill_mckee(graph))[of_q])
             yield both, both
-        found = ranks(block_array([[None, graph], [graph.T, None]], format="csr"))
+        apart = block_array([[None, graph], [graph.T, None]], format="csr")
+        found = np.argsort(reverse_cuthill_mckee(apart))
         yield Candidate(name, table=found[of_q]), Candidate(name, table=found[shape[0] :][of_k])
 
 

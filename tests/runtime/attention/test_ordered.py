@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import frisket as fk
+from frisket.caches.torch import KVCache
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.attention import cpu_time
 from frisket.runtime.attention.order import CPU
@@ -164,6 +165,19 @@ def test_no_queries_no_keys_and_nested_tensors():
     nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
     with pytest.raises(ParameterError, match="q is a nested tensor, and an order is of sequences of one length"):
         att(nested, nested, nested)
+
+
+@pytest.mark.parametrize("given", ["auto", "order"])
+def test_a_cache_keeps_tokens_as_they_come(given):
+    text = "causal & k % 4 == 0"
+    order = fk.reorder(text, 12, block=(4, 4), moving=0)
+    assert order.gain > 1
+    plain, att = fk.compile(text), fk.compile(text, reorder="auto" if given == "auto" else order)
+    caches = [KVCache.create(batch=2, capacity=32, kv_heads=2, head_dim=16) for _ in "ab"]
+    for new in (slice(12), slice(1)):  # a prompt and a step
+        qkv = [x[:, :, new] for x in drawn(192)]
+        got, want = (c.attention(f, *qkv) for c, f in zip(caches, (att, plain), strict=True))
+        assert torch.equal(got, want)
 
 
 def test_copies_and_stages():
