@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.ir import Expr, walk
+from frisket.dsl.types import INT
 from frisket.lowering.simplify.affine import linear
 
 from .digits import OrderDigit, in_order, merged, of_rank, places, rank
@@ -76,6 +77,31 @@ def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator
         table = tables.get(name)
         if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
             yield Candidate(f"rising {name}", table=table, apart=True)
+    yield from _of_coordinates(mask, tables, length)
+
+
+def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator[Candidate]:
+    """Tiles of coordinates that are tables of the tokens, such as `row[q]` and `col[k]`, in one group of tokens after
+    another, by the tables that have to be equal, such as `img[q] == img[k]`."""
+    read: dict[str, set[Expr]] = {}
+    equal = set()
+    for n in walk(mask):
+        if n.op == "lookup" and n.type is INT and len(n.args) == 1 and n.args[0].op == "var":
+            read.setdefault(n.name, set()).add(n.args[0])
+        elif n.op == "eq" and {a.op for a in n.args} == {"lookup"} and n.args[0].name == n.args[1].name:
+            equal.add(n.args[0].name)
+    both = [n for n, of in read.items() if len(of) == 2 and len(tables.get(n, ())) >= length]
+    values = {n: tables[n][:length] - tables[n][:length].min() for n in both}
+    names = sorted({*both} - equal, key=lambda n: -np.count_nonzero(np.diff(values[n])))  # the fastest first
+    if not 2 <= len(names) <= AXES:
+        return
+    axes = [OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)]
+    inner, outer, sizes = _tiles(axes, None)
+    keys = [values[names[d.place]] // d.step % d.radix for d in (*inner, *outer)]
+    groups = [n for n in both if n in equal]
+    shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
+    said = f"tiles of {shapes} in {' x '.join(reversed(names))}" + "".join(f", rising {n}" for n in groups)
+    yield Candidate(said, table=np.argsort(np.lexsort([*keys, *(values[n] for n in groups)])))
 
 
 def cuts(mask: Expr) -> set[int]:

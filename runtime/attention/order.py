@@ -202,12 +202,12 @@ def reorder(
       tiles of 128 x 64: 19,968 before, 5,828 after; gain 2.4
 
     The mask suggests the candidates. Remainders and quotients (`(q - k) % 4`, `q // 256`) cut positions into axes,
-    which are tiled together or laid one after another; a table that is not sorted (`doc[q] == doc[k]`) gives the order
-    of its values; a table of pairs (`blocks[q // 16, k // 16]`) gives an order by its graph, where scipy is installed;
-    keys may move where queries stay. The analysis counts the tiles of each candidate, of `block` (queries, keys) in
-    tokens. A tile costs its number of positions, and a border tile 1.25 times that. Moving a row of
-    q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a model that keeps its
-    tokens in order. An order that gains less than a tenth is not used.
+    which are tiled together or laid one after another; tables of rows and columns are axes, too. A table that is not
+    sorted (`doc[q] == doc[k]`) gives the order of its values; a table of pairs (`blocks[q // 16, k // 16]`) gives one
+    by its graph, where scipy is installed. Keys may move where queries stay. The analysis counts the tiles of each
+    candidate, of `block` (queries, keys) in tokens. A tile costs its number of positions, and a border tile 1.25 times
+    that. Moving a row of q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a
+    model that keeps its tokens in order. An order that gains less than a tenth is not used.
 
     `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
     its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`. Batch entry 0 and head 0 are

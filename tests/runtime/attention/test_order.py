@@ -50,19 +50,32 @@ WANTED = {
     "p[q] >= p[k]": (256, "queries and keys: rising p", 1.7),
     "keep[k]": (256, "queries and keys: rising keep", 5.0),
     "blocks[q // 8, k // 8]": (1024, "queries and keys: reverse Cuthill-McKee of blocks", 3.5),
+    "img[q] == img[k] & abs(row[q] - row[k]) <= 4 & abs(col[q] - col[k]) <= 4": (
+        3840,
+        "queries and keys: tiles of 4 x 8, 8 x 8, 8 x 16 in row x col, rising img",
+        1.5,
+    ),
     "pairs[q, k]": (512, "queries and keys: reverse Cuthill-McKee of pairs", 5.0),
 }
 
 
+SHAPES = (16, 96), (13, 128), (40, 16)  # of images, one after another
+IMAGES = {
+    "img": np.concatenate([np.full(rows * cols, i) for i, (rows, cols) in enumerate(SHAPES)]),
+    "row": np.concatenate([np.arange(rows * cols) // cols for rows, cols in SHAPES]),
+    "col": np.concatenate([np.arange(rows * cols) % cols for rows, cols in SHAPES]),
+}
+
+
 def given_to(text, length):
-    """The tables of a text: shuffled documents and numbers, a tenth of all keys, and shuffled bands."""
+    """The tables of a text: shuffled documents and numbers, a tenth of all keys, shuffled bands, and three images."""
     rng = np.random.default_rng(0)
     n = length // 8 if "blocks" in text else length
     band = abs(np.arange(n)[:, None] - np.arange(n)) <= n // 64
     shuffled = rng.permutation(n)
     made = {
         "doc": rng.permutation(np.arange(length) % 16), "p": rng.permutation(length), "keep": rng.random(length) < 0.1,
-        "blocks": band[shuffled][:, shuffled], "pairs": band[shuffled][:, shuffled],
+        **IMAGES, "blocks": band[shuffled][:, shuffled], "pairs": band[shuffled][:, shuffled],
     }  # fmt: skip
     return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
@@ -71,7 +84,7 @@ def given_to(text, length):
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]
     given = given_to(text, length)
-    block = (64, 32) if "natten" in text or "blocks" in text else BLOCK
+    block = (64, 32) if any(n in text for n in ("natten", "blocks", "img")) else BLOCK
     found = fk.reorder(text, length, block=block, moving=0, **given)
     assert str(found).startswith(said + "\n")
     assert found.gain >= gain
