@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from frisket.dsl.evaluate import evaluate, table_array
 from frisket.dsl.ir import Expr, uses, walk
+from frisket.dsl.work import steps
 
 from .candidates import Candidate
 from .folded import numbered
 
 Array = NDArray[Any]
-PAIRS, EDGES = 1 << 26, 1 << 22  # pairs of nodes that are looked at, and visible ones among them, at most
+STEPS, EDGES = 1 << 30, 1 << 22  # of evaluating all pairs of nodes, and visible pairs among them, at most
 CHUNK = 1 << 22  # pairs evaluated at a time
 
 
@@ -84,12 +85,12 @@ def _edges(
 ) -> tuple[Array, Array] | None:  # fmt: skip
     """The visible pairs among the first positions of all nodes; None where there are none or too many."""
     q, k = (np.unique(x, return_index=True)[1] for x in (of_q, of_k))
-    if len(q) * len(k) > PAIRS:
+    if len(q) * len(k) * steps(mask) > STEPS:
         return None
     rows, columns, count = [], [], 0
-    step = max(CHUNK // len(k), 1)
-    for start in range(0, len(q), step):
-        part = q[start : start + step, None]
+    height = max(CHUNK // len(k), 1)
+    for start in range(0, len(q), height):
+        part = q[start : start + height, None]
         found = np.nonzero(np.broadcast_to(evaluate(mask, {**env, "q": part, "k": k}, tables), (len(part), len(k))))
         rows.append(found[0] + start)
         columns.append(found[1])

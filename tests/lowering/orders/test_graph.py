@@ -8,6 +8,7 @@ import pytest
 from frisket.dsl.ir import lookup, var
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import BOOL, INT
+from frisket.dsl.work import steps
 from frisket.lowering.orders import graph
 from frisket.lowering.orders.graph import by_graph
 
@@ -73,10 +74,10 @@ def test_lengths_that_differ_have_the_bipartite_graph_alone(q_len, kv_len):
         assert sorted(c.places(length).tolist()) == list(range(length))
 
 
-@pytest.mark.parametrize("name", ["PAIRS", "EDGES"])
+@pytest.mark.parametrize("name", ["STEPS", "EDGES"])
 def test_graphs_that_are_too_large_are_left_out(name, monkeypatch):
     seen = BAND[ROWS][:, ROWS]
-    most = {"PAIRS": NODES * NODES, "EDGES": int(seen.sum())}[name]
+    most = {"STEPS": NODES * NODES * steps(BLOCKS), "EDGES": int(seen.sum())}[name]
     monkeypatch.setattr(graph, "CHUNK", 5 * NODES)
     monkeypatch.setattr(graph, name, most)
     assert len(ways(BLOCKS, seen)) == 2
