@@ -16,12 +16,15 @@ from frisket.runtime.attention.order import CPU
 
 BLOCK = (16, 16)
 DOC = np.random.default_rng(0).permutation(np.arange(192) % 8).astype(np.int32)
-CASES = {  # a formula for both, a table for both, keys alone, an unsorted table, a grid
+NEAR = np.random.default_rng(1).permutation(48)
+NEAR = abs(NEAR[:, None] - NEAR) <= 2
+CASES = {  # a formula for both, a table for both, keys alone, an unsorted table, a grid, a graph
     "causal & dilated(64, 4)": (192, {}),
     "causal & (q - k) % 7 == 0": (150, {}),
     "causal & k % 4 == 0": (192, {}),
     "causal & same(doc)": (192, {"doc": DOC}),
     "natten2d(32, 32, 5, 5)": (1024, {}),
+    "causal & near[q // 4, k // 4]": (192, {"near": NEAR}),
 }
 
 
