@@ -18,7 +18,7 @@ COUNTS = frozenset("q_len kv_len batch heads kv_heads head_dim v_dim block origi
 
 def as_int(x: Any) -> Any:
     """The int that a value stands for; any other value as it is, for the checks that follow to refuse."""
-    if type(x) is int or isinstance(x, bool | float | str):
+    if x is None or type(x) is int or isinstance(x, bool | float | str):
         return x
     if getattr(x, "ndim", 0) or "bool" in str(getattr(x, "dtype", "")):  # one entry with an axis is no number
         return x
