@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from outside.programs import Array, Case, dense, written
 class Problem:
     """A program as text, its values, the problem's sizes, and which pairs are visible: [batch, heads, q_len, kv_len].
 
-    `synonym` is another text of the same program; `others` are the program with other values and sizes.
+    `synonym` is another text of the same program; `others` are the program with other values and sizes; `functions` are
+    the bodies of Python functions of it, by the front end that reads them.
     """
 
     text: str
@@ -23,6 +24,7 @@ class Problem:
     block: tuple[int, int] = (2, 2)
     synonym: str = ""
     others: tuple[Problem, ...] = ()
+    functions: dict[str, str] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -151,6 +151,8 @@ def problem_as_source(what: Problem) -> str:
     more = f", synonym={what.synonym!r}" if what.synonym != what.text else ""
     if what.others:
         more += f", others=({', '.join(map(problem_as_source, what.others))},)"
+    if what.functions:
+        more += f", functions={what.functions!r}"
     return f"Problem({what.text!r}, {{{bound}}}, {seen}, {what.block}{more})"
 
 

@@ -20,6 +20,7 @@ from frisket.runtime.masks.mask import program
 
 from .attention import dropout, gradients, reorder, score
 from .caches import caches, stores
+from .front import front, front_of
 from .kernels import OTHERS, flash, gluon, kernels, pallas, triton
 from .parallel import parallel, square_of
 from .problem import Problem, problem_of, rows
@@ -159,6 +160,7 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "meaning": meaning,
     "layout": layout,
     "canonical": canonical,
+    "front": front,
     "hostile": hostile,
     "answers": answers,
     "exports": exports,
@@ -181,7 +183,8 @@ def what_of(target: str, case: Case | str) -> Problem | str:
     """What a target is asked of a case: a problem, with others of the same program where kernels are compiled."""
     if isinstance(case, str):
         return case
-    return square_of(case) if target == "parallel" else problem_of(case, OTHERS.get(target, 0))
+    made = {"parallel": square_of, "front": front_of}.get(target)
+    return made(case) if made else problem_of(case, OTHERS.get(target, 0))
 
 
 def trouble(target: str, what: Problem | str) -> tuple[str, str] | None:

@@ -13,8 +13,11 @@ import pytest
 from support import cache_model
 
 import frisket as fk
+from frisket.dsl.from_jax import scalars as jax_scalars
+from frisket.dsl.from_python import numpy_functions
+from frisket.dsl.from_torch import functions as torch_functions
 
-from . import caches, campaign, corpus, hostile, scores, smaller, targets
+from . import caches, campaign, corpus, front, hostile, scores, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -23,8 +26,8 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 
 SLICES = {
-    "meaning": 600, "layout": 200, "canonical": 600, "hostile": 300, "answers": 60, "exports": 60, "score": 150,
-    "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
+    "meaning": 600, "layout": 200, "canonical": 600, "front": 60, "hostile": 300, "answers": 60, "exports": 60,
+    "score": 150, "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
     "flash": 30, "pallas": 1, "stores": 6,
 }  # fmt: skip
 
@@ -64,7 +67,7 @@ def test_the_corpus(target):
         TARGETS[target](p)
 
 
-@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "answers", "exports", "gradients"])
+@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "front", "answers", "exports", "gradients"])
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
@@ -81,11 +84,36 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "target", [t for t in TARGETS if t not in {"canonical", "hostile", "score", "caches", "stores", *APART}]
+    "target", [t for t in TARGETS if t not in {"canonical", "front", "hostile", "score", "caches", "stores", *APART}]
 )
 def test_what_a_program_shows_is_compared(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "key"),
+    [("numpy", numpy_functions.UFUNCS, "minimum"), ("torch", torch_functions.FUNCTIONS, "minimum"),
+     ("jax", jax_scalars.SCALARS, "min")],
+)  # fmt: skip
+def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkeypatch):
+    monkeypatch.setitem(table, key, table[key.replace("min", "max")])
+    failures = [failure for i in range(100) if (failure := campaign.one("front", 0, i)[1])]
+    assert {f["kind"] for f in failures} <= {f"AssertionError {name}, {x}" for x in ("dense", "canonical")}
+    shortest = min((f["test"] for f in failures), key=len)
+    assert "minimum(" in shortest
+    assert len(shortest) < 500
+
+
+def test_functions_are_of_all_forms():
+    """Each way to write an operator is drawn for each front end."""
+    bodies = dict.fromkeys(front.FRONTS, "")
+    for i in range(300):
+        for name, body in targets.what_of("front", programs.make(i)).functions.items():
+            bodies[name] += body
+    for name, module in front.MODULES.items():
+        for function in {*front.FUNCTIONS.values(), "minimum", "maximum", "where"}:
+            assert f"{module}.{function}(" in bodies[name], (name, function)
 
 
 def test_what_a_cache_attends_to_is_compared(monkeypatch):
