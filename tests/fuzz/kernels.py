@@ -15,13 +15,22 @@ import pytest
 import torch
 
 import frisket as fk
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.rows import Rows
 
 from . import scores
 from .attention import number_of
 from .problem import Problem
 
 Tensor = Any
-OTHERS = {"kernels": 7, "triton": 2, "gluon": 3, "flash": 3, "pallas": 1}  # problems of a program beside its own
+OTHERS = {
+    "kernels": 7,
+    "rows": 2,
+    "triton": 2,
+    "gluon": 3,
+    "flash": 3,
+    "pallas": 1,
+}  # problems of a program beside its own
 SHAPES = [(8, 8), (16, 16), (64, 64), (32, 16), (5, 3)]  # of a key and of a value
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # docs/reliability.md: bounds
 
@@ -288,6 +297,34 @@ def shapes(name: str, s: Setting, times: int) -> None:
             static = {n: g for n, g in x.given.items() if n in ("origin", "sizes")}
             call = call or in_jax(att, static)
             compared(name, x, call(x))
+
+
+def rows(p: Problem) -> str:
+    """Native kernels of torch and JAX that read queries and keys in another order: `fk.reorder`'s where it has one, and
+    a permutation without structure."""
+    s = setting(p, "float32")
+    for i, problem in enumerate(s.problems):
+        inputs = [s.input(97 * i + j, i, False) for j in range(4)]
+        for name, count in (("native", 4), ("cpp", 1 if i < 2 else 0)):
+            for kind, att in orders(s, problem, name):
+                given = {} if kind == "order" else problem.bound
+                for x in [replace(x, given=given, arrays=tuple(t.detach() for t in x.arrays)) for x in inputs[:count]]:
+                    found = in_jax(att, {})(x) if name == "cpp" else in_torch(att, x, s.number + i)
+                    compared(f"{name} {kind}", x, found)
+    return str(fk.mask(p.text, **p.bound))
+
+
+def orders(s: Setting, p: Problem, backend: str) -> Iterator[tuple[str, Any]]:
+    """Attentions of a program's problem whose plans have rows in another order."""
+    plain, places = s.compiled(backend), np.random.default_rng(s.number)
+    queries, keys = (places.permutation(n).astype(np.int32) for n in p.lengths)
+    made = plain.at(q="pq[q]", k="pk[k]", pq=queries, pk=keys)
+    yield "permutation", Attention(made.program, replace(made.options, rows=Rows(queries, keys)))
+    m = fk.mask(p.text, **p.bound)
+    order = fk.reorder(m, *p.lengths, block=p.block, moving=0.0)
+    if order.rows is not None:
+        score = None if s.text == "score" else s.text
+        yield "order", fk.compile(m, score=score, backend=backend, reorder=order)
 
 
 def triton(p: Problem) -> str:

@@ -15,7 +15,8 @@ class Problem:
     """A program as text, its values, the problem's sizes, and which pairs are visible: [batch, heads, q_len, kv_len].
 
     `synonym` is another text of the same program; `others` are the program with other values and sizes; `functions` are
-    the bodies of Python functions of it, by the front end that reads them.
+    the bodies of Python functions of it, by the front end that reads them; `points` are values of names, and under ""
+    whether the mask holds there.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Problem:
     synonym: str = ""
     others: tuple[Problem, ...] = ()
     functions: dict[str, str] = field(default_factory=dict)
+    points: dict[str, Array] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -153,6 +153,8 @@ def problem_as_source(what: Problem) -> str:
         more += f", others=({', '.join(map(problem_as_source, what.others))},)"
     if what.functions:
         more += f", functions={what.functions!r}"
+    if what.points:
+        more += f", points={{{', '.join(f'{n!r}: {as_source(x)}' for n, x in what.points.items())}}}"
     return f"Problem({what.text!r}, {{{bound}}}, {seen}, {what.block}{more})"
 
 

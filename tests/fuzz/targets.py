@@ -22,9 +22,11 @@ from .attention import dropout, gradients, reorder, score
 from .caches import caches, stores
 from .front import front, front_of
 from .kernels import OTHERS, flash, gluon, kernels, pallas, triton
+from .kernels import rows as rows_of_orders
 from .parallel import parallel, square_of
 from .problem import Problem, problem_of, rows
 from .questions import answers, exports
+from .simplified import simplifier, simplifier_of
 
 __all__ = [
     "TARGETS",
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 SECONDS = 20.0  # of processor time, for one case
-COMPILING = ("kernels", "triton", "gluon", "flash", "pallas", "parallel")  # whose cases take 120
+COMPILING = ("kernels", "rows", "triton", "gluon", "flash", "pallas", "parallel")  # whose cases take 120
 
 
 def seconds_of(target: str) -> float:
@@ -161,6 +163,7 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "layout": layout,
     "canonical": canonical,
     "front": front,
+    "simplifier": simplifier,
     "hostile": hostile,
     "answers": answers,
     "exports": exports,
@@ -174,6 +177,7 @@ TARGETS: dict[str, Callable[[Any], str]] = {
     "parallel": parallel,
     "dropout": dropout,
     "reorder": reorder,
+    "rows": rows_of_orders,
     "caches": caches,
     "stores": stores,
 }
@@ -183,7 +187,7 @@ def what_of(target: str, case: Case | str) -> Problem | str:
     """What a target is asked of a case: a problem, with others of the same program where kernels are compiled."""
     if isinstance(case, str):
         return case
-    made = {"parallel": square_of, "front": front_of}.get(target)
+    made = {"parallel": square_of, "front": front_of, "simplifier": simplifier_of}.get(target)
     return made(case) if made else problem_of(case, OTHERS.get(target, 0))
 
 

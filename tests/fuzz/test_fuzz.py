@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ import frisket as fk
 from frisket.dsl.from_jax import scalars as jax_scalars
 from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import functions as torch_functions
+from frisket.dsl.ir import lit
+from frisket.lowering.simplify import RULES, Simplifier, facts, rules_division
 
-from . import caches, campaign, corpus, front, hostile, scores, smaller, targets
+from . import caches, campaign, corpus, front, hostile, scores, simplified, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -26,8 +29,8 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 
 SLICES = {
-    "meaning": 600, "layout": 200, "canonical": 600, "front": 60, "hostile": 300, "answers": 60, "exports": 60,
-    "score": 150, "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
+    "meaning": 600, "layout": 200, "canonical": 600, "front": 60, "simplifier": 400, "hostile": 300, "answers": 60,
+    "exports": 60, "score": 150, "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
     "flash": 30, "pallas": 1, "stores": 6,
 }  # fmt: skip
 
@@ -67,14 +70,16 @@ def test_the_corpus(target):
         TARGETS[target](p)
 
 
-@pytest.mark.parametrize("target", ["meaning", "layout", "canonical", "front", "answers", "exports", "gradients"])
+@pytest.mark.parametrize(
+    "target", ["meaning", "layout", "canonical", "front", "simplifier", "answers", "exports", "gradients"]
+)
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
     assert failures
     shortest = min((f["test"] for f in failures), key=len)
-    assert "q >= " in shortest
-    assert len(shortest) < 300
+    assert {"simplifier": " >= "}.get(target, "q >= ") in shortest
+    assert len(shortest) < {"simplifier": 600}.get(target, 300)
     monkeypatch.undo()  # the test holds what was said to be visible
     names = {"Problem": Problem, "TARGETS": TARGETS, "rows": rows, "np": np}
     exec(shortest, names)
@@ -84,7 +89,12 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "target", [t for t in TARGETS if t not in {"canonical", "front", "hostile", "score", "caches", "stores", *APART}]
+    "target",
+    [
+        t
+        for t in TARGETS
+        if t not in {"canonical", "front", "simplifier", "hostile", "score", "caches", "stores", *APART}
+    ],
 )
 def test_what_a_program_shows_is_compared(target):
     with pytest.raises(AssertionError):
@@ -103,6 +113,29 @@ def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkey
     shortest = min((f["test"] for f in failures), key=len)
     assert "minimum(" in shortest
     assert len(shortest) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "wrong"),
+    [("mod-by-negative", "after", lambda x, n: rules_division.minus(x) % lit(-n.name)),
+     ("min-decided", "when", lambda x, y: facts.ordered(y, x))],
+)  # fmt: skip
+def test_a_fault_of_the_simplifier_is_found_and_made_small(name, part, wrong, monkeypatch):
+    rules = tuple(replace(r, **{part: wrong}) if r.name == name else r for r in RULES)
+    monkeypatch.setattr(simplified, "simplify", lambda e: Simplifier(rules)(e))
+    failures = [failure for i in range(400) if (failure := campaign.one("simplifier", 0, i)[1])]
+    assert {f["kind"] for f in failures} == {"AssertionError simplified"}
+    shortest = min((f["test"] for f in failures), key=len)
+    assert {"mod-by-negative": "% (-", "min-decided": "clamp("}[name] in shortest
+    assert len(shortest) < 1200  # a table of as many entries as there are positions
+
+
+def test_points_lie_beyond_the_problem():
+    case = programs.make(7)
+    at = simplified.points(case)
+    assert (at["q"] >= case.q_len).any()
+    assert (at["q"] >= at["Q_LEN"]).any()
+    assert all((x >= (name in simplified.SIZES)).all() for name, x in at.items() if name not in simplified.NUMBERS)
 
 
 def test_functions_are_of_all_forms():
