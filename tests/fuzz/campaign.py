@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +65,28 @@ def run(
             with file.open("a", encoding="utf-8") as f:
                 f.write(json.dumps({**line, "failures": failures, "distinct": digests}) + "\n")
     return counts
+
+
+def union(files: Sequence[Path], show: Callable[[str], None] = print) -> Counts:
+    """The counts of several files of one target, shown, and all of them together. Of files of one seed, whose cases are
+    the same, the one with the most cases counts."""
+    longest: dict[int, Counts] = {}
+    first = ""
+    for file in files:
+        line = json.loads(file.read_text(encoding="utf-8").partition("\n")[0])
+        target, seed = line["target"], line["seed"]
+        first = first or target
+        if target != first:
+            raise SystemExit(f"{file} is of target {target}, the first one of {first}; name files of one target")
+        counts = read(file, target, seed)
+        show(f"{file}: {target}, seed {seed}: {counts}")
+        if seed not in longest or counts.cases > longest[seed].cases:
+            longest[seed] = counts
+    parts = longest.values()
+    whole = Counts(*(sum(getattr(c, n) for c in parts) for n in ("cases", "failed", "seconds")))
+    whole.distinct = set().union(*(c.distinct for c in parts))
+    show(f"union: {first}: {whole}")
+    return whole
 
 
 def one(target: str, seed: int, i: int) -> tuple[str, dict[str, Any] | None]:

@@ -19,8 +19,9 @@ from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import functions as torch_functions
 from frisket.dsl.ir import lit
 from frisket.lowering.simplify import RULES, Simplifier, facts, rules_division
+from frisket.runtime.calls.rows import Rows
 
-from . import caches, campaign, corpus, front, hostile, scores, simplified, smaller, targets
+from . import caches, campaign, corpus, front, hostile, kernels, scores, simplified, smaller, targets
 
 # by the name that the modules of this folder import, so that a planted fault reaches what they call
 from outside import programs  # isort: skip
@@ -30,8 +31,8 @@ Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 SLICES = {
     "meaning": 600, "layout": 200, "canonical": 600, "front": 60, "simplifier": 400, "hostile": 300, "answers": 60,
-    "exports": 60, "score": 150, "gradients": 100, "reorder": 60, "kernels": 1, "dropout": 1, "caches": 30, "gluon": 8,
-    "flash": 30, "pallas": 1, "stores": 6,
+    "exports": 60, "score": 150, "gradients": 100, "reorder": 60, "kernels": 1, "rows": 1, "dropout": 1, "caches": 30,
+    "gluon": 8, "flash": 30, "pallas": 1, "stores": 6,
 }  # fmt: skip
 
 
@@ -155,6 +156,12 @@ def test_what_a_cache_attends_to_is_compared(monkeypatch):
         TARGETS["caches"]("causal; append:3,2")
 
 
+def test_wrong_rows_of_an_order_are_found(monkeypatch):
+    monkeypatch.setattr(kernels, "Rows", lambda queries, keys: Rows(queries, keys[::-1].copy()))
+    with pytest.raises(AssertionError, match="native permutation out: off by"):
+        TARGETS["rows"](Problem("q >= k", {}, np.tri(9, dtype=bool)[None, None]))
+
+
 def test_what_a_store_attends_to_is_compared(monkeypatch):
     monkeypatch.setattr(cache_model.OfTorch, "stored", lambda self, x: 1.1 * x)
     with pytest.raises(AssertionError):
@@ -232,6 +239,24 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path):
     assert [json.loads(line)["done"] for line in whole.read_text().splitlines()] == done
     with pytest.raises(SystemExit, match="seed 3; name another file"):
         campaign.run("canonical", 4, 300, parts)
+
+
+def test_files_of_a_campaign_in_parts_are_joined(tmp_path, capsys):
+    """Distinct cases of two seeds are counted once, and of a seed that two files tell of."""
+    files = [tmp_path / name for name in ("one.jsonl", "two.jsonl", "one-again.jsonl")]
+    counts = [campaign.run("meaning", seed, n, file) for seed, n, file in zip((3, 4, 3), (200, 150, 100), files)]
+    both = counts[0].distinct | counts[1].distinct
+    assert max(len(c.distinct) for c in counts) < len(both) < len(counts[0].distinct) + len(counts[1].distinct)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent, "--union", *files], capture_output=True, text=True, check=True
+    )
+    *each, union = done.stdout.splitlines()
+    assert each == [f"{file}: meaning, seed {seed}: {c}" for file, seed, c in zip(files, (3, 4, 3), counts)]
+    assert union.startswith(f"union: meaning: 350 cases, {len(both):,} distinct, 0 failed")
+    other = tmp_path / "other.jsonl"
+    campaign.run("canonical", 3, 100, other)
+    with pytest.raises(SystemExit, match=r"other\.jsonl is of target canonical"):
+        campaign.union([files[0], other])
 
 
 def test_failures_are_kept_in_the_file(tmp_path, monkeypatch):
