@@ -100,7 +100,10 @@ def versions() -> str:
         rows.append([name, *(row.get("versions", {}).get(x, "") for x in shown), outcome])
     failed = "".join(f"\n- {name}: `{x}`" for name, row in found.items() for x in row.get("failures", []))
     return f"""\
-A slice of the tests on a CPU, in environments made for it: `python tests/matrix.py`.
+A slice of the tests on a CPU, in environments made for it: `python tests/matrix.py`. The oldest versions have wheels
+for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
+numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
+not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there.
 
 {table(["environment", *shown, "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
 
@@ -124,9 +127,12 @@ def numbers() -> str:
 Errors from float64 for 256 queries and keys of 64 numbers under `{found["float32"]["settings"]["mask"]}`, and
 for one query over 1,048,576 keys. An error is relative to the largest number that its sums can reach. `dense` is a
 softmax written out in the dtype, `sdpa` torch's with a dense mask, `flex` torch's flex_attention, compiled. `cpp`,
-`aten` and `xla` are frisket's, and `bound` is what frisket promises for them: tests hold it. A dash is NaN or infinity.
-Numbers below 1e-38 may become 0, so those have no bound. `python benchmarks/numerics.py` repeats it
-({machine(found["float32"])}).
+`aten` and `xla` are frisket's, and `bound` is what frisket promises for them: tests hold it. Of outputs it is
+`u + min(1, 2**-20 * (1 + s))`, of gradients `2 * u + min(1, 2**-20 * (1 + s))`, where `s` is the largest absolute score
+and `u` the rounding of the dtype: 2**-23 (float32), 2**-7 (bfloat16), 2**-10 (float16). A bound of 1.0 promises
+nothing: no sum is off by more than it can reach. A dash is NaN or infinity. Numbers below 1e-38 may become 0, so those
+have no bound. `flex` has no gradients on a CPU. Kernels for GPUs and TPUs are not in the table.
+`python benchmarks/numerics.py` repeats it ({machine(found["float32"])}).
 
 {several}
 
@@ -135,8 +141,11 @@ dense attention: 0 times infinity is NaN. {quantity[0].upper()}{quantity[1:]}:
 
 {table(["", *runs[:-1]], rows)}
 
-Equal calls give equal bits on one machine. Another number of threads, another length, another batch or another backend
-may round differently."""
+Equal calls give equal bits on one machine. Tests hold this for torch's and JAX's kernels of a CPU, for library calls in
+torch, and for Triton's kernels in its interpreter. The native forward of torch is also held to equal bits with one, two
+and three threads. Its gradients may round differently with another number of threads, by which the queries of a key are
+divided. With as many threads, native gradients of q, k and v have equal bits in torch and JAX. Tiles of another size,
+another length, another batch or another backend may round differently, and no test asks for their bits."""
 
 
 def training() -> str:
@@ -155,15 +164,27 @@ def training() -> str:
     return f"""\
 A model of bytes takes 2,000 steps on packed documents: two layers, {part["settings"]["length"]} tokens a step, float32,
 AdamW, equal weights at the start. `eager` is attention written out with a dense mask, on one thread. `threads` is
-`eager` on two threads; `third` and `fifth` add the first third or fifth of the keys by themselves, so their sums round
-in another order. A distance is the norm of the difference from `eager`'s weights, over the norm of what those have
-moved. `python benchmarks/long_run.py` repeats it ({machine(part)}).
+`eager` on two threads. It has the bits of one thread here, so it is no measure of rounding. Therefore `third` and
+`fifth` add the first third or fifth of the keys by themselves, and their sums round in another order. A distance is the
+norm of the difference from `eager`'s weights, over the norm of what those have moved. `python benchmarks/long_run.py`
+repeats it ({machine(part)}).
 
 ![Distance of weights over the steps of training](assets/long-run.svg)
 
 {table(["distance after so many steps", *(f"{int(n):,}" for n in steps)], rows)}
 
+{further(found["jax"])}
+
 {table(["loss, nats a byte", "largest difference in 20 steps", "mean of the last 100 steps"], losses)}"""
+
+
+def further(part: dict[str, Any]) -> str:
+    """The sentence on how much further than `third` and `fifth` frisket is in JAX."""
+    ours, third, fifth = (part["rows"][f"jax, {n}"]["figures"]["distance"] for n in ("frisket", "third", "fifth"))
+    shares = {n: ours[n] / max(third[n], fifth[n]) for n in ("1", "20", "200", "500")}
+    said = ", ".join(f"{x:.2f} at step {n}" for n, x in shares.items())
+    return f"""\
+In JAX, frisket's distance as a share of the larger one of `third` and `fifth` is {said}. The goal was at most 1."""
 
 
 SECTIONS = {

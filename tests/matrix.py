@@ -23,11 +23,13 @@ RESULTS = ROOT / "tests" / "matrix.json"
 TOOLS = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "absl-py", "cloudpickle>=3", "flatbuffers"]
 OLDEST = ["lark==1.2.1", "rich==13.0.0", "platformdirs==4.0.0", "shtab==1.13.0"]
 NEWEST = ["lark", "rich", "platformdirs", "shtab", "numpy", "torch", "jax", "triton"]
-ENVIRONMENTS = {  # name: the Python, and what is installed; JAX 0.10.0 asks for numpy 2
+ENVIRONMENTS = {  # name: the Python, and what is installed; JAX 0.10.0 asks for numpy 2, Python 3.13 for 2.1
     "3.11, oldest, no framework": ("3.11", [*OLDEST, "numpy==1.26.0"]),
     "3.11, oldest": ("3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
     "3.11, newest": ("3.11", NEWEST),
+    "3.12, oldest": ("3.12", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
     "3.12, newest": ("3.12", NEWEST),
+    "3.13, oldest": ("3.13", [*OLDEST, "numpy==2.1.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
     "3.13, newest": ("3.13", NEWEST),
 }
 LANGUAGE = [

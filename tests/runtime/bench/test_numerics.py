@@ -1,4 +1,4 @@
-"""Results keep the bound that docs/performance.md states, for the inputs of benchmarks/numerics.py."""
+"""Results keep the bound that docs/reliability.md states, for the inputs of benchmarks/numerics.py."""
 
 import numerics
 import pytest
