@@ -131,7 +131,8 @@ def compiled(
             said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-    found = call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)
+    score = unchanged if score_mod is None else score_mod  # no function has a truth value in graphs of torch 2.11
+    found = call(query, key, value, score, (mask_mod,), None, said)
     if query.dtype != own:
         found = found[0].to(own), found[1], found[2]
     return found if ragged is None else closed_all(found, nested)

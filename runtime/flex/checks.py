@@ -86,7 +86,8 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         )
     *batch, q_len, kv_len = block_mask.shape
     have = (query.shape[2], key.shape[2])
-    if have != (q_len, kv_len) and not _no_mask(block_mask):
+    # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
+    if (have[0] != q_len or have[1] != kv_len) and not _no_mask(block_mask):
         longer = q_len >= have[0] and kv_len >= have[1]
         advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
         raise ShapeError(

@@ -103,7 +103,7 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
         second, batch = visible(other), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
     else:
         fn, text = function_or_text(other)
-        second = fn or function_of(text or "")
+        second = function_of(text or "") if fn is None else fn
 
     def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
         x, y = mine(b, h, q, k), second(b, h, q, k)

@@ -32,10 +32,10 @@ from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import in_graph
 from frisket.runtime.calls.options import Options, rate_of
 
-from .transformers_config import program
+from .transformers_config import SLIDING, program
 from .transformers_loading import eager_only, watch
 from .transformers_masks import SymbolicMask, chosen, dense, symbolic
-from .transformers_paged import allow, paged, refuse_tables, refuse_without_cache
+from .transformers_paged import allow, cache_of, kind_of, paged, refuse_tables, refuse_without_cache
 
 NAME = "frisket"
 
@@ -70,9 +70,10 @@ def attention(
     heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`; of the mask, they alone are seen.
     """
     given, found = _given(module, query, key, attention_mask, is_causal), None
-    if rest.get("cache") is not None:  # continuous batching
+    if cache_of(rest) is not None:  # continuous batching
         if attention_mask is None:  # transformers says nothing else of requests: they are causal
-            given = replace(given, structure="q >= k")
+            window = rest.get("sliding_window") if kind_of(module, rest) == SLIDING else None
+            given = replace(given, structure=f"q >= k & q - k < {window}" if window else "q >= k")
         refuse_tables(given, position_bias, indices, block_indices)
         options = Options(scaling, dropout=rate_of(dropout))
         found = paged(

@@ -62,20 +62,34 @@ def allow(name: str) -> None:
     Manager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
 
 
-_step = threading.local()  # `served`: the step of a model under way has requests in a row
+_step = threading.local()  # `cache`: that of continuous batching, in a step of a model
 
 
 def _begins(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    _step.served = kwargs.get("cache") is not None
+    _step.cache = cache if hasattr(cache := kwargs.get("cache"), "layer_to_allocator") else None
 
 
 def _ends(*_: Any) -> None:
-    _step.served = False
+    _step.cache = None
+
+
+def cache_of(rest: Mapping[str, Any]) -> Any:
+    """The cache of continuous batching whose pages a layer attends to; None where it was given none. Since transformers
+    5.24 layers write keys and values to it themselves, and hand on those of all requests with their lengths."""
+    if hasattr(cache := rest.get("cache"), "layer_to_allocator"):
+        return cache
+    return getattr(_step, "cache", None) if isinstance(rest.get("cu_seq_lens_k"), Tensor) else None
+
+
+def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
+    """The kind of pages that a layer has: those of a sliding window keep no more than it."""
+    kind: str = cache_of(rest).layer_to_allocator[module.layer_idx].layer_type
+    return kind
 
 
 def refuse_without_cache() -> None:
     """Refuse a layer that was given no cache in a step of continuous batching: requests would see each other's keys."""
-    if not torch.compiler.is_compiling() and getattr(_step, "served", False):
+    if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
         raise ParameterError(
             "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
         )
@@ -88,14 +102,14 @@ def paged(
     options: Options, softcap: float | None, sinks: Tensor | None, params: Mapping[str, Any] | None, lse: bool,
 ) -> Any:  # fmt: skip
     """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
-    head_dim], which are written to the pages that `rest["cache"]` has. The result is that of a call of attention, in
-    the order of the queries; with `lse` that of the scores, too.
+    head_dim], which are written to the pages of the cache unless the layer has done so. The result is that of a call of
+    attention, in the order of the queries; with `lse` that of the scores, too.
 
     `rest` has what transformers prepares at every step: where keys are written and read, and where requests end among
     queries and keys, `cu_seq_lens_q` and `cu_seq_lens_k`."""
-    cache, tokens = rest.pop("cache"), query.shape[2]
-    kind = cache.layer_to_allocator[module.layer_idx].layer_type
-    key, value = cache.update(key, value, module.layer_idx, rest)
+    tokens, kind = query.shape[2], kind_of(module, rest)
+    if (cache := rest.pop("cache", None)) is not None:
+        key, value = cache.update(key, value, module.layer_idx, rest)
     steps = tokens == rest["cu_seq_lens_q"].shape[0] - 1 and rest["max_length_q"] == 1
     batch, q_len = (tokens, 1) if steps else (1, tokens)
     asked = SymbolicMask(mask.structure, batch, q_len, key.shape[2])

@@ -23,6 +23,14 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
 DOCUMENTS = masking_utils.find_packed_sequence_indices(POSITIONS)
 causal, sliding = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(2)
 chunked = masking_utils.chunked_causal_mask_function(2, LEFT)
+
+
+def packed(function):
+    """A mask in each of the sequences of a row, as `create_causal_mask` joins them."""
+    here = masking_utils.remap_positions_for_packed_sequence(function, POSITIONS)
+    return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(DOCUMENTS), here)
+
+
 FUNCTIONS = {
     "causal": causal,
     "both ways": masking_utils.bidirectional_mask_function,
@@ -30,9 +38,9 @@ FUNCTIONS = {
     "sliding, both ways": masking_utils.sliding_window_bidirectional_mask_function(2),
     "chunked": chunked,
     "blocks": masking_utils.or_masks(causal, masking_utils.blockwise_overlay(BLOCKS)),
-    "packed": masking_utils.packed_sequence_compatibility_function(causal, POSITIONS, DOCUMENTS),
-    "packed, sliding": masking_utils.packed_sequence_compatibility_function(sliding, POSITIONS, DOCUMENTS),
-    "packed, chunked": masking_utils.packed_sequence_compatibility_function(chunked, POSITIONS, DOCUMENTS),
+    "packed": packed(causal),
+    "packed, sliding": packed(sliding),
+    "packed, chunked": packed(chunked),
     "torch.where": masking_utils.and_masks(causal, lambda b, h, q, k: torch.where(q > 2, k % 2 == 0, k >= 0)),
 }
 
