@@ -28,6 +28,12 @@ ANALYSIS = tuple(
     f"tests/lowering/analysis/test_{n}.py"
     for n in ("questions", "transfer", "tightness", "layout_exact", "library_settled")
 )
+# those that run planners, not whole calls
+PLANNED = (
+    "written_masks random_masks room_runs_out long_tables_are_searched_in_blocks ranges_of_rows sorted_tables "
+    "positions_outside_of_all_pieces_belong_to_the_nearest boxes_of_tables what_tables_may_be "
+    "the_same_launches_plan_anew"
+).split()
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"
 AREAS = {
@@ -37,7 +43,8 @@ AREAS = {
     ],
     "planner": [
         Group(
-            ("lowering/planner/planner.py", "lowering/planner/arrays.py", "lowering/planner/intervals.py"),
+            (*(f"lowering/planner/{name}.py" for name in ("planner", "arrays", "intervals")),
+             *(f"lowering/planner/skeletons/{name}.tpl" for name in ("arrays", "headers", "reading"))),
             ("tests/lowering/planner/test_intervals.py", "tests/lowering/planner/test_flat_planner.py"),
             ("torch", "jax"),
         ),
@@ -46,8 +53,9 @@ AREAS = {
             ("tests/lowering/planner/test_planner_cpp.py",), ("torch",),
         ),
         Group(
-            ("lowering/planner/triton.py", "lowering/planner/skeletons/*.tpl"),
-            ("tests/lowering/planner/triton_planner_interpreted.py",), ("torch", "triton"), INTERPRET,
+            ("lowering/planner/triton.py", *(f"lowering/planner/skeletons/{n}.tpl" for n in ("functions", "tables"))),
+            tuple(f"tests/lowering/planner/triton_planner_interpreted.py::test_{name}" for name in PLANNED),
+            ("torch", "triton"), INTERPRET,
         ),
     ],
     "skeletons": [
@@ -77,12 +85,15 @@ AREAS = {
         ),
         Group(
             ("lowering/kernels/cpp/backward*.hpp",),
-            (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
+            (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_native_holes.py",
+             f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
         ),
         Group(
             ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
              "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
-            (f"{KERNELS}/cpp/test_cpp_weights.py", f"{KERNELS}/cpp/test_native_holes.py"), ("torch",),
+            (f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_cpp_forward.py",
+             f"{KERNELS}/cpp/test_native_stored.py::test_stored", "tests/runtime/backends/test_native_distance.py",
+             f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
         ),
     ],
 }  # fmt: skip

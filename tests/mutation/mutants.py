@@ -161,6 +161,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
             yield "operands swapped", node, with_field("args", [*some, y, x])
         case ast.Tuple(elts=[x, y], ctx=ast.Load()) if not isinstance(x, ast.Constant):
             yield "pair swapped", node, ast.unparse(ast.Tuple([y, x], ast.Load()))[1:-1]
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="blank" | "comment"))):
+            return  # of a generated text
         case ast.AugAssign() | ast.Continue() | ast.Break() | ast.Expr(value=ast.Call()):
             yield "statement left out", node, "pass"
         case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
@@ -195,7 +197,9 @@ TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"|' + "|".join(rf"(?={re.escape(t)}) \S+" for t in sorted(TOKENS, key=len, reverse=True))
     + r"|(?<![\w.$])\d+(?![\w.])|(?<![\w$])[A-Za-z_]\w*"
 )  # fmt: skip
-CALL = re.compile(r"\s*[\w.:>\[\]-]+(\(.*\)| [-+*|&/]= .*)")  # or an assignment that adds to what is there
+CALL = re.compile(
+    r"\s*(?!__builtin_prefetch)[\w.:>\[\]-]+(\(.*\)| [-+*|&/]= .*)"
+)  # or an assignment that adds to what is there
 JUMP_OR_STORE = re.compile(r"\s*(break|continue|return|[\w.>-]+\[.*\] = .*)")
 
 

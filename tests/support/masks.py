@@ -138,6 +138,14 @@ def case(mask: Expr, rng: pyrandom.Random) -> Case:
     )  # fmt: skip
 
 
+def short_tables() -> list[Case]:
+    """Comparisons with entries of a sorted table that ends before the queries and the keys do."""
+    table = np.sort(np.random.default_rng(6).integers(0, 9, 41)) * 2
+    held = [build(op, doc(q + d), doc(k)) for op in ("eq", "ne", "lt", "le", "gt", "ge") for d in (0, 30)]
+    held += [build(op, doc(k), lit(n)) for op in ("eq", "lt", "ge") for n in (-1, 0, 7, 16, 17)]
+    return [Case(m, 60, 67, 1, 1, (4, 3), sizes=(1, 1, 60, 67), tables={"doc": table}) for m in held]
+
+
 def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
     """A Bool over b h q k, sizes, parameters and tables."""
     pick = rng.random()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import jax
@@ -15,8 +16,9 @@ from support.lowering.planner_numpy import NUMPY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import lookup, make
 from frisket.dsl.sugar import eq, k, q
+from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind, grid_of
 from frisket.lowering.plan import Spans
 from frisket.lowering.planner import arrays as text
@@ -171,6 +173,20 @@ def test_integers_that_may_not_fit_are_not_asked():
     assert (asked.always, asked.never) == (flat.FALSE, simplify(flat.never(q >= k)))
 
 
+def test_integers_of_what_is_seen_and_of_what_is_hidden_fit():
+    """Either may be one larger than the other: `k > w` is seen from w + 1 on, and hidden up to w."""
+    w, most = masks.w, 2.0**31 - 1
+    for mask in (k > w, k >= w, k < w, k <= w, k < -w, k > -w - 1, ~eq(k, w), eq(lookup("doc", (k,)), w)):
+        made = flat.planner(simplify(mask), DOC, {"w": most, "doc": most, "q": 4096, "k": 4096}, wide=False)
+        assert all(flat.fits(e, {"w": most, "doc": most, "q": 4096, "k": 4096}, False) for e in made.roots)
+    for far, read in itertools.product((2.0**30, 2.0**31), ("least", "most")):
+        (name,) = {"least": ("range_min",), "most": ("range_max",)}[read]
+        entry = make(name, (q, k), "doc", INT) + make(name, (q, q), "doc", INT)
+        assert flat.fits(entry, {"doc": far / 4, "q": 4096, "k": 4096}, False)
+        assert not flat.fits(entry, {"doc": far, "q": 4096, "k": 4096}, False)
+        assert not flat.fits(make(name, (q * 2**20, k), "doc", INT), {"doc": 1.0, "q": 4096, "k": 4096}, False)
+
+
 # -- room -------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +232,14 @@ def test_documents_of_every_length(seed):
         found = [Found(case, sorted_=s, room=200, n=200) for s in (DOC, frozenset())]
         np.testing.assert_array_equal(found[0].kinds, want)
         np.testing.assert_array_equal(found[1].kinds, want)
+
+
+def test_sorted_tables_shorter_than_the_keys():
+    """Positions behind the end have the last entry, in what is found by search too."""
+    for case in masks.short_tables():
+        found = Found(case, sorted_=DOC)
+        np.testing.assert_array_equal(found.kinds, truth(case), err_msg=str(case.mask))
+        np.testing.assert_array_equal(Found(case, "torch", DOC).bounds, found.bounds)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])

@@ -15,9 +15,12 @@ from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
+from frisket.dsl import ir
 from frisket.dsl.errors import EvaluationError
+from frisket.dsl.evaluate import OPERATORS as MEANING
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FALSE, build, lit, lookup, param, result_type, walk
+from frisket.dsl.ir import random as random_
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
@@ -32,6 +35,7 @@ from frisket.runtime.plans import run_cpp as flat_native
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 DOC = frozenset({"doc"})
+UNARY = {"neg", "abs", "sign", "bitnot", "not", "int", "float", "floor", "isfinite"} | ir.FLOAT_FUNCTIONS
 
 
 def planner(case, sorted_):
@@ -103,7 +107,7 @@ def one_random(rng):
 
 def test_random_masks():
     rng = random.Random("random")
-    assert compare([one_random(rng) for _ in range(20)]) > 12
+    assert compare([(case, DOC, 64) for case in masks.short_tables()] + [one_random(rng) for _ in range(20)]) > 39
 
 
 @pytest.mark.slow
@@ -167,6 +171,54 @@ def test_operators_of_operators_are_bracketed_where_they_must_be():
     run(out.ctypes.data_as(ctypes.c_void_p))
     for e, found in zip(made, out, strict=True):
         assert found == evaluate(e, {n: value for n, (_, value) in atoms.items()}), e
+
+
+INTS = [-(2**40), -100, -64, -7, -3, -1, 0, 1, 2, 3, 5, 31, 32, 63, 64, 100, 2**40]
+FLOATS = [-np.inf, -1e30, -90.0, -3.5, -1.0, -0.25, -0.0, 0.0, 1e-30, 0.3, 0.5, 1.0, 2.75, 40.0, 1e30, np.inf, np.nan]
+GRID = {INT: INTS, FLOAT: FLOATS, BOOL: [False, True]}
+LITERAL = {INT: int, FLOAT: float, BOOL: bool}
+NARROW = {"mul": range(-9, 10), "shl": range(-3, 15), "pow": range(8)}  # Ints whose results fit
+
+
+def test_every_operator():
+    """Over a grid of awkward values, beside the interpreter."""
+    names = {INT: "xyz", FLOAT: "uvw", BOOL: "rst"}
+    some = [(op, types) for op in sorted(set(MEANING) - {"random"}) for n in (1, 2, 3)
+            for types in itertools.product((BOOL, INT, FLOAT), repeat=n)
+            if n == (1 if op in UNARY else 3 if op == "where" else 2) and result_type(op, types)]  # fmt: skip
+    some += [("random", (INT,) * n) for n in (1, 2, 3)]
+    body, wanted = [], []
+    for op, types in some:
+        leaves = [param(names[t][i], t) for i, t in enumerate(types)]
+        e = random_(*leaves) if op == "random" else build(op, *leaves)
+        grid = np.meshgrid(*(NARROW.get(op, GRID[t]) if t is INT else GRID[t] for t in types), indexing="ij")
+        env = {leaf.name: x.ravel() for leaf, x in zip(leaves, grid, strict=True)}
+        with np.errstate(all="ignore"):
+            wanted.append((op, types, np.broadcast_to(evaluate(e, env), grid[0].size), env))
+        values = {
+            t: ", ".join(written(lit(LITERAL[t](x))) for x in (NARROW.get(op, INTS) if t is INT else GRID[t]))
+            for t in types
+        }
+        text_of = written(e)
+        body += [f"{{ double *to = out[{len(wanted) - 1}];"]
+        kinds = [(text.TYPES[leaf.type], leaf) for leaf in leaves]
+        body += [f"static const {kind} all_{x.name}[] = {{{values[x.type]}}};" for kind, x in kinds]
+        body += [f"for ({kind} {x.name} : all_{x.name})" for kind, x in kinds]
+        body += [f"*to++ = (double)({text_of}); }}"]
+    lines = [text.prelude(), 'extern "C" void frisket_all(double **out) {', *body, "}"]
+    out = [np.zeros(len(want)) for _, _, want, _ in wanted]
+    places = np.array([x.ctypes.data for x in out], np.int64)
+    native_build.library("\n".join(lines)).frisket_all(places.ctypes.data_as(ctypes.c_void_p))
+    for found, (op, types, want, env) in zip(out, wanted, strict=True):
+        if op in ("int", "floor") and types == (FLOAT,):
+            want = np.clip(want, -(2**62), 2**62)
+        np.testing.assert_allclose(found, want.astype(float), rtol=1e-12, err_msg=f"{op} {types} {env}")
+
+
+def written(e):
+    if e.op == "param":
+        return e.name
+    return text._CppBody.leaf(None, e, [text.Text(written(a)) for a in e.args]).text
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 4096, 4097, 5000])

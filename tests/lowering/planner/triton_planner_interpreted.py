@@ -97,6 +97,22 @@ def test_long_tables_are_searched_in_blocks(n):
         )
 
 
+@pytest.mark.parametrize("n", [90, 5000])
+def test_ranges_of_rows(n):
+    """Tables of several rows, of which one is ranged over: entry by entry, and in blocks."""
+    rng = np.random.default_rng(n)
+    table = rng.integers(-9, 99, (3, n)).cumsum(1)
+    for mask, t in ((lookup("t", (masks.h, q)) >= lookup("t", (masks.h, k)), table),
+                    (lookup("t", (k, masks.h)) > lookup("t", (q, masks.h)) + 5, -table.T)):  # fmt: skip
+        agree(masks.Case(mask, n, n, 1, 3, (n // 9, n // 31), sizes=(1, 3, n, n), tables={"t": t}))
+
+
+def test_sorted_tables():
+    """Tables that end before the queries and the keys do."""
+    for case in masks.short_tables()[::3]:
+        agree(case, DOC)
+
+
 def test_positions_outside_of_all_pieces_belong_to_the_nearest():
     """Offsets that begin behind the first query and end before the last: a mask may look at the number of a piece."""
     off = np.array([20, 50, 90])

@@ -107,6 +107,24 @@ def allocate_shared_memory(kind: Kind, shape, layout) -> Shared:
     return Shared(kind, shape)
 
 
+def blocked(size, threads, warps, order) -> None:
+    if math.prod(threads) != 32 or math.prod(warps) != 4 or len({len(x) for x in (size, threads, warps, order)}) > 1:
+        raise FaultError(f"{threads} threads of {warps} warps are no warp group")
+    if sorted(order) != list(range(len(order))) or any(n & (n - 1) or n < 1 for n in size):
+        raise FaultError(f"a layout of {size} entries in the order {order}")
+
+
+def of_products(version, *, warps_per_cta, instr_shape) -> None:
+    rows, columns, steps = instr_shape
+    if version != [3, 0] or math.prod(warps_per_cta) != 4 or (rows, steps) != (16, 16) or columns % 8:
+        raise FaultError(f"products {instr_shape} of {warps_per_cta} warps are none of a Hopper's warp group")
+
+
+def tensor_memory_layout(block, *, col_stride) -> None:
+    if block[0] not in (64, 128) or col_stride != 1:
+        raise FaultError(f"tensor memory has no blocks of {block}, {col_stride} columns apart")
+
+
 def warp_specialize(functions, warps, registers) -> None:
     if len(functions) != len(warps) + 1 or len(warps) != len(registers):
         raise FaultError("a partition without warps or registers")
@@ -204,7 +222,7 @@ gl = SimpleNamespace(
     sum=reduction(lambda x, axis: x.sum(axis, dtype=x.dtype)), static_range=range,
     convert_layout=lambda x, layout: x, program_id=lambda axis: Tensor(Machine.now.program[axis], I32),
     num_programs=lambda axis: Tensor(Machine.now.grid[axis], I32),
-    NVMMADistributedLayout=lambda *a, **more: None, BlockedLayout=lambda *a: None,
+    NVMMADistributedLayout=of_products, BlockedLayout=blocked,
     SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     exp=elementwise(np.exp), exp2=elementwise(np.exp2), log=elementwise(np.log), log2=elementwise(np.log2),
     sin=elementwise(np.sin), cos=elementwise(np.cos), sqrt_rn=elementwise(np.sqrt), erf=elementwise(erf),
@@ -288,7 +306,7 @@ def tcgen05_commit(place) -> None:
 
 blackwell = SimpleNamespace(
     allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit,
-    TensorMemoryLayout=lambda *a, **more: None,
+    TensorMemoryLayout=tensor_memory_layout,
 )  # fmt: skip
 
 
