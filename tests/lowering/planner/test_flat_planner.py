@@ -165,6 +165,12 @@ def test_in_32_bits(name):
     np.testing.assert_array_equal(found.bounds, Found(case).bounds)
 
 
+def test_searches_in_32_bits():
+    case = masks.short_tables()[1]
+    case.tables = {"doc": case.tables["doc"].astype(np.int32)}
+    np.testing.assert_array_equal(Found(case, "jnp", DOC, wide=False).kinds, truth(case))
+
+
 def test_integers_that_may_not_fit_are_not_asked():
     product = q * lookup("doc", (k,)) >= 7
     limits = {"doc": 2.0**31 - 1, "q": 4096, "k": 4096}

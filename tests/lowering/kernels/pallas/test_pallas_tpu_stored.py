@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support import stored_cases
 from support.matrix import some
@@ -42,6 +43,25 @@ def test_every_way_to_store(name):
     out, lse, _ = run(stored, made)
     assert out.dtype == stored.case.dtype
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
+
+
+def test_no_read_outside(monkeypatch):
+    """Behind the edges of blocks lies NaN, as in test_pallas_tpu.py."""
+    stored = ALL["small pages"]
+    made = stored_cases.problem(stored, "bshd")
+    careful = pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
+    kernel = runtime.kernel
+
+    def carefully(*args):
+        run = kernel(*args)
+        return lambda *arrays, interpret: run(*arrays, interpret=careful)
+
+    monkeypatch.setattr(runtime, "kernel", carefully)
+    try:
+        out, lse, _ = run(stored, made)
+        stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize("name", ["small pages", "float8"])
