@@ -12,12 +12,14 @@ from .mutants import Mutant, mutants_of
 
 @dataclass(frozen=True)
 class Group:
-    """Files, and the tests that are to notice a mutant in one of them; packages to import first, and variables."""
+    """Files, and the tests that are to notice a mutant in one of them; packages to import first, variables, and which
+    of the tests run."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    marked: str = "not slow and not matrix and not outside"
 
 
 SIMPLIFY = tuple(
@@ -31,6 +33,7 @@ ANALYSIS = tuple(
 # those that run planners, not whole calls
 PLANNED = (
     "written_masks random_masks room_runs_out long_tables_are_searched_in_blocks ranges_of_rows sorted_tables "
+    "operators_of_floats ranges_of_nearly_all_entries "
     "positions_outside_of_all_pieces_belong_to_the_nearest boxes_of_tables what_tables_may_be "
     "the_same_launches_plan_anew"
 ).split()
@@ -48,6 +51,19 @@ MORE = {
     ),
     "lowering/kernels/triton/triton_backward_interpreted.py": ("every_case[gqa]", "every_case[empty-rows]"),
 }
+# on a JAX that interprets these kernels, 0.11 or later
+FORWARD = (
+    "texts_are_their_expressions", "a_ragged_causal_kernel", "interpreted[holes]", "interpreted[relative-bias]",
+    "sinks_and_dropout", "lowers_for_a_gpu", "the_walk_has_every_visible_tile_and_no_other", "tiles_that_there_are_not",
+    "default_tiles_fit", "more_batch_entries_than_a_grid_has", "a_call_without_keys",
+)  # fmt: skip
+BACKWARD = (
+    "gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied",
+    "layouts_read_no_tile_but_the_visible",
+    "spans_may_be_traced",
+    "dropout_scales_what_survives",
+    "sums_that_do_not_fit_registers_are_found_by_a_kernel_each",
+)
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"
 AREAS = {
@@ -81,6 +97,7 @@ AREAS = {
             ("lowering/kernels/gluon/skeletons/*.tpl",),
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
              f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py"), ("torch", "triton"),
+            marked="not slow and not outside",  # most of those for Blackwell are of the matrix
         ),
         Group(
             ("lowering/kernels/pallas_tpu/skeletons/*.py",),
@@ -96,7 +113,9 @@ AREAS = {
         ),
         Group(
             ("lowering/kernels/pallas_gpu/skeletons/*.py",),
-            (f"{KERNELS}/pallas/test_pallas_gpu.py", f"{KERNELS}/pallas/test_pallas_gpu_backward.py"), ("jax",),
+            (*(f"{KERNELS}/pallas/test_pallas_gpu.py::test_{name}" for name in FORWARD),
+             *(f"{KERNELS}/pallas/test_pallas_gpu_backward.py::test_{name}" for name in BACKWARD)), ("jax",),
+            marked="not slow and not outside",  # most of the interpreted ones are of the matrix
         ),
         Group(
             ("lowering/kernels/cpp/backward*.hpp",),

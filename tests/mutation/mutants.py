@@ -200,6 +200,10 @@ TOKEN = re.compile(
 CALL = re.compile(
     r"\s*(?!__builtin_prefetch)[\w.:>\[\]-]+(\(.*\)| [-+*|&/]= .*)"
 )  # or an assignment that adds to what is there
+# what is there when a constant of it is larger: sizes of arrays that are declared
+ROOM = re.compile(r"\s*(?!return\b)(?:(?:const|static|volatile) )?[\w:<>]+ [*\w]+[^=(]*\[.*\][^=]*;")
+SIZES = re.compile(r"\[[^\[\]/>-]*\]")
+CHOICE = re.compile(r"\b(\w+) ([<>]=?) (\w+) \? (?:\1 : \3|\3 : \1)(?=[;)])")  # of equal numbers either is chosen
 JUMP_OR_STORE = re.compile(r"\s*(break|continue|return|[\w.>-]+\[.*\] = .*)")
 
 
@@ -224,8 +228,12 @@ def token_edits(text: str, template: bool) -> Iterator[Edit]:
         def edit(kind: str, start: int, end: int, new: str, code=code, begin=begin) -> Edit:
             return kind, begin + len(code[:start].encode()), begin + len(code[:end].encode()), new
 
+        larger = [] if template else [m.span() for m in SIZES.finditer(code) if ROOM.fullmatch(code)]
+        ties = [m.span(2) for m in CHOICE.finditer(code)]
         for found in TOKEN.finditer(code):
             token, (start, end) = found[0], found.span()
+            if (start + 1, end) in ties or (token.isdecimal() and any(a < start < b for a, b in larger)):
+                continue
             if (new := TOKENS.get(f"{token} ")) and code[end : end + 1] == " ":
                 yield edit("operator", start, end, new[:-1])
             elif token in WORDS:

@@ -97,7 +97,7 @@ def child(tell: Callable[..., None], group: Group, order: Callable[[str], Any], 
         except BaseException as error:
             return tell(invalid=f"{type(error).__name__}: {error}")
     options = "-q -n 0 -p no:cacheprovider -p no:faulthandler -o addopts= --import-mode=importlib".split()
-    options += ["-m", "not slow and not matrix and not outside", *(["-x"] if stop else [])]
+    options += ["-m", group.marked, *(["-x"] if stop else [])]
     for _, tests in groupby(group.tests, lambda test: test.partition("::")[0]):  # what is not needed is not collected
         pytest.main([*options, *tests], plugins=[Watched(tell, order)])
     return tell(done=True)

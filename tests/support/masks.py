@@ -146,6 +146,17 @@ def short_tables() -> list[Case]:
     return [Case(m, 60, 67, 1, 1, (4, 3), sizes=(1, 1, 60, 67), tables={"doc": table}) for m in held]
 
 
+def rare_entries() -> list[Case]:
+    """One entry of a table decides for a tile of nearly all queries: one planner, tables short and long."""
+    draw, found = np.random.default_rng(9), []
+    for n in (5, 64, 300, 1000, 5000):
+        for place in draw.integers(0, n, 8):
+            block = max(n - int(draw.integers(0, 1 + n // 3)), 1), 4
+            table = np.where(np.arange(n) == place, 1, 0)
+            found.append(Case(lookup("rare", (q,)) > 0, n, 8, 1, 1, block, sizes=(1, 1, n, 8), tables={"rare": table}))
+    return found
+
+
 def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
     """A Bool over b h q k, sizes, parameters and tables."""
     pick = rng.random()

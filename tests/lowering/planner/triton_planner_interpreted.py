@@ -11,8 +11,9 @@ from support import masks
 from support.lowering.device_tables import pose
 
 import frisket as fk
-from frisket.dsl.ir import lookup, segment
+from frisket.dsl.ir import FLOAT_FUNCTIONS, build, lookup, param, segment
 from frisket.dsl.sugar import eq, k, q
+from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import planner as flat
@@ -107,6 +108,28 @@ def test_ranges_of_rows(n):
         agree(masks.Case(mask, n, n, 1, 3, (n // 9, n // 31), sizes=(1, 3, n, n), tables={"t": t}))
 
 
+FLOAT_OPERATORS = "min max pow sqrt rsqrt tanh".split()  # those with rows of their own
+
+
+def test_operators_of_floats():
+    """Ends of ranges of them, where NaN and infinities are near."""
+    rng = np.random.default_rng(2)
+    n, some = 24, rng.standard_normal(48) + 1
+    some[rng.integers(0, 2 * n, 9)] = np.nan, np.nan, np.nan, np.inf, np.inf, -np.inf, -np.inf, 0, 0
+    tables = {"a": some, "b": 1 + rng.standard_normal(2 * n).repeat(4)[: 2 * n]}
+    x, y = lookup("a", (k,), FLOAT), lookup("b", (q,), FLOAT)
+    for op in FLOAT_OPERATORS:
+        value = build(op, x) if op in FLOAT_FUNCTIONS else build(op, x, y)
+        mask = (value < 0.75 * y) | (param("flag", BOOL) & (k < 3)) | eq(k, param("n"))
+        agree(masks.Case(mask, n, 2 * n, 1, 1, (4, 2), sizes=(1, 1, n, 2 * n), tables=tables,
+                         params={"flag": op < "l", "n": 40}))  # fmt: skip
+
+
+def test_ranges_of_nearly_all_entries():
+    for case in masks.rare_entries()[::4]:
+        agree(case)
+
+
 def test_sorted_tables():
     """Tables that end before the queries and the keys do."""
     for case in masks.short_tables()[::3]:
@@ -126,8 +149,9 @@ def test_boxes_of_tables():
     at, n = (masks.b, masks.h), 190
     two = lookup("t", (*at, q // 21, k)) >= lookup("t", (*at, k // 21, q))
     three = lookup("t", (masks.b, q // 60, q // 21, k // 5)) >= 4
-    for mask in (two, three):
-        agree(masks.Case(mask, n, n, 2, 3, (8, 4), sizes=(2, 3, n, n), tables={"t": table}))
+    line = np.arange(n) // 9 % 5
+    for mask in (two, three, two & (lookup("line", (k,)) < lookup("line", (q,)))):
+        agree(masks.Case(mask, n, n, 2, 3, (8, 4), sizes=(2, 3, n, n), tables={"t": table, "line": line}))
 
 
 def test_what_tables_may_be():
