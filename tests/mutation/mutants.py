@@ -203,7 +203,9 @@ CALL = re.compile(
 # what is there when a constant of it is larger: sizes of arrays that are declared
 ROOM = re.compile(r"\s*(?!return\b)(?:(?:const|static|volatile) )?[\w:<>]+ [*\w]+[^=(]*\[.*\][^=]*;")
 SIZES = re.compile(r"\[[^\[\]/>-]*\]")
-CHOICE = re.compile(r"\b(\w+) ([<>]=?) (\w+) \? (?:\1 : \3|\3 : \1)(?=[;)])")  # of equal numbers either is chosen
+# of equal numbers either is chosen
+CHOICE = re.compile(r"\b(\w+) ([<>]=?) (?:(\w+) \? (?:\1 : \3|\3 : \1)|0 \? (?:-\1 : \1|\1 : -\1))(?=[;,)])")
+LANE = re.compile(r"\(reals\(\w+\)\)(\[\d+\])")  # all lanes are the same
 JUMP_OR_STORE = re.compile(r"\s*(break|continue|return|[\w.>-]+\[.*\] = .*)")
 
 
@@ -229,6 +231,7 @@ def token_edits(text: str, template: bool) -> Iterator[Edit]:
             return kind, begin + len(code[:start].encode()), begin + len(code[:end].encode()), new
 
         larger = [] if template else [m.span() for m in SIZES.finditer(code) if ROOM.fullmatch(code)]
+        larger += [m.span(1) for m in LANE.finditer(code)]
         ties = [m.span(2) for m in CHOICE.finditer(code)]
         for found in TOKEN.finditer(code):
             token, (start, end) = found[0], found.span()
