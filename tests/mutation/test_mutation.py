@@ -94,6 +94,23 @@ def test_mutants_of_a_header(tmp_path):
     ]  # fmt: skip
 
 
+IDLE = """
+Real sum[WIDE + 1], more[2 * WIDE];
+INLINE Real small(Real x, Real y) { return x < y ? x : y; }
+INLINE Real size(Real x) { return x < 0 ? -x : x; }
+INLINE Real power(Real x) { return power(reals(x))[0]; }
+__builtin_prefetch(from);
+"""
+
+
+def test_what_changes_nothing_is_no_mutant(tmp_path):
+    """Larger arrays, the choice of two equal numbers, lanes that are the same, what is fetched ahead, and blank lines
+    and comments of a generated text."""
+    lines = [f"{m.line} {m.kind}: {m.before.strip()} -> {m.after.strip()}" for m in told(tmp_path, "a.hpp", IDLE)]
+    assert lines == ["2 operator: + -> -", "2 operator: * -> +", "4 constant: 0 -> 1"]
+    assert told(tmp_path, "a.py", "def f(page):\n    page.blank()\n    page.comment('rows')\n") == []
+
+
 def test_every_area_has_files():
     for groups in areas.AREAS.values():
         for group in groups:
