@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import jax
@@ -185,12 +184,14 @@ def test_integers_of_what_is_seen_and_of_what_is_hidden_fit():
     for mask in (k > w, k >= w, k < w, k <= w, k < -w, k > -w - 1, ~eq(k, w), eq(lookup("doc", (k,)), w)):
         made = flat.planner(simplify(mask), DOC, {"w": most, "doc": most, "q": 4096, "k": 4096}, wide=False)
         assert all(flat.fits(e, {"w": most, "doc": most, "q": 4096, "k": 4096}, False) for e in made.roots)
-    for far, read in itertools.product((2.0**30, 2.0**31), ("least", "most")):
-        (name,) = {"least": ("range_min",), "most": ("range_max",)}[read]
-        entry = make(name, (q, k), "doc", INT) + make(name, (q, q), "doc", INT)
-        assert flat.fits(entry, {"doc": far / 4, "q": 4096, "k": 4096}, False)
-        assert not flat.fits(entry, {"doc": far, "q": 4096, "k": 4096}, False)
-        assert not flat.fits(make(name, (q * 2**20, k), "doc", INT), {"doc": 1.0, "q": 4096, "k": 4096}, False)
+    limits = {"doc": 2.0**29, "q": 4096, "k": 4096}
+    for op in sorted(flat.READS - {"extent"}):
+        n = 2 if op.startswith("range") else 1
+        assert flat.fits(make(op, (q,) * n, "doc", INT), limits, False)
+        assert not flat.fits(make(op, (q,) * (n - 1) + (q * 2**20,), "doc", INT), limits, False), op
+        if op != "segment":
+            assert flat.fits(make(op, (q,) * n, "doc", INT) + 4096, limits, False)
+            assert not flat.fits(make(op, (q,) * n, "doc", INT) * 4, limits, False), op
 
 
 # -- room -------------------------------------------------------------------------------------------------
