@@ -1,6 +1,7 @@
 """The Pallas forward kernel for Hopper: its expressions as plain JAX, its numbers and races in Mosaic GPU's
 interpreter, its walk, what it refuses, and its lowering for a GPU. What compilers make of it: `gpu_compiled.py`."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
+from frisket.lowering.kernels.pallas_gpu.skeletons import backward as pallas_gpu_backward_text
 from frisket.lowering.kernels.pallas_gpu.skeletons import forward as pallas_gpu_text
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
@@ -197,6 +199,70 @@ INTERPRETED = {
     "origin-by-batch": {"heads": 1, "kv_heads": 1},
     "nothing": {"heads": 1, "kv_heads": 1},
 }
+
+
+class Accumulator:
+    """What `wgmma` adds to, in numpy; it is read when it is waited for."""
+
+    def __init__(self, shape, kind=float):
+        self.value, self.added = np.zeros(shape, kind), 0
+
+    @staticmethod
+    def init(value):
+        made = Accumulator(())
+        made.value = np.array(value)
+        return made
+
+    def __getitem__(self, _):
+        return self.value
+
+    def __setitem__(self, _, value):
+        assert not self.added, "written behind a product"
+        self.value = np.array(value)
+
+
+def test_products_of_a_gpu():
+    """The text that is for a GPU alone, with stand-ins for what Mosaic GPU's interpreter does not know."""
+    begun = []
+
+    def wgmma(total, a, b):
+        total.value, total.added = total.value + np.asarray(a) @ np.asarray(b), total.added + 1
+        begun.append(total)
+
+    def waited(total, wait_n):
+        assert begun[len(begun) - 1 - wait_n] is total, "another product is waited for"
+        return total.value
+
+    def run_state(work):
+        def found(start):
+            work(start)
+            return tuple(x.value for x in start) if isinstance(start, tuple) else start.value
+
+        return found
+
+    names = {
+        "plgpu": SimpleNamespace(wgmma=wgmma, wgmma_accumulator_load=waited, ACC=Accumulator), "functools": functools,
+        "pl": SimpleNamespace(run_state=run_state, run_scoped=lambda work, *sums: work(*sums)), "jnp": jnp, "TILE": (4, 5),
+        "Float": float, "transposed": np.transpose,
+    }  # fmt: skip
+    forward, backward = dict(names), dict(names)
+    exec(pallas_gpu_text.PRODUCTS, forward)
+    exec(pallas_gpu_backward_text.PRODUCTS, backward)
+    draw, called = np.random.default_rng(0), []
+    a, b, c, d, e = (draw.standard_normal(x) for x in ((4, 3), (5, 3), (4, 5), (5, 7), (4, 7)))
+    meanwhile = lambda: called.append(len(begun))  # noqa: E731
+    np.testing.assert_allclose(forward["scores_of"](a, b, meanwhile), a @ b.T)
+    np.testing.assert_allclose(forward["gathered"](e, c, d, meanwhile), e + c @ d)
+    assert called == [1, 2], "other work runs beside a product"
+    found = backward["with_products"](lambda *read: [x() for x in read], (a, b), (2 * a, b, c))
+    np.testing.assert_allclose(found, [a @ b.T, c + 2 * a @ b.T])
+    found = backward["added"]((e, 2 * e), (c, d), (c, 3 * d))
+    np.testing.assert_allclose(found, [e + c @ d, 2 * e + 3 * c @ d])
+    x = draw.standard_normal((2, 13, 3, 40))
+    for at, wide in ((forward["padded"](x, 64, 48), 48), (backward["padded"](x, 64), 64)):
+        assert at.shape == (2, 16, 3, wide)
+        np.testing.assert_allclose(at[:, :13, :, :40], x, rtol=1e-6)
+        assert np.abs(at).sum() == pytest.approx(np.abs(x).sum(), rel=1e-5)
 
 
 def test_a_ragged_causal_kernel(races):
