@@ -54,7 +54,8 @@ MORE = {
 # on a JAX that interprets these kernels, 0.11 or later
 FORWARD = (
     "products_of_a_gpu", "texts_are_their_expressions", "a_ragged_causal_kernel", "interpreted[holes]",
-    "interpreted[relative-bias]", "sinks_and_dropout", "lowers_for_a_gpu", "the_walk_has_every_visible_tile_and_no_other",
+    "interpreted[relative-bias]", "sinks_and_dropout", "lowers_for_a_gpu",
+    "the_walk_has_every_visible_tile_and_no_other",
     "tiles_that_there_are_not", "default_tiles_fit", "more_batch_entries_than_a_grid_has", "a_call_without_keys",
 )  # fmt: skip
 BACKWARD = (

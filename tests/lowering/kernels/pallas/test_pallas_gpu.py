@@ -242,8 +242,8 @@ def test_products_of_a_gpu():
 
     names = {
         "plgpu": SimpleNamespace(wgmma=wgmma, wgmma_accumulator_load=waited, ACC=Accumulator), "functools": functools,
-        "pl": SimpleNamespace(run_state=run_state, run_scoped=lambda work, *sums: work(*sums)), "jnp": jnp, "TILE": (4, 5),
-        "Float": float, "transposed": np.transpose,
+        "pl": SimpleNamespace(run_state=run_state, run_scoped=lambda work, *sums: work(*sums)), "jnp": jnp,
+        "TILE": (4, 5), "Float": float, "transposed": np.transpose,
     }  # fmt: skip
     forward, backward = dict(names), dict(names)
     exec(pallas_gpu_text.PRODUCTS, forward)
