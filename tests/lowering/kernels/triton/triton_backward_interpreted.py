@@ -53,6 +53,12 @@ def test_every_case(name):
     Both(case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)) if case.sizes is None else case).check()
 
 
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_whole_tiles_alone(tiles):
+    """No tile has an edge, and the only one is the first and the last."""
+    Both(Case(None, q_len=16 * tiles, kv_len=32 * tiles, heads=1, kv_heads=1, block=(16, 32))).check()
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents(name):
     case, _ = DOCUMENTS[name]
