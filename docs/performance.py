@@ -578,6 +578,10 @@ TOPICS = (
           "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as "
           "earlier versions did.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
+    Topic("changing-tables", "What a call with another table costs", "Native kernels, one head of 16, float32, one "
+          "thread. `changed` is the first call with a table, planned in C++, `repeated` the second; `planned by the "
+          "host` is the first call without planners in C++. `beside` is what a changed table adds.",
+          "python benchmarks/changing_tables.py", each(("torch", "torch tensors", "us"),)),
     Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
           "python benchmarks/jax_binding.py",
           each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),

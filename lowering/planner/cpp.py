@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, Expr, disj, walk
+from frisket.dsl.ir import FALSE, SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
@@ -77,8 +77,9 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
 
 
 def asked(plan: Planner) -> tuple[Expr, ...]:
-    """The roots of a planner; a piece is EMPTY also where no id stands both among its queries and among its keys."""
-    return plan.roots if plan.seen else (plan.always, disj(plan.never, plan.apart), plan.mixed)
+    """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
+    apart = () if plan.apart is FALSE else plan.apart.args if plan.apart.op == "or" else (plan.apart,)
+    return plan.roots if plan.seen else (*plan.roots, *apart)
 
 
 class _CppBody:
@@ -206,13 +207,14 @@ class _CppBody:
             self._lines(page, lines)
             return [self.page.values[e] for e in roots]
 
-        always, never, mixed = self.roots
+        always, never, mixed, *apart = self.roots
         with page.block("overflow |= found.refine(room, [&](Int start, Int stop) -> int {", "});"):
             page.line("const Int k0 = k + start * bk, k1 = k + minimum(stop * bk, kv_len) - 1;")
             page.line("const bool single = stop - start == 1;")
             if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
                 page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
-            page.line(f"if ({ask(never)[0]}) return EMPTY;")
+            for empty in (never, *apart):
+                page.line(f"if ({ask(empty)[0]}) return EMPTY;")
             with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
                 kept = set(done)
                 page.line(f"if ({ask(always)[0]}) return FULL;")

@@ -110,7 +110,8 @@ def planner(
 
 def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
     """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
-    return disj(*(conj(*(_apart(part, tables) for part in _parts(clause, "or"))) for clause in _parts(mask, "and")))
+    with_ids = (clause for clause in _parts(mask, "and") if any(map(sides_of_ids, walk(clause))))
+    return disj(*(conj(*(_apart(part, tables) for part in _parts(clause, "or"))) for clause in with_ids))
 
 
 def _apart(part: Expr, tables: set[str]) -> Expr:

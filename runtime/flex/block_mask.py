@@ -229,8 +229,8 @@ class BlockMask(theirs.BlockMask):
             self._versions = versions
         return self._made
 
-    @property
-    def mask_mod(self) -> Callable[..., Any]:
+    @property  # written by __setattr__
+    def mask_mod(self) -> Callable[..., Any]:  # type: ignore[override]
         """The user's function; of a mask that was written or changed, one made from it, in torch (its text is
         `mask_mod.source`). Assigning another keeps the lists, as torch does."""
         if self._fn is not None:
@@ -249,8 +249,18 @@ class BlockMask(theirs.BlockMask):
             made["mask_mod"] = self._mod.callable(reach, self._sizes, title, self.device)
         return made["mask_mod"]  # type: ignore[no-any-return]
 
-    @mask_mod.setter
-    def mask_mod(self, value: MaskLike) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        # graphs of torch 2.11 call this, and pass over the setters of properties
+        if name == "mask_mod":
+            self._put_mask_mod(value)
+        elif name == "seq_lengths":
+            self._put_seq_lengths(value)
+        elif name in TENSORS:
+            self._hold({**self._tensors(), name: value})
+        else:
+            object.__setattr__(self, name, value)
+
+    def _put_mask_mod(self, value: MaskLike) -> None:
         lists, (mod, fn, text) = self._tensors(), forms_of(value)
         self._hold(lists)
         self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
@@ -302,13 +312,12 @@ class BlockMask(theirs.BlockMask):
         """Take these lists as the mask's tiles, whatever the mask says outside of them."""
         self._given, self._made, self._versions = lists, {}, None
 
-    @property
-    def seq_lengths(self) -> tuple[int, int]:
+    @property  # written by __setattr__
+    def seq_lengths(self) -> tuple[int, int]:  # type: ignore[override]
         """(queries, keys), in tokens."""
         return self._lengths
 
-    @seq_lengths.setter
-    def seq_lengths(self, value: tuple[int, int]) -> None:
+    def _put_seq_lengths(self, value: tuple[int, int]) -> None:
         lengths = pair(value, "seq_lengths", 0)
         self._check_cover(lengths)
         if torch.compiler.is_dynamo_compiling() and self._given is None:  # what is prepared has other lengths
@@ -469,10 +478,7 @@ def _attribute(name: str) -> property:
     def get(self: BlockMask) -> Tensor | None:
         return self._tensors()[name]
 
-    def put(self: BlockMask, value: Tensor | None) -> None:
-        self._hold({**self._tensors(), name: value})
-
-    return property(get, put, doc=f"As torch's `BlockMask.{name}`.")
+    return property(get, doc=f"As torch's `BlockMask.{name}`.")
 
 
 for _name in TENSORS:

@@ -19,7 +19,7 @@ from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.machine import cpp_build as native_build
 
 Array = NDArray[Any]
-_DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}
+DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}
 
 
 def spans(
@@ -60,10 +60,9 @@ class Prepared:
         place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
         self.bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
         self.count = np.zeros(self.bounds.shape[:2], np.int32)
-        self.run, self.where = run, text.words(plan)
-        self.dtypes = {n: _DTYPES[type] for n, type in text.table_types(plan).items()}
+        self.run, self.where, self.types = run, text.words(plan), text.table_types(plan)
         word = self.word = np.zeros(self.where[""], np.int64)
-        tables = {n: np.ascontiguousarray(_numpy(values[n]), self.dtypes[n]) for n in plan.tables}
+        tables = {n: np.ascontiguousarray(_numpy(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
         self.alive = place, tables
         numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
         word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, self.bounds, self.count))]

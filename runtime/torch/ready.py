@@ -27,7 +27,7 @@ from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run import kernel_tables
-from frisket.runtime.plans.run_cpp import Prepared, function
+from frisket.runtime.plans.run_cpp import DTYPES, Prepared, function
 
 from .autograd import Attend
 
@@ -298,7 +298,7 @@ class TablePlanner:
         plan: Prepared | None = getattr(self.own, "plan", None)
         if plan is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
             plan = self.own.plan = self.planner()
-        wide = {n: x.astype(plan.dtypes[n], copy=False) for n, x in tables.items() if n in plan.dtypes}
+        wide = {n: x.astype(DTYPES[plan.types[n]], copy=False) for n, x in tables.items() if n in plan.types}
         plan({n: x.ctypes.data for n, x in wide.items()})
         spans = Spans(plan.bounds.copy(), plan.count.copy(), self.slices)
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}

@@ -223,7 +223,7 @@ PLANNING = """
             begun.set()
             over.wait()
             return made(tables)
-        plan.dtypes, plan.bounds, plan.count = made.dtypes, made.bounds, made.count
+        plan.types, plan.bounds, plan.count = made.types, made.bounds, made.count
         return plan
     steps.planner = slow
     thread = threading.Thread(target=call)

@@ -37,7 +37,7 @@ def documents(doc):
 
 
 def made(doc, mod=None, **more):
-    return ours.create_block_mask(mod or documents(doc), None, 2, S, S, "cpu", BLOCK, **more)
+    return ours.create_block_mask(documents(doc) if mod is None else mod, None, 2, S, S, "cpu", BLOCK, **more)
 
 
 def lists(mask):
