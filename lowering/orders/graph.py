@@ -46,17 +46,17 @@ def by_graph(
         nodes = [numbered(x)[1] for x in sides if x is not None]
         if len(nodes) < 2:
             continue
+        try:  # slow to import, so no sooner
+            from scipy.sparse import block_array, csr_array  # type: ignore[import-untyped]
+            from scipy.sparse.csgraph import reverse_cuthill_mckee  # type: ignore[import-untyped]
+        except ImportError:
+            return
         of_q, of_k = nodes
         key = of_q.tobytes(), of_k.tobytes()
         edges = None if key in seen else _edges(mask, env, tables, of_q, of_k)
         seen.add(key)
         if edges is None:
             continue
-        try:  # slow to import, so no sooner
-            from scipy.sparse import block_array, csr_array  # type: ignore[import-untyped]
-            from scipy.sparse.csgraph import reverse_cuthill_mckee  # type: ignore[import-untyped]
-        except ImportError:
-            return
         shape = int(of_q.max()) + 1, int(of_k.max()) + 1
         graph = csr_array((np.ones(len(edges[0]), np.int8), edges), shape)
         name = f"reverse Cuthill-McKee of {node.name}"

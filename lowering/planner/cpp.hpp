@@ -188,24 +188,24 @@ template <class T, int RANGED> struct Turned {
     }
 };
 
-// What is known of a range of entries. `of` one, of the entries of `both`, and of those that are in `either` range.
+// What is known of a range of entries: `of` one, of `both` of two ranges, and of a range that lies `inside` of two.
 template <class T> struct Least {
     typedef T Type;
     static T of(T x) { return x; }
     static T both(T x, T y) { return least(x, y); }
-    static T either(T x, T y) { return most(x, y); }
+    static T inside(T x, T y) { return most(x, y); }
 };
 template <class T> struct Greatest {
     typedef T Type;
     static T of(T x) { return x; }
     static T both(T x, T y) { return most(x, y); }
-    static T either(T x, T y) { return least(x, y); }
+    static T inside(T x, T y) { return least(x, y); }
 };
 template <Word SEED> struct Classes {  // a bit for each of 64 classes of numbers, by the last bits or by a hash
     typedef Int Type;
     static Int of(Int x) { return (Int)((uint64_t)1 << ((SEED ? mixed_word((Word)x + SEED) : (Word)x) & 63)); }
     static Int both(Int x, Int y) { return x | y; }
-    static Int either(Int x, Int y) { return x & y; }
+    static Int inside(Int x, Int y) { return x & y; }
 };
 
 // This of a table, over any range of one axis: over 1, 2, 4, ... blocks from each block on.
@@ -251,7 +251,7 @@ template <class J, class... At> static typename J::Type over(const Line<J> &x, I
     const Int start = first * x.grain, stop = minimum(start + x.grain, x.n), end = last * x.grain;
     const T a = lo == start ? windows[first] : x.joined(data, lo, stop);
     const T z = hi + 1 == minimum(end + x.grain, x.n) ? windows[last] : x.joined(data, end, hi + 1);
-    if (between < 0) return x.n > FINE ? J::either(a, z) : x.joined(data, lo, hi + 1);
+    if (between < 0) return x.n > FINE ? J::inside(a, z) : x.joined(data, lo, hi + 1);
     if (between == 0) return J::both(a, z);
     const Int level = minimum(63 - __builtin_clzll((unsigned long long)between), x.levels - 1);
     windows += level * x.count;

@@ -124,7 +124,8 @@ class _CppBody:
         half = len(args) // 2
         ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
         lows, highs = args[:half], args[half:]
-        if not ranging and e.op not in CLASSES:
+        assert ranging or e.op not in CLASSES
+        if not ranging:
             return Text(f"look({', '.join([self.known[e.name], *(a.text for a in lows)])})")
         known = KNOWN[e.op].format(TYPES[e.type])
         form = known + (f", {len(ranging)}" if len(ranging) > 1 else "")

@@ -46,7 +46,7 @@ class Planner:
     never: Expr
     mixed: Expr
     int64: bool
-    apart: Expr = FALSE  # where the ids among the queries of a piece are none of those among its keys: for C++ alone
+    apart: Expr = FALSE  # true where queries and keys of a piece share no id; C++ alone asks
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
@@ -68,7 +68,11 @@ class Planner:
         return max(1, min(enough, -(-columns // 2)))
 
 
-CLASSES = "classes_0", "classes_1", "classes_2"  # which of 64 classes of numbers stand in a range, by three rules
+CLASSES = (
+    "classes_0",
+    "classes_1",
+    "classes_2",
+)  # classes of the numbers in a range, 64 bits: by the last six bits, and by two hashes
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 
@@ -119,7 +123,7 @@ def _apart(part: Expr, tables: set[str]) -> Expr:
     for sides in filter(None, map(sides_of_ids, _parts(part, "and"))):
         if {s.name for s in sides} <= tables:
             found += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
-    return disj(*found) if found else never(part)
+    return disj(never(part), *found)
 
 
 def _classes(op: str, read: Expr, axis: str) -> Expr:

@@ -78,7 +78,8 @@ def cache_of(rest: Mapping[str, Any]) -> Any:
     5.24 layers write keys and values to it themselves, and hand on those of all requests with their lengths."""
     if hasattr(cache := rest.get("cache"), "layer_to_allocator"):
         return cache
-    return getattr(_step, "cache", None) if isinstance(rest.get("cu_seq_lens_k"), Tensor) else None
+    written = "write_index" in rest and isinstance(rest.get("cu_seq_lens_k"), Tensor)
+    return getattr(_step, "cache", None) if written else None
 
 
 def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
@@ -88,7 +89,8 @@ def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
 
 
 def refuse_without_cache() -> None:
-    """Refuse a layer that was given no cache in a step of continuous batching: requests would see each other's keys."""
+    """Refuse a layer that was given neither the cache nor its lengths in a step of continuous batching: requests would
+    see each other's keys."""
     if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
         raise ParameterError(
             "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"

@@ -38,7 +38,7 @@ CHANGES = 8, 16, 32  # plans of the host for tables in one order, after which a 
 LARGEST = 1 << 28  # kernels of tables whose entries nobody looked at keep to 32 bits: see `planner`
 
 WIDER = 1.05  # a row whose first or last tile has no pair that all clauses of the mask show
-# products of numbers in the time of a plan of the host, which takes two milliseconds or more, and some for each tile
+# a plan of the host takes two milliseconds or more, and longer with more tiles: a kernel computes so many products then
 SPARED, SPARED_BY_TILE = 60_000_000, 15_000
 RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
@@ -218,8 +218,9 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
 class ChangingTables:
     """Calls of one kind that bring other tables each time: after some plans of the host, planners in C++ make spans.
 
-    A planner belongs to the tables that ascend: it searches these, and of others it knows the least and the greatest
-    entry of a range. It is kept if it reads as few tiles as the host's plan of the same tables."""
+    A planner belongs to the tables that ascend, which it searches. Of a range of the others it knows the least and the
+    greatest entry, and classes of ids. It is kept while the tiles that it reads beyond those of the host's plan cost
+    less time than a plan of the host."""
 
     def __init__(self, plan: CallPlan, params: Mapping[str, Any]) -> None:
         tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
@@ -236,12 +237,11 @@ class ChangingTables:
         if not self.planners:
             return None
         tables = self._tables(entries)
-        if (order := self._planned(self._order(tables))) is None:
+        if (planner := self._planner(self._order(tables))) is None:
             return None
-        planner = self.planners[order]
         planner.uses += 1
-        # tables may come that a planner of ranges knows less of: the host plans each time the uses have doubled
-        return planner(tables) if order == self.along or planner.uses & (planner.uses - 1) else None
+        # ranges may say less of later tables: at 1, 2, 4, 8, ... uses the host plans, and `planned` compares
+        return planner(tables) if planner.order == self.along or planner.uses & (planner.uses - 1) else None
 
     def planned(
         self, att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
@@ -252,13 +252,11 @@ class ChangingTables:
         if not self.possible or host.generated is not host or host.live or call.live:
             return
         order = self._order(tables := self._tables(entries))
-        if (have := self._planned(order)) is not None:
-            if not _pays(self.planners[have], tables, host):
-                self.planners = {n: x for n, x in self.planners.items() if n != have}
-        elif self.seen[order] not in CHANGES:
-            self.seen[order] += 1
-        else:
-            made = _planner(att, call, params, host, prepare, tables, order)
+        found = self._planner(order)
+        if found is not None and not _pays(found, tables, host):
+            self.planners = {n: x for n, x in self.planners.items() if x is not found}
+        if found is None or found.order != order:
+            made = _made(att, call, params, host, prepare, tables, order) if self.seen[order] in CHANGES else None
             self.seen[order] += 1
             if made is not None and _pays(made, tables, host):
                 self.planners = {**self.planners, order: made}
@@ -271,8 +269,9 @@ class ChangingTables:
         """The tables that ascend along their last axis."""
         return frozenset(n for n in self.along if (tables[n][..., 1:] >= tables[n][..., :-1]).all())
 
-    def _planned(self, order: frozenset[str]) -> frozenset[str] | None:
-        return max((n for n in self.planners if n <= order), key=len, default=None)
+    def _planner(self, order: frozenset[str]) -> TablePlanner | None:
+        """The one that makes most of the tables that ascend."""
+        return max((x for n, x in self.planners.items() if n <= order), key=lambda x: len(x.order), default=None)
 
 
 class TablePlanner:
@@ -306,7 +305,7 @@ class TablePlanner:
         return self.ready._with(spans, MappingProxyType(found), None)
 
 
-def _planner(
+def _made(
     att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
     tables: Mapping[str, Array], order: frozenset[str],
 ) -> TablePlanner | None:  # fmt: skip
