@@ -102,7 +102,7 @@ class Backend:
     rank: int | None = None  # its turn among those of a platform, the lowest first; None: where it is named alone
     optional: bool = False  # library calls run where it does not and nobody named it
     instead: str = ""  # the backend in whose place it runs, unless one is named, where `pays` says that it is faster
-    pays: Lazy | None = None  # (plan, geometry, dtype) -> whether it is; of JAX's calls (LoopPlan, ..., narrow)
+    pays: Lazy | None = None  # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow)
     missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
     unfit: Callable[[], str] = lambda: ""  # why the device at hand is not what the kernels are written for
     # its kernels

@@ -131,7 +131,8 @@ def compiled(
             said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-    score = unchanged if score_mod is None else score_mod  # no function has a truth value in graphs of torch 2.11
+    # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
+    score = unchanged if score_mod is None else score_mod
     found = call(query, key, value, score, (mask_mod,), None, said)
     if query.dtype != own:
         found = found[0].to(own), found[1], found[2]

@@ -250,7 +250,7 @@ class BlockMask(theirs.BlockMask):
         return made["mask_mod"]  # type: ignore[no-any-return]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # graphs of torch 2.11 call this, and pass over the setters of properties
+        # torch 2.11 ignores the setters of properties in a graph, and calls __setattr__
         if name == "mask_mod":
             self._put_mask_mod(value)
         elif name == "seq_lengths":

@@ -173,8 +173,8 @@ def _keys_seen(plan: LoopPlan, narrow: bool) -> float:
 def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
     """Whether the forward is faster than Mosaic GPU's on Hopper, by the model of benchmarks/gpu_sim: at head size 64
     under short windows (186 against 82 TFLOP/s) and documents of 512 tokens (220 against 163), because a program of
-    Mosaic's takes thousands of cycles beside its tiles. Causal rows are equal there (398 and 376). At head size 128
-    Mosaic's is faster. The model has no score mods, no dropout, and no gradients of such masks."""
+    Mosaic's takes thousands of cycles beside its tiles. Causal rows are about equal there (398 and 376). At head
+    size 128 Mosaic's is faster. The model has no score mods, no dropout, and no gradients of such masks."""
     short = _keys_seen(plan, narrow) <= triton_tiles.MEDIUM and g.q_len >= SHORTEST
     plain = plan.score is None and plan.kept is None and not interpreted()
     return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
