@@ -129,7 +129,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         of = kernel, call.geometry, call.given.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)
-        block = target.block_q, target.block_k  # of the forward on this platform; gradients with another tile plan again
+        block = target.block_q, target.block_k  # of the forward here; gradients with another tile plan again
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
