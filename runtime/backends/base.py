@@ -53,7 +53,7 @@ class Executors:
     backward: Lazy | None = None
     refuses: Lazy | None = None
     refuses_gradients: Lazy | None = None
-    repeat: Lazy | None = None  # the output of calls that differ from one in their arrays alone
+    repeat: Lazy | None = None  # runs calls that differ from one in their arrays alone, and their gradients
     checks_gradients: Lazy | None = None  # raises before a forward whose gradients the backward would refuse
     build: Lazy | None = None  # compiles the forward before the first call; library calls run where it cannot
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster

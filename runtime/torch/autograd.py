@@ -32,6 +32,11 @@ def refuse_tangents(*arrays: Any) -> None:
             no_forward_mode()
 
 
+def held(x: Any) -> Any:
+    """What was given; zeros that torch keeps no memory for are written out."""
+    return torch.zeros_like(x) if isinstance(x, Tensor) and x._is_zerotensor() else x
+
+
 class Attend(torch.autograd.Function):
     """(out, lse, top) of (ready, seed, top, q, k, v, sinks, *values)."""
 
@@ -71,6 +76,35 @@ class Attend(torch.autograd.Function):
         return None, None, None, *_Once.apply(grads, dout, dlse, *given)  # type: ignore[no-untyped-call]
 
 
+class AttendAgain(torch.autograd.Function):
+    """out of (repeat, ready, q, k, v): a call of these arrays alone, like one before. It saves what `Attend` saves,
+    in that order: with torch.utils.checkpoint either may run what the other one ran."""
+
+    @staticmethod
+    def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse, norm = repeat.forward(q, k, v, True)
+        ctx.again = repeat, ready
+        ctx.save_for_backward(q, k, v, None, out, lse, norm)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        if dout is None:
+            return (None,) * 5
+        saved = ctx.saved_tensors
+        what = *ctx.again, saved, dout, None, (*ctx.needs_input_grad[2:], False)
+        if not torch.is_grad_enabled():
+            return None, None, *gradients_again(*what)[:3]
+        with torch.no_grad():  # a graph of the backward is asked for
+            grads = gradients_again(*what)[:3]
+        return None, None, *_Once.apply(grads, dout, None, *saved[:3])  # type: ignore[no-untyped-call]
+
+
 def _versions(ready: Ready) -> list[int]:
     """How often each table was written to: plans on a device hold the user's own. Live ones are torch's to watch."""
     return [x._version for x in ready.tables.values() if not x.is_inference()]
@@ -83,12 +117,22 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
-    dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+    dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else held(dout), held(dlse)
     found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
     if needed[3]:
         found = {**found, "sinks": dsinks(share_of_sinks(ready, sinks, lse, norm), out, lse, dout, dlse)}
     given = (q, k, v, sinks, *values)
     return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
+
+
+def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
+    """`gradients` of a call of q, k and v alone that a `repeat` ran."""
+    q, k, v, _, out, lse, norm = saved
+    if dout is not None and dlse is None and not torch._C._is_torch_function_mode_enabled():
+        found: list[Any] | None = repeat.gradients(q, k, v, out, lse, norm, dout, needed)
+        if found is not None:
+            return [*found, None]
+    return gradients(ready, None, saved, dout, dlse, needed)
 
 
 @memo(256, weigh=500)

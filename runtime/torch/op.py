@@ -40,7 +40,7 @@ from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork
 
-from .autograd import refuse_tangents
+from .autograd import AttendAgain, held, refuse_tangents
 from .engine import EngineReady, engine_call
 from .ready import ChangingTables, Ready, readable
 from .take import around, gradients_around
@@ -67,7 +67,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    q, k, v = (_held(x) for x in cast(request.q, request.k, request.v))
+    q, k, v = (held(x) for x in cast(request.q, request.k, request.v))
+    request = request._replace(sinks=held(request.sinks), params={n: held(x) for n, x in request.params.items()})
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
@@ -75,9 +76,10 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _of_kind(att, key, tables, request, kept)
     if ready is not None:
-        if "asked_again" not in ready.__dict__:  # what is asked twice may be asked often
-            ready.__dict__["asked_again"] = True
-            _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, saving)
+        kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
+        if kind not in (asked := ready.__dict__.setdefault("asked_again", set())):  # asked twice, and maybe often
+            asked.add(kind)
+            _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
@@ -97,26 +99,27 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     return run(call, ready, saving)
 
 
-def _held(x: Tensor) -> Tensor:
-    """The tensor; zeros that torch keeps no memory for are written out."""
-    return torch.zeros_like(x) if isinstance(x, torch.Tensor) and x._is_zerotensor() else x
+def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The output of `att(q, k, v)` where a call before differs from it in the arrays alone; None where none does."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return None  # something that records operations, say
+    if _learning(q, k, v):
+        found = like_one(att, q, k, v, "learning")
+        if found is None or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            return None
+        return AttendAgain.apply(found[1], found[2], q, k, v)  # type: ignore[no-untyped-call]
+    found = like_one(att, q, k, v, "plain")
+    return None if found is None else found[1].forward(q, k, v, False)
 
 
-def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor, saving: bool = False) -> Any:
-    """The output of `att(q, k, v)` where a call before differs from it in the arrays alone; None where it does not.
-    With `saving` (out, lse, norm), for operators: gradients are their graph's."""
-    found = like_one(att, q, k, v, saving)
-    return None if found is None else found[1](q, k, v, saving)
-
-
-def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, saving: bool) -> Any:
-    """(settings, what runs it, its `Ready`) of a call before that differs from `att(q, k, v)` in the arrays alone."""
-    found = att.repeats.get((saving, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
+def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
+    """(settings, what runs it, its `Ready`) of a call before that differs from `att(q, k, v)` in the arrays alone.
+    "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
+    "plain" ones have none."""
+    found = att.repeats.get((kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
     if found is None or torch.is_autocast_enabled("cpu"):
         return None
     if (settings := Settings.read()) is not found[0] and settings != found[0]:
-        return None
-    if not saving and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     if forward_ad._current_level >= 0 or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():
         return None
@@ -125,16 +128,20 @@ def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, saving: bool) -> Any:
     return None if q.is_neg() or k.is_neg() or v.is_neg() else found
 
 
-def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, saving: bool) -> None:
-    """Keep what `repeated` needs of calls like this one, if it is of q, k and v alone."""
+def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
+    """Keep what `like_one` finds of calls like this one, if it is of q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    layout = None if saving and layout == NATURAL["torch"] else layout  # operators have no other
+    layout = None if kind == "saving" and layout == NATURAL["torch"] else layout  # operators have no other
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or params or att.options.rows is not None or any(x is not None for x in given):
         return
     if not (ready.live or ready.tables or ready.seed or ready.stored):
-        kinds = saving, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+        kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
         run = repeat(ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.target)
         _keep(att.repeats, kinds, (settings, run, ready))
 

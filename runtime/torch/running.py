@@ -14,9 +14,9 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 
-from .autograd import gradients, no_second
+from .autograd import gradients, gradients_again, no_second
 from .op import attend as attend_op
-from .op import kept_ready, like_one, repeated
+from .op import kept_ready, like_one
 from .spec import attention_of
 from .values import floats, learnable, names_of, reserved, wanted_of
 
@@ -66,7 +66,8 @@ def attend(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     bare = sinks is None and names in BARE
-    if bare and (found := repeated(attention_of(spec, ()), q, k, v, saving=True)) is not None:
+    like = like_one(attention_of(spec, ()), q, k, v, "saving") if bare else None
+    if like is not None and (found := like[1].forward(q, k, v, True)) is not None:
         out, lse, norm = found
         return out, lse, lse.new_empty(0), norm
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
@@ -105,9 +106,10 @@ def attend_backward(
     if not (q.numel() and k.numel()):
         return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
     bare = sinks is None and names in BARE
-    if bare and (like := like_one(attention_of(spec, ()), q, k, v, saving=True)) is not None:
+    if bare and (like := like_one(attention_of(spec, ()), q, k, v, "saving")) is not None:
         with torch.no_grad():
-            found = gradients(like[2], None, (q, k, v, None, out, lse, norm), dout, dlse, tuple(needed[:4]))
+            saved = q, k, v, None, out, lse, norm
+            found = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))
         return [g.contiguous() for g in found if g is not None]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():

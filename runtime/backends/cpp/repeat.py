@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,33 @@ SHORT = 4 << 20  # operations of a call that one thread ends before a second one
 THREADS = struct.Struct("3q")
 ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q")  # what is forward's alone
 REST = bytes(8 * (WORDS - OFFSET["dout"]))
+ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")
+NONE = (0, 0, 0, 0)  # an array that nobody asks for
+
+
+class Repeat(NamedTuple):
+    """Calls that differ from one in their arrays alone."""
+
+    forward: Callable[..., Any]  # (q, k, v, saving): out, with `saving` (out, lse, norm); None: arrays to be copied
+    gradients: Callable[..., Any]  # of q, k and v; None where there is more to do than to run a kernel that is there
 
 
 def repeat(
     plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any], target: Target
-) -> Callable[..., Any]:
-    """The output of a forward by q, k and v of these shapes and dtypes, with `saving` lse and norm beside it; None
-    where entries of a row lie apart."""
+) -> Repeat:
+    """A forward by q, k and v of these shapes and dtypes, and its gradients."""
     made = prepared(plan, spans, g, target, dtype, stored)
     run, record, kept = made.frozen("frisket_forward", slots)
     size, wide = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim
-    short = 2 * g.batch * g.heads * g.q_len * g.kv_len * (g.head_dim + g.v_dim) < SHORT
-    head, empty_like, pack = THREADS.pack(*Threads(1)) + record, torch.empty_like, ARRAYS.pack
+    pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
+    short = pairs * (g.head_dim + g.v_dim) < SHORT
+    short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
+    alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
+    head = alone + record
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
+    shapes = (*made.shapes.values(),)
+    steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
+    backward: list[Any] = []  # the kernel, its record, and what has the addresses in that
 
     def again(q: Tensor, k: Tensor, v: Tensor, saving: bool, kept: Any = kept) -> Any:  # `kept` has its addresses
         (*qs, q_step), (*ks, k_step), (*vs, v_step) = q.stride(), k.stride(), v.stride()
@@ -50,4 +64,33 @@ def repeat(
             raise out_of_memory("frisket_forward")
         return (out, lse, norm) if saving else out
 
-    return again
+    def gradients(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, norm: Tensor, dout: Tensor, needed: Sequence[bool]
+    ) -> list[Tensor | None] | None:
+        if not backward:
+            if "frisket_backward" not in made.kernel.functions:
+                return None
+            backward.append(made.frozen("frisket_backward", slots))
+        run, record, _ = backward[0]
+        if not all(x.dtype == made.real and x.is_contiguous() for x in (lse, norm)):
+            return None
+        words = [0, lse.data_ptr(), 0, norm.data_ptr(), 0]
+        for x in (q, k, v, out, dout):
+            *x_strides, step = x.stride()
+            if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
+                return None
+            words += (x.data_ptr(), *x_strides)
+        found: list[Tensor | None] = []
+        for x, shape, x_steps, need in zip((q, k, v), shapes, steps, needed):
+            grad = None
+            if need:
+                grad = empty_like(x) if x.is_contiguous() else x.new_empty(shape)
+                if grad.nbytes >= LARGE:
+                    huge(grad)
+            found.append(grad)
+            words += NONE if grad is None else (grad.data_ptr(), *x_steps)
+        if run((alone if short_backward else THREADS.pack(*of_torch())) + record + ALL.pack(*words, 0, 0)):
+            raise out_of_memory("frisket_backward")
+        return found
+
+    return Repeat(again, gradients)

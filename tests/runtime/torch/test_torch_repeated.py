@@ -7,6 +7,7 @@ import torch
 import frisket as fk
 from frisket.dsl.errors import BackwardError
 from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.torch import autograd
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -169,3 +170,146 @@ def test_tangents_are_refused_and_zeros_without_memory_are_read(backend):
                     plain(dual, k, v)
             with pytest.raises(BackwardError, match="forward mode is asked for"):
                 att(q, k, v, w=torch.autograd.forward_ad.make_dual(w, w))
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def learning(att, **more):
+    """Arrays that require gradients, after calls of `att` on others like them that leave a record."""
+    for _ in range(2):
+        arrays = [x.requires_grad_() for x in drawn(seed=1, **more)]
+        att(*arrays).sum().backward()
+    assert [kind for kind, *_ in att.repeats] == ["learning"]
+    return [x.requires_grad_() for x in drawn(**more)]
+
+
+def anew(arrays, cotangent, mask="causal", wanted=None):
+    """The output and the gradients of a first call."""
+    out = attention(mask)(*arrays)
+    return out, *torch.autograd.grad(out, wanted or arrays, cotangent)
+
+
+@pytest.fixture
+def generic(monkeypatch):
+    """How often gradients take the way of a first call."""
+    seen, gradients = [], autograd.gradients
+    monkeypatch.setattr(autograd, "gradients", lambda *given: seen.append(given) or gradients(*given))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [{}, {"kv_heads": 2, "v_dim": 24}, {"q_len": 70, "kv_len": 90}, {"q_len": 1}])
+def test_bits_of_gradients(dtype, shape, generic):
+    mask = "q + 70 >= k & k > 2 * q - 9"
+    att = attention(mask)
+    arrays = learning(att, dtype=dtype, **shape)
+    generic.clear()
+    out = att(*arrays)
+    cotangent = torch.randn(out.shape).to(dtype)
+    found = torch.autograd.grad(out, arrays, cotangent)
+    assert not generic
+    for got, want in zip((out, *found), anew(arrays, cotangent, mask), strict=True):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("needed", [(True, True, True), (False, True, False), (True, False, True)])
+def test_gradients_that_are_asked_for(needed, generic):
+    att = attention()
+    arrays = [x.requires_grad_(n) for x, n in zip(learning(att), needed, strict=True)]
+    wanted = [x for x in arrays if x.requires_grad]
+    generic.clear()
+    out = att(*arrays)
+    found = torch.autograd.grad(out, wanted, out.detach())
+    assert not generic
+    for got, want in zip(found, anew(arrays, out.detach(), wanted=wanted)[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_strides_of_gradients():
+    att = attention()
+    q, k, v = learning(att)
+    q = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    wide = torch.randn(2, 4, 20, 32).requires_grad_()
+    for arrays, wanted in (((q, k, v), (q, k, v)), ((wide[..., ::2], k, v), (wide, k, v))):
+        for cotangent in (
+            torch.ones(()).expand(2, 4, 20, 16), torch.randn(2, 20, 4, 16).transpose(1, 2),
+            torch._neg_view(torch.randn(2, 4, 20, 16)), torch._efficientzerotensor((2, 4, 20, 16)),
+        ):  # fmt: skip
+            found = torch.autograd.grad(att(*arrays), wanted, cotangent)
+            for got, want in zip(found, anew(arrays, cotangent.clone(), wanted=wanted)[1:], strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_zeros_without_memory(backend):
+    """Such tensors have no address: as cotangents, sinks and tables they are written out."""
+    arrays = [x.requires_grad_() for x in drawn()]
+    att = fk.compile("causal", "score + w[h] * (k - q)", backend=backend)
+    zeros = torch._efficientzerotensor
+    out, lse = att(*arrays, w=torch.ones(4), return_lse=True)
+    for wanted, given in ((out, zeros(out.shape)), (lse, zeros(lse.shape))):
+        assert all((g == 0).all() for g in torch.autograd.grad(wanted, arrays, given, retain_graph=True))
+    for more in ({"w": torch.ones(4), "sinks": zeros((4,))}, {"w": zeros((4,))}):
+        written = {n: x.clone() for n, x in more.items()}
+        torch.testing.assert_close(att(*arrays, **more), att(*arrays, **written), rtol=0, atol=0)
+
+
+def test_gradients_of_gradients_and_tangents_are_refused():
+    att = attention()
+    arrays = learning(att)
+    (first,) = torch.autograd.grad(att(*arrays).square().sum(), arrays[:1], create_graph=True)
+    torch.testing.assert_close(
+        first.detach(), anew(arrays, 2 * att(*arrays).detach())[1], rtol=1e-6, atol=1e-6
+    )  # fmt: skip
+    with pytest.raises(BackwardError, match="gradient of a gradient"):
+        first.sum().backward()
+
+
+def test_a_checkpoint_may_run_either_way():
+    att = attention()
+    q, k, v = (x.requires_grad_() for x in drawn())
+    want = anew((q, k, v), torch.ones(2, 4, 20, 16))[1:]
+    for _ in range(3):  # the call and its repetition: anew, prepared, repeated
+        out = torch.utils.checkpoint.checkpoint(att, q, k, v, use_reentrant=False)
+        for got, true in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
+            torch.testing.assert_close(got, true, rtol=0, atol=0)
+
+
+def test_saved_tensors():
+    """Arrays that were written to are noticed, and hooks may give back other tensors of equal entries."""
+    att = attention()
+    q, k, v = learning(att)
+    out = att(q * 1, keys := k * 1, v)
+    keys.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    cotangent = torch.randn(2, 4, 20, 16)
+    apart = lambda x: x.clone().unsqueeze(-1).expand(*x.shape, 2).contiguous()[..., 0]  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(apart, lambda x: x):
+        out = att(q, k, v)
+    found = torch.autograd.grad(out, (q, k, v), cotangent)
+    for got, want in zip(found, anew((q, k, v), cotangent)[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_default_device_in_the_backward():
+    att = attention()
+    arrays = learning(att)
+    out = att(*arrays)
+    with torch.device("meta"):
+        found = torch.autograd.grad(out, arrays, torch.ones(out.shape, device="cpu"))
+    assert all(g.is_cpu for g in found)
+
+
+def test_calls_with_gradients_after_calls_without_are_repeated(generic):
+    att = attention()
+    plain = drawn()
+    att(*plain), att(*plain)
+    learning_arrays = [x.requires_grad_() for x in drawn()]
+    for _ in range(3):
+        generic.clear()
+        torch.autograd.grad(att(*learning_arrays).sum(), learning_arrays)
+    assert [kind for kind, *_ in att.repeats] == ["plain", "learning"]
+    assert len(generic) == 1  # the cotangent of a sum has no memory of its own
