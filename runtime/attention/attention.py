@@ -444,6 +444,10 @@ class Attention:
             name = chosen.proof.backend
         elif backend is None and where[0] == "torch":
             name = quickest(name, plan, g, dtype, self.options)
+        elif backend is None:
+            from frisket.runtime.jax.platforms import quickest_of
+
+            name = quickest_of(name, plan, g, dtype, self.options)
         found = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),

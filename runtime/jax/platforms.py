@@ -10,7 +10,10 @@ from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
 from frisket.runtime.backends.interpreters import warn_slow
 from frisket.runtime.backends.registry import library, lowerable
+from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.host import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -60,6 +63,14 @@ def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: 
     fit = (b for b in faster if not (lowerable(b.name) or b.unfit()))
     none: frozenset[str] = frozenset()
     return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, none)), name)
+
+
+def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: Options) -> str:
+    """`quickest` of the calls that a plan of the host is for."""
+    if options.backend or Settings.read().backend or options.tile or not any(b.instead == name for b in backends_of("jax")):
+        return name
+    made = plan.work((128, 128))  # the tile has no part in the choice
+    return quickest(name, made.plan, geometry, dtype, {n: x.shape for n, x in made.tables.items()}, plan.narrow)
 
 
 def _reason(

@@ -11,6 +11,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.evaluate import evaluate
+from frisket.lowering.simplify import canonical, simplify
 
 from . import scores
 from .problem import Problem
@@ -56,17 +57,29 @@ def arrays(shape: tuple[int, ...], number: int, dtype: Any = torch.float64) -> l
 
 
 def score(text: str) -> str:
-    """A score mod: its values by the interpreter; attention with it and all gradients, beside autograd."""
+    """A score mod: its values by the interpreter, as written, simplified and as functions of Python; attention with it
+    and all gradients, beside autograd."""
     number = number_of(text)
-    learned = scores.parameters(text, number)
+    learned = {n: x.float().double() for n, x in scores.parameters(text, number).items()}
     mod = fk.score(text, **{n: x.numpy() for n, x in learned.items()})
     draw = torch.Generator().manual_seed(number)
     x = 2 * torch.randn(SHAPE, generator=draw, dtype=torch.float64)
     at = {n: np.arange(size).reshape([-1 if i == j else 1 for j in range(4)])
           for i, (n, size) in enumerate(zip("bhqk", SHAPE, strict=True))}  # fmt: skip
-    env = {**at, **{n: t.item() for n, t in learned.items() if not t.ndim}, "score": x.numpy()}
-    tables = {n: t.numpy() for n, t in learned.items() if t.ndim}
-    close("value", np.broadcast_to(evaluate(mod.expr, env, tables), SHAPE), scores.value(text, x, learned))
+    wanted = scores.value(text, x, learned)
+
+    def compare(name: str, e: Any, params: Any, allowed: float = CLOSE) -> None:
+        env = {**at, **{n: np.asarray(t).item() for n, t in params.items() if not np.ndim(t)}, "score": x.numpy()}
+        tables = {n: np.asarray(t) for n, t in params.items() if np.ndim(t)}
+        close(name, np.broadcast_to(evaluate(e, env, tables), SHAPE), wanted, allowed)
+
+    compare("value", mod.expr, mod.params)
+    compare("simplified", simplify(mod.expr), mod.params)
+    same = canonical(mod.expr)
+    compare("canonical", same.expr, {n: mod.params[old] for n, old in same.names.items()})
+    for name, function in scores.functions(text, learned).items():
+        read = fk.score(function)
+        compare(name, read.expr, read.params, 1e-6)  # constants of float32
     trained(torch.ones(SHAPE, dtype=torch.bool), None, text, number)
     return str(mod)
 

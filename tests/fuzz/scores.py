@@ -4,10 +4,12 @@ and autograd is their derivative. Nothing here is of frisket; the meanings are t
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Any
 
+import numpy as np
 import torch
 
 Tensor = Any
@@ -65,6 +67,56 @@ def parameters(text: str, seed: int) -> dict[str, Tensor]:
         "c": torch.rand((), generator=draw, dtype=torch.float64) + 0.5,
     }
     return {n: x for n, x in all_of_them.items() if re.search(rf"\b{n}\b", text)}
+
+
+def of_arguments(fn: Any) -> Any:
+    """A function of torch that takes tensors alone, also of numbers."""
+
+    def call(*xs: Any) -> Any:
+        return fn(*(torch.tensor(x) if isinstance(x, int | float) else x for x in xs))
+
+    return call
+
+
+TORCH = {
+    n: of_arguments(fn)
+    for n, fn in {
+        **FUNCTIONS, "where": torch.where, "clamp": torch.clamp,
+        **{n: getattr(torch.nn.functional, n) for n in ("gelu", "silu", "softplus")},
+    }.items()
+}  # fmt: skip
+WRITTEN_OUT = {  # what numpy does not have
+    "relu": lambda x: np.maximum(x, 0), "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)), "softplus": lambda x: np.log1p(np.exp(x)),
+}  # fmt: skip
+
+
+def functions(text: str, learned: dict[str, Tensor]) -> dict[str, Any]:
+    """The score mod as Python functions of the front ends, by name. numpy has no erf."""
+    import jax
+    import jax.numpy as jnp
+
+    arrays = {n: x.numpy() for n, x in learned.items()}
+    special = {n: getattr(jax.nn, n) for n in ("relu", "sigmoid", "silu", "softplus")}
+    special |= {"erf": jax.scipy.special.erf, "rsqrt": jax.lax.rsqrt}
+    special["gelu"] = lambda x: jax.nn.gelu(x, approximate=False)
+    found = {
+        "torch": {**TORCH, **learned},
+        "jax": {**special, **of_module(jnp), **{n: jnp.asarray(x, jnp.float32) for n, x in arrays.items()}},
+        "numpy": {**WRITTEN_OUT, **of_module(np), **arrays},
+    }
+    if re.search(r"\b(erf|gelu)\b", text):
+        del found["numpy"]
+    return {
+        front: eval(f"lambda score, b, h, q, k: {text}", {**names, "inf": math.inf}) for front, names in found.items()
+    }
+
+
+def of_module(module: Any) -> dict[str, Any]:
+    """Functions of numpy or jax.numpy by the names of the language."""
+    same = "cos exp exp2 log log1p log2 sin sqrt tanh abs sign floor ceil where".split()
+    other = {"min": "minimum", "max": "maximum", "pow": "power", "clamp": "clip"}
+    return {n: getattr(module, n) for n in same} | {n: getattr(module, name) for n, name in other.items()}
 
 
 class Maker:

@@ -10,7 +10,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : PAIR == 1 ? 8 : GROUP - 1;  // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : 16;                       // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights

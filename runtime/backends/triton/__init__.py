@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
+from frisket.grammar.memo import memo
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_driver, no_gpu, register
 
 HERE = "frisket.runtime.backends.triton"
@@ -26,10 +28,21 @@ def reason(framework: str | None = None) -> str:
 
 
 def missing() -> str:
-    """The packages that JAX needs to call the kernels, and that are not installed."""
+    """The packages that JAX needs to call the kernels, and that are not installed or cannot be imported."""
     needs = ("triton",) if interpreted() else ("triton", "jax_triton")
     lacking = [n for n in needs if not importlib.util.find_spec(n)]
-    return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}" if lacking else ""
+    if lacking:
+        return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}"
+    return _importing(needs[-1])
+
+
+@memo(2)
+def _importing(package: str) -> str:
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # it is for another JAX or Triton, say
+        return f"{package} is installed and cannot be imported: {error}"
+    return ""
 
 
 def _on_torch() -> str:

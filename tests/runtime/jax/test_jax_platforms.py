@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.backends import pallas_gpu
+from frisket.runtime.backends import pallas_gpu, triton
+from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.request import Request
 from frisket.runtime.jax import platforms as jax_platforms
 from frisket.runtime.machine import cpp_build as native_build
@@ -193,6 +194,29 @@ def test_short_rows_take_mosaic_without_triton(stand_ins, monkeypatch, lacking):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked("causal & window(128)")
     assert stand_ins == [("pallas-mosaic-gpu", "forward")]
+
+
+def test_stages_show_the_kernels_that_run(stand_ins, monkeypatch):
+    monkeypatch.setattr("frisket.runtime.attention.attention.choose", lambda *given: "pallas-mosaic-gpu")
+    q = jnp.zeros((1, 1024, 2, 64), jnp.bfloat16)
+    for mask, options, backend in (
+        ("causal & window(128)", {}, "triton"), ("causal", {}, "pallas-mosaic-gpu"),
+        ("causal & window(128)", {"tile": (128, 128)}, "pallas-mosaic-gpu"),
+    ):  # fmt: skip
+        assert fk.compile(mask, **options).stages(q, q, q).target.backend == backend
+
+
+def test_a_broken_jax_triton_is_passed_over(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "jax_triton.py").write_text("raise AttributeError('of another JAX')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    triton._importing.cache_clear()
+    assert triton.missing() == "jax_triton is installed and cannot be imported: of another JAX"
+    plan = fk.compile("causal & window(128)").plan(1024, 1024)
+    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
+    chosen = jax_platforms.quickest_of("pallas-mosaic-gpu", plan, geometry, "bfloat16", Options())
+    assert chosen == "pallas-mosaic-gpu"
+    triton._importing.cache_clear()
 
 
 def test_gradients_of_short_rows_are_those_of_mosaic(stand_ins):
