@@ -39,6 +39,7 @@ from frisket.runtime.calls.reordered import moved
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
+from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.checks import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import learns, names_of, summary, traced
@@ -445,8 +446,6 @@ class Attention:
         elif backend is None and where[0] == "torch":
             name = quickest(name, plan, g, dtype, self.options)
         elif backend is None:
-            from frisket.runtime.jax.platforms import quickest_of
-
             name = quickest_of(name, plan, g, dtype, self.options)
         found = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
