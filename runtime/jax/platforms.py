@@ -67,12 +67,8 @@ def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: 
 
 def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: Options) -> str:
     """`quickest` of the calls that a plan of the host is for."""
-    if (
-        options.backend
-        or Settings.read().backend
-        or options.tile
-        or not any(b.instead == name for b in backends_of("jax"))
-    ):
+    named = options.backend or Settings.read().backend or options.tile
+    if named or not any(b.instead == name for b in backends_of("jax")):
         return name
     made = plan.work((128, 128))  # the tile has no part in the choice
     return quickest(name, made.plan, geometry, dtype, {n: x.shape for n, x in made.tables.items()}, plan.narrow)

@@ -24,7 +24,7 @@ from frisket.runtime.calls.arrays import recorded
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import digest
-from frisket.runtime.torch.autograd import dsinks, held
+from frisket.runtime.torch.autograd import dsinks, written_out
 from frisket.runtime.torch.op import cast, kept_ready
 from frisket.runtime.torch.ready import Ready
 
@@ -233,7 +233,7 @@ class _RingFunction(torch.autograd.Function):
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         q, k, v, out, lse, sinks, *values = ctx.saved_tensors
         values, (of_sinks, *kept) = values[: len(job.learned)], values[len(job.learned) :]
-        dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else held(dout), held(dlse)
+        dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
         given = {"q": q, "k": k, "v": v, "sinks": sinks, **dict(zip(job.learned, values, strict=True))}
         asked = {n for n, need in zip(given, needed, strict=True) if need}
         if asked & {"k", "v"}:

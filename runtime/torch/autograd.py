@@ -32,8 +32,8 @@ def refuse_tangents(*arrays: Any) -> None:
             no_forward_mode()
 
 
-def held(x: Any) -> Any:
-    """What was given; zeros that torch keeps no memory for are written out."""
+def written_out(x: Any) -> Any:
+    """The argument; zeros that torch keeps no memory for are written out."""
     return torch.zeros_like(x) if isinstance(x, Tensor) and x._is_zerotensor() else x
 
 
@@ -88,9 +88,7 @@ class AttendAgain(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return out
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode()
+    jvp = Attend.jvp
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
@@ -117,7 +115,7 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
-    dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else held(dout), held(dlse)
+    dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
     found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
     if needed[3]:
         found = {**found, "sinks": dsinks(share_of_sinks(ready, sinks, lse, norm), out, lse, dout, dlse)}

@@ -40,7 +40,7 @@ from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork
 
-from .autograd import AttendAgain, held, refuse_tangents
+from .autograd import AttendAgain, refuse_tangents, written_out
 from .engine import EngineReady, engine_call
 from .ready import ChangingTables, Ready, readable
 from .take import around, gradients_around
@@ -67,8 +67,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    q, k, v = (held(x) for x in cast(request.q, request.k, request.v))
-    request = request._replace(sinks=held(request.sinks), params={n: held(x) for n, x in request.params.items()})
+    q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
+    request = request._replace(
+        sinks=written_out(request.sinks), params={n: written_out(x) for n, x in request.params.items()}
+    )
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
