@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -11,6 +13,15 @@ from frisket.runtime.flex.tile_tensors import TENSORS
 
 S = 24
 DOC = torch.tensor([0] * 7 + [1] * 5 + [2] * 12)
+TORCHS = {
+    n for f in (theirs.create_block_mask, theirs.BlockMask, theirs.BlockMask.from_kv_blocks)
+    for n in inspect.signature(f).parameters
+}  # fmt: skip
+# Arguments of torch 2.13. torch 2.11 lacks them, and frisket has them with it too.
+LACKING = {
+    "separate_full_blocks", "compute_dq_write_order", "dq_kv_order", "dq_kv_order_spt", "dq_write_order",
+    "dq_write_order_full",
+} - TORCHS  # fmt: skip
 
 
 def causal(b, h, q, k):
@@ -18,7 +29,8 @@ def causal(b, h, q, k):
 
 
 def same(mine, other, names=TENSORS):
-    for name in names:
+    """Equal lists, as far as a mask of torch has them."""
+    for name in [n for n in names if n not in LACKING or isinstance(other, ours.BlockMask)]:
         x, y = getattr(mine, name), getattr(other, name)
         assert (x is None) == (y is None), name
         if x is not None:
@@ -33,7 +45,17 @@ def plain(fn):
 
 
 def both(fn, *args, **options):
-    return ours.create_block_mask(fn, *args, **options), theirs.create_block_mask(plain(fn), *args, **options)
+    return ours.create_block_mask(fn, *args, **options), torchs(fn, *args, **options)
+
+
+def torchs(fn, *args, **options):
+    """torch's block mask. A torch without `separate_full_blocks` keeps full tiles apart, and its joined lists are made
+    of its dense mask."""
+    if "separate_full_blocks" not in LACKING or options.pop("separate_full_blocks", True):
+        return theirs.create_block_mask(plain(fn), *args, **options)
+    apart = theirs.create_block_mask(plain(fn), *args, **options)
+    rest = apart.BLOCK_SIZE, apart.mask_mod, apart.seq_lengths
+    return theirs.BlockMask.from_kv_blocks(*theirs._dense_to_ordered(apart.to_dense()), None, None, *rest)
 
 
 def dense(mask):

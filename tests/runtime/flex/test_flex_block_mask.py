@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
-from support.flex_masks import DOC, S, both, causal, dense, same
+from support.flex_masks import DOC, LACKING, S, both, causal, dense, same
 from support.torch import torch_masks
 
 import frisket as fk
@@ -43,17 +43,42 @@ def test_lists_of_ragged_lengths(fn, lengths, block):
         same(*both(fn, *heads, *lengths, "cpu", block))
 
 
+def ordered(apart, descending):
+    """The arguments of a mask with an order of sums, and the options that ask for it."""
+    options = {"separate_full_blocks": apart, "compute_dq_write_order": True, "dq_kv_order": descending}
+    return (by_batch_and_head, 2, 3, 100, 90, "cpu", (16, 32)), options
+
+
+@pytest.mark.skipif("compute_dq_write_order" in LACKING, reason="torch's create_block_mask has no order of sums")
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("descending", [True, False])
 def test_the_order_of_sums_of_dq(apart, descending):
-    made = both(
-        by_batch_and_head, 2, 3, 100, 90, "cpu", (16, 32), separate_full_blocks=apart, compute_dq_write_order=True,
-        dq_kv_order=descending,
-    )  # fmt: skip
+    args, options = ordered(apart, descending)
+    made = both(*args, **options)
     same(*made)
     assert [m.dq_kv_order_spt for m in made] == [descending] * 2
     same(made[0][:, 1], made[1][:, 1])
     assert [m.dq_kv_order_spt for m in both(causal, 1, 1, 16, 16, "cpu", 8)] == [None, None]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("descending", [True, False])
+def test_the_order_of_sums_of_dq_by_its_definition(apart, descending):
+    """Which of its row's tiles each tile of a column is, from the first column or from the last."""
+    args, options = ordered(apart, descending)
+    whole = ours.create_block_mask(*args, **options)
+    for made in (whole, whole[:, 1]):
+        read, found = made.to_dense(), 0
+        for name in ("", "full_") if apart else ("",):
+            order = getattr(made, "dq_write_order" + "_full" * bool(name))
+            count, index = getattr(made, f"{name}q_num_blocks"), getattr(made, f"{name}q_indices")
+            for *at, column in np.ndindex(*count.shape):
+                for n, row in enumerate(index[*at, column][: count[*at, column]]):
+                    columns = read[*at, row].nonzero().flatten().tolist()
+                    assert order[*at, column, n] == columns[:: -1 if descending else 1].index(column)
+                    found += 1
+        assert found == read.sum()
+        assert made.dq_kv_order_spt is descending
 
 
 def test_a_long_sequence_takes_no_square_of_it():

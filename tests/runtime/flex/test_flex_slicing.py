@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
+from support.flex_masks import torchs
 
 import frisket as fk
 import frisket.flex as ours
@@ -71,7 +72,7 @@ def test_parts_have_torchs_lists_and_keep_the_mask(name, block):
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_parts_of_lists(apart):
-    full = theirs.create_block_mask(MASKS["by batch and head"], B, H, S, S, "cpu", 8, separate_full_blocks=apart)
+    full = torchs(MASKS["by batch and head"], B, H, S, S, "cpu", 8, separate_full_blocks=apart)
     given = (full.kv_num_blocks, full.kv_indices, full.full_kv_num_blocks, full.full_kv_indices)
     mine, other = (m.BlockMask.from_kv_blocks(*given, 8, MASKS["by batch and head"]) for m in (ours, theirs))
     dense = theirs.create_mask(MASKS["by batch and head"], B, H, S, S, "cpu")
