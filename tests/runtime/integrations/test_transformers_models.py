@@ -1,6 +1,8 @@
 """Models of transformers that do more with attention than to call it: those that choose keys, compute with their mask,
 or compute attention themselves."""
 
+import warnings
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -129,10 +131,35 @@ def test_a_mask_that_is_computed_with_is_that_of_sdpa():
         symbolic(2, 6, 6, config=type("Config", (), {"frisket_mask": "causal"})(), **how)[:, :, :, :3]
 
 
-@pytest.mark.parametrize(
-    "kind", some(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gptj", "gpt_neo"], "bloom", "falcon")
-)
+@pytest.mark.parametrize("kind", some(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gpt_neo"], "bloom", "falcon"))
 def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
+    warns_and_takes_no_mask(kind)
+
+
+@pytest.mark.parametrize("kind", some(["gptj", "codegen"], "gptj"))
+def test_a_model_that_newer_transformers_have_ask_for_an_implementation(kind):
+    """transformers 5.23 computes it itself, 5.24 asks."""
+    if "ALL_ATTENTION_FUNCTIONS" not in vars(import_module(f"transformers.models.{kind}.modeling_{kind}")):
+        warns_and_takes_no_mask(kind)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eager, ours = pair(kind)
+    ids, seen = hf_models.tokens(), hf_models.padded(left=5)
+    want, got = trained(eager, ids, seen), trained(ours, ids, seen)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-4, msg=name)
+    with torch.no_grad():
+        whole = ours(ids).logits
+        ours.config.frisket_mask = "causal & window(4)"
+        near = ours(ids).logits
+    assert torch.allclose(near[:, :4], whole[:, :4], atol=1e-5)
+    assert not torch.allclose(near, whole)
+
+
+def warns_and_takes_no_mask(kind):
     register()
     config = next(hf_tiny.configs(kind))
     with pytest.warns(UserWarning, match="'frisket' is not used by .*, which computes attention itself: it has taken"):
