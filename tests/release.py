@@ -19,6 +19,7 @@ import tempfile
 import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from email import message_from_bytes
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,23 @@ def check_archives(wheel: Path, sdist: Path, work: Path) -> None:
     run(*PIP, "wheel", "-q", "--no-deps", "-w", work / "again", sdist, cwd=work)
     again = files(next((work / "again").glob("*.whl")))
     assert again == found, {n for n in again.keys() | found.keys() if again.get(n) != found.get(n)}
+    check_description(wheel)
+
+
+def check_description(wheel: Path) -> None:
+    """The metadata hold README; with REPOSITORY_URL, nothing in it leads to a file beside it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+        held = message_from_bytes(archive.read(name))
+    page, url = str(held.get_payload(decode=True), "utf-8"), os.environ.get("REPOSITORY_URL", "")
+    addresses = re.findall(r'(?:\]\(|\bsrc=")([^)"#]+)', page)
+    assert page.startswith("# frisket\n"), page[:80]
+    assert held["Description-Content-Type"] == "text/markdown"
+    relative = [x for x in addresses if not x.startswith("https://")]
+    assert bool(relative) == (not url), relative
+    assert [x.partition(", ")[0] for x in held.get_all("Project-URL", [])] == ["Source", "Issues", "Changelog"] * bool(
+        url
+    )
 
 
 # -- from the outside -----------------------------------------------------------------------------

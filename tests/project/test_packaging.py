@@ -1,6 +1,7 @@
 """What ships is what is on the disk."""
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -71,6 +72,29 @@ def test_the_version_is_written_once():
     assert "version" not in PROJECT["project"]
     assert SETUPTOOLS["dynamic"] == {"version": {"attr": "frisket.__version__"}}
     assert re.fullmatch(r"\d+\.\d+\.\d+", frisket.__version__)
+
+
+def test_links_of_readme_work_where_pypi_shows_it():
+    spec = importlib.util.spec_from_file_location("frisket_setup", ROOT / "setup.py")
+    spec.loader.exec_module(setup := importlib.util.module_from_spec(spec))
+    url = "https://example.org/owner/name"
+    made, readme = setup.dynamic(url), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert setup.dynamic("")["long_description"] == readme
+    prose, there = (re.sub(r"^```.*?^```$", "", x, flags=re.M | re.S) for x in (readme, made["long_description"]))
+    before, after = (re.findall(r'(!?)(?:\[[^]]*\]\(|<img src=")([^)"]+)', x) for x in (prose, there))
+    assert len(before) == len(after) > 40
+    import frisket
+
+    for (picture, old), (_, new) in zip(before, after, strict=True):
+        kind = "raw" if picture or old.endswith(".png") else "blob"
+        assert new == (old if old.startswith(("https://", "#")) else f"{url}/{kind}/v{frisket.__version__}/{old}")
+    fenced = [re.findall(r"^```.*?^```$", x, re.M | re.S) for x in (readme, made["long_description"])]
+    assert fenced[0] == fenced[1]
+    assert set(PROJECT["project"]["dynamic"]) == {"version", "readme", "urls"}
+    assert made["project_urls"]["Source"] == url
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    build = workflow[workflow.index("bash .ci/run all") : workflow.index("upload-artifact")]
+    assert "REPOSITORY_URL: ${{ github.server_url }}/${{ github.repository }}" in build
 
 
 def test_test_files_have_unique_names():
