@@ -97,15 +97,19 @@ def versions() -> str:
     rows = []
     for name, row in found.items():
         outcome = row.get("why") or f"{row.get('passed', 0):,} passed, {row.get('failed', 0)} failed"
-        rows.append([name, *(row.get("versions", {}).get(x, "") for x in shown), outcome])
+        have = row.get("versions", {})
+        others = [f"{x} {have[x]}" for x in ("matplotlib", "flax", "qwix", "transformers") if x in have]
+        rows.append([name, *(have.get(x, "") for x in shown), ", ".join(others), outcome])
     failed = "".join(f"\n- {name}: `{x}`" for name, row in found.items() for x in row.get("failures", []))
     return f"""\
 A slice of the tests on a CPU, in environments made for it: `python tests/matrix.py`. The oldest versions have wheels
 for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
 numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
-not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there.
+not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there. The last rows
+have the oldest versions of other extras, and the tests that need them. flax 0.12.0 cannot be imported with JAX 0.10,
+and continuous batching fails with transformers before 5.19, which `register` therefore refuses.
 
-{table(["environment", *shown, "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
+{table(["environment", *shown, "others", "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
 
 
 def numbers() -> str:

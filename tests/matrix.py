@@ -23,15 +23,6 @@ RESULTS = ROOT / "tests" / "matrix.json"
 TOOLS = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "absl-py", "cloudpickle>=3", "flatbuffers"]
 OLDEST = ["lark==1.2.1", "rich==13.0.0", "platformdirs==4.0.0", "shtab==1.13.0"]
 NEWEST = ["lark", "rich", "platformdirs", "shtab", "numpy", "torch", "jax", "triton"]
-ENVIRONMENTS = {  # name: the Python, and what is installed; JAX 0.10.0 asks for numpy 2, Python 3.13 for 2.1
-    "3.11, oldest, no framework": ("3.11", [*OLDEST, "numpy==1.26.0"]),
-    "3.11, oldest": ("3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
-    "3.11, newest": ("3.11", NEWEST),
-    "3.12, oldest": ("3.12", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
-    "3.12, newest": ("3.12", NEWEST),
-    "3.13, oldest": ("3.13", [*OLDEST, "numpy==2.1.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"]),
-    "3.13, newest": ("3.13", NEWEST),
-}
 LANGUAGE = [
     "tests/dsl/test_language.py", "tests/dsl/test_bad_text.py", "tests/dsl/test_library.py",
     "tests/lowering/test_dense.py", "tests/lowering/analysis/test_layout_exact.py", "tests/runtime/explore",
@@ -45,7 +36,31 @@ FRAMEWORKS = [
     "tests/runtime/caches/test_caches_torch.py", "tests/runtime/caches/test_caches_jax.py",
     "tests/lowering/kernels/triton/test_triton_interpret.py",
 ]  # fmt: skip
-SHOWN = ("numpy", "torch", "jax", "triton", "lark", "rich", "platformdirs", "shtab")
+ALL = [*LANGUAGE, *FRAMEWORKS]
+INTEGRATIONS = "tests/runtime/integrations/test_"
+FLAX = [f"{INTEGRATIONS}flax_layer.py", f"{INTEGRATIONS}flax_attention.py", "tests/runtime/modeling/test_modeling.py"]
+TRANSFORMERS = [f"{INTEGRATIONS}transformers{x}.py" for x in ("", "_masks", "_models", "_paged")]
+PLOT = ["tests/runtime/draw/test_draw_plot.py"]
+# name: the Python, what is installed, and tests. JAX 0.10.0 asks for numpy 2, Python 3.13 for numpy 2.1, and
+# continuous batching of transformers for psutil on a CPU.
+ENVIRONMENTS = {
+    "3.11, oldest, no framework": ("3.11", [*OLDEST, "numpy==1.26.0"], LANGUAGE),
+    "3.11, oldest": ("3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"], ALL),
+    "3.11, newest": ("3.11", NEWEST, ALL),
+    "3.12, oldest": ("3.12", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"], ALL),
+    "3.12, newest": ("3.12", NEWEST, ALL),
+    "3.13, oldest": ("3.13", [*OLDEST, "numpy==2.1.0", "torch==2.11.0", "jax==0.10.0", "triton==3.6.0"], ALL),
+    "3.13, newest": ("3.13", NEWEST, ALL),
+    "3.11, oldest plot": ("3.11", [*OLDEST, "numpy==1.26.0", "matplotlib==3.8.0"], PLOT),
+    "3.11, oldest flax, quantized": (
+        "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "flax==0.12.1", "qwix==0.1.8"], FLAX,
+    ),
+    "3.11, oldest transformers": (
+        "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "transformers==5.19.0", "psutil"], TRANSFORMERS,
+    ),
+}  # fmt: skip
+EXTRAS = ("matplotlib", "flax", "qwix", "transformers")
+SHOWN = ("numpy", "torch", "jax", "triton", "lark", "rich", "platformdirs", "shtab", *EXTRAS)
 
 
 def interpreter(version: str) -> str | None:
@@ -81,7 +96,7 @@ def run(name: str, python: str, files: list[str]) -> dict[str, object]:
 
 def made(name: str) -> dict[str, object]:
     """An environment made, tried and deleted; why not, where it cannot be made."""
-    version, packages = ENVIRONMENTS[name]
+    version, packages, files = ENVIRONMENTS[name]
     python = interpreter(version)
     if python is None:
         return {"why": f"no Python {version} here"}
@@ -91,7 +106,7 @@ def made(name: str) -> dict[str, object]:
         done = subprocess.run([inside, "-m", "pip", "install", "-q", *packages, *TOOLS], capture_output=True, text=True)
         if done.returncode:
             return {"why": done.stderr.strip()[-400:]}
-        return run(name, inside, LANGUAGE if "no framework" in name else [*LANGUAGE, *FRAMEWORKS])
+        return run(name, inside, files)
 
 
 def main() -> None:
@@ -101,9 +116,9 @@ def main() -> None:
     options.add_argument("--python", help="of an environment that is there, for the one NAME")
     given = options.parse_args()
     if given.list:
-        raise SystemExit("\n".join(f"{n}: {' '.join(p)}" for n, (_, p) in ENVIRONMENTS.items()))
+        raise SystemExit("\n".join(f"{n}: {' '.join(p)}" for n, (_, p, _) in ENVIRONMENTS.items()))
     for name in given.names or ENVIRONMENTS:
-        there = run(name, given.python, [*LANGUAGE, *FRAMEWORKS]) if given.python else made(name)
+        there = run(name, given.python, ENVIRONMENTS[name][2]) if given.python else made(name)
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         known[name] = {"date": str(datetime.date.today()), **there}
         RESULTS.write_text(json.dumps(known, indent=1) + "\n")

@@ -18,14 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.grammar.memo import beside
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.extras import extras, pip_install
 
 with extras():
     import torch
-    import transformers  # noqa: F401  (else its own functions fail for want of it, one by one)
+    import transformers
     from torch import Tensor
 
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention as called
 from frisket.runtime.attention.entry import attention_for
@@ -38,13 +38,20 @@ from .transformers_masks import SymbolicMask, chosen, dense, symbolic
 from .transformers_paged import allow, cache_of, kind_of, paged, refuse_tables, refuse_without_cache
 
 NAME = "frisket"
+OLDEST = 5, 19  # of transformers: before it, caches of continuous batching say no kind of their layers
 
 
 def register() -> None:
     """Make `attn_implementation="frisket"` known to transformers: for `from_pretrained`, `_from_config` and
-    `model.set_attn_implementation`. Once is enough, more do no harm."""
+    `model.set_attn_implementation`. Once is enough, more do no harm. Raises `MissingPackageError` where transformers is
+    older than 5.19."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if (have := tuple(map(int, transformers.__version__.split(".")[:2]))) < OLDEST:
+        old, wanted = (".".join(map(str, x)) for x in (have, OLDEST))
+        raise MissingPackageError(
+            f"transformers {old} is older than {wanted}: {pip_install('transformers')}", name="transformers"
+        )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, symbolic)
     watch(NAME)

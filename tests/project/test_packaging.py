@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import matrix
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,21 @@ def test_constraints_pin_every_direct_dependency():
     wanted = [*PROJECT["project"]["dependencies"], *(r for group in extras.values() for r in group)]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} - {PROJECT["project"]["name"]}
     assert names <= set(pinned)
+
+
+def test_lower_bounds_are_those_that_passed():
+    outcomes = json.loads(matrix.RESULTS.read_text(encoding="utf-8"))
+    tried = {}
+    for name in matrix.ENVIRONMENTS:
+        if "oldest" in name and outcomes[name].get("failures") == []:
+            for package, version in outcomes[name]["versions"].items():
+                tried.setdefault(package, []).append(version)
+    extras = PROJECT["project"]["optional-dependencies"]
+    of_users = ("torch", "jax", "triton", "plot", "flax", "quantized", "transformers")
+    bounds = [*PROJECT["project"]["dependencies"], *(r for extra in of_users for r in extras[extra])]
+    for name, bound in (m.groups() for r in bounds if (m := re.match(r"([\w-]+)>=([\d.]+)", r))):
+        oldest = min(tried[name], key=lambda v: tuple(map(int, v.split("."))))
+        assert f"{oldest}.".startswith(f"{bound}."), (name, bound, oldest)
 
 
 @pytest.mark.parametrize("name", ["numpy", "lark", "rich", "platformdirs", "shtab"])

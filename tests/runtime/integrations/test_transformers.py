@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+import transformers
 from support import hf_models
 from support.lowering import effort
 from transformers import AutoModel, BartConfig, BeitConfig, BertConfig, DynamicCache, StaticCache, T5Config
 
 import frisket as fk
-from frisket.integrations.transformers import attention
+from frisket.dsl.errors import MissingPackageError
+from frisket.integrations.transformers import OLDEST, attention, register
+from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.plans import compiled as bind
 
 CALLS = {
@@ -50,6 +55,20 @@ def agree(eager, ours, ids, given, tolerance=2e-5):
     for name, gradient in want[1].items():
         most = float(gradient.abs().max())
         torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=tolerance * (most + 1e-2), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("5.18.1", True), ("5.9.0.dev0", True), ("5.19.0", False), ("6.0", False)]
+)
+def test_an_older_transformers_is_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(MissingPackageError) if refused else nullcontext() as error:
+        register()
+    if refused:
+        older = ".".join(version.split(".")[:2])
+        assert str(error.value) == f"transformers {older} is older than 5.19: {pip_install('transformers')}"
+    root = Path(__file__).resolve().parents[3]
+    assert f'"transformers>={".".join(map(str, OLDEST))}"' in (root / "pyproject.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
@@ -227,14 +246,13 @@ def test_images_under_learned_biases():
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("graph", marks=pytest.mark.matrix)])
 def test_a_sink_of_every_query(way):
-    from transformers.models.inkling2.modeling_inkling2 import eager_attention_forward
-
+    model = pytest.importorskip("transformers.models.inkling2.modeling_inkling2", reason="a model of transformers 5.23")
     torch.manual_seed(0)
     q, k, v, sinks = (torch.randn(2, *x, requires_grad=True) for x in ((4, 9, 4), (2, 9, 4), (2, 9, 4), (4, 9, 1)))
     module = torch.nn.Module().eval()
     module.num_key_value_groups = 2
     hidden = torch.full((9, 9), float("-inf")).triu(1)[None, None]
-    want = eager_attention_forward(module, q, k, v, hidden, 0.5, sinks=sinks)[0]
+    want = model.eager_attention_forward(module, q, k, v, hidden, 0.5, sinks=sinks)[0]
     ours = attention if way == "eager" else torch.compile(attention, backend="aot_eager")
     got = ours(module, q, k, v, read_mask(9), scaling=0.5, sinks=sinks)[0]
     torch.testing.assert_close(got, want)
