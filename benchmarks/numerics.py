@@ -1,5 +1,5 @@
 """How far results are from float64 where inputs strain floating point: `python benchmarks/numerics.py`, or a part of
-it: a dtype, or `not finite`.
+it: a dtype, `not finite`, or a backend for an accelerator, whose kernels an interpreter runs.
 
 An error is the largest difference from attention written out in float64 on the same inputs, over the largest number
 that it could sum to: for outputs the largest value, for gradients their sums if nothing cancelled; of q, k and v the
@@ -9,24 +9,45 @@ the output that are not those of float64 without the keys that a query does not 
 
 `bound` is what frisket's backends promise: the rounding of the dtype, once for outputs and twice for gradients, and
 that of float32 in scores, which grows with them.
+
+Triton's interpreter has two repairs of tests/support/triton: bfloat16 is no integer, and a product of float32 does not
+depend on the shape of a tile. Gluon's kernels run in tests/support/gluon, forward only. The part of Pallas on GPUs is
+there with JAX 0.11 or later, for before it a call takes minutes.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
 import torch
-from store import Row, run_parts
+from store import Part, Row, run_parts
 from torch.nn.functional import scaled_dot_product_attention
 
 import frisket as fk
+from frisket.runtime.backends.base import RECORDS, register
 
-LENGTH, HEADS, DIM, MANY = 256, 2, 64, 1 << 20
+LENGTH, HEADS, DIM, MANY, FEWER = 256, 2, 64, 1 << 20, 1 << 14
+PEERS = ("dense", "sdpa", "flex")
 OURS = ("cpp", "aten", "xla")
+INTERPRETED = {
+    "triton": ("triton",), "gluon": ("gluon sm_90", "gluon sm_100"), "pallas-tpu": ("pallas-tpu",),
+    "pallas-mosaic-gpu": ("pallas-mosaic-gpu",),
+}  # fmt: skip
+IN_JAX = ("xla", "pallas-tpu", "pallas-mosaic-gpu")
+FORWARD = ("flex", "gluon sm_90", "gluon sm_100")  # those without gradients here
+HALF = ("gluon", "pallas-mosaic-gpu")  # those that take 16 bits alone
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 Inputs = tuple[torch.Tensor, ...]
 MASK = "causal & q - k < 200 & (q < 32 | q >= 40)"  # queries 32 to 39 see nothing
@@ -37,9 +58,10 @@ def visible() -> torch.Tensor:
     return (k <= q) & (q - k < 200) & ((q < 32) | (q >= 40))
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
     """Attention written out; hidden keys have no part in it, and a query that sees none has zeros."""
-    seen = visible() if q.shape[-2] == LENGTH else torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    if seen is None:
+        seen = visible() if q.shape[-2] == LENGTH else torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     weights = torch.where(seen.any(-1, keepdim=True), scores, 0.0).softmax(-1) * seen
     return weights @ v
@@ -66,22 +88,50 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _ours(mask: str, backend: str) -> fk.Attention:
-    return fk.compile(mask, backend=backend)
+def _ours(mask: str, name: str, score: str | None = None) -> fk.Attention:
+    return fk.compile(mask, score, backend=name.partition(" ")[0])
 
 
-def ours(backend: str) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v: _ours(MASK if q.shape[-2] == LENGTH else "full", backend)(q, k, v)
-
-
-def by_jax(backend: str) -> Callable[..., torch.Tensor]:
-    """As `ours`, through JAX; its gradients come from `gradients`."""
+def ours(name: str, score: str | None = None) -> Callable[..., torch.Tensor]:
+    """By a backend of frisket; in JAX without gradients, which `_jax_gradients` takes."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        att = _ours(MASK if q.shape[-2] == LENGTH else "full", backend)
-        return _to_torch(att(*(_to_jax(x) for x in (q, k, v))))
+        att = _ours(MASK if q.shape[-2] == LENGTH else "full", name, score)
+        with running(name):
+            return _to_torch(att(*map(_to_jax, (q, k, v)))) if name in IN_JAX else att(q, k, v)
 
     return run
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Kernels for an accelerator run on this CPU."""
+    backend, _, arch = name.partition(" ")
+    if backend == "gluon":
+        from fuzz.kernels import stand_in
+
+        with stand_in(backend, arch):
+            yield
+    elif backend == "triton":
+        was = RECORDS[backend]
+        _repair_triton()
+        register(replace(was, interpreter=replace(was.interpreter, refuses={})))  # of bfloat16
+        try:
+            yield
+        finally:
+            register(was)
+    else:
+        yield
+
+
+@cache
+def _repair_triton() -> None:
+    from support.triton import triton_bf16
+
+    triton_bf16.install()
+    from support.triton import triton_dot  # takes other products than those of float32 to the one it finds
+
+    triton_dot.install()
 
 
 def _to_jax(x: torch.Tensor) -> Any:
@@ -94,17 +144,33 @@ def _to_torch(x: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(x.astype("float32"))).transpose(1, 2)
 
 
-def _jax_gradients(backend: str, given: Inputs, cotangent: torch.Tensor) -> Inputs:
+def _jax_gradients(name: str, given: Inputs, cotangent: torch.Tensor, score: str | None = None) -> Inputs:
     import jax
 
-    att = _ours(MASK if given[0].shape[-2] == LENGTH else "full", backend)
+    att = _ours(MASK if given[0].shape[-2] == LENGTH else "full", name, score)
     _, back = jax.vjp(lambda q, k, v: att(q, k, v), *(_to_jax(x) for x in given))
     return tuple(_to_torch(x) for x in back(_to_jax(cotangent)))
 
 
 RUNS: dict[str, Callable[..., torch.Tensor]] = {
-    "dense": dense, "sdpa": sdpa, "flex": flex, "cpp": ours("cpp"), "aten": ours("aten"), "xla": by_jax("xla"),
+    "dense": dense, "sdpa": sdpa, "flex": flex,
+    **{name: ours(name) for name in (*OURS, *(n for names in INTERPRETED.values() for n in names))},
 }  # fmt: skip
+
+
+def gradients(
+    name: str, given: Inputs, cotangent: torch.Tensor, score: str | None = None
+) -> tuple[torch.Tensor, Inputs | None]:
+    """The output, and gradients where there are any."""
+    run = ours(name, score) if score else RUNS[name]
+    leaves = tuple(x.clone().requires_grad_(name not in (*FORWARD, *IN_JAX)) for x in given)
+    out = run(*leaves)
+    if name in FORWARD:
+        return out, None
+    if name in IN_JAX:
+        return out, _jax_gradients(name, given, cotangent, score)
+    with running(name):
+        return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
 
 
 def drawn(length: int = LENGTH, queries: int = LENGTH) -> Inputs:
@@ -143,16 +209,12 @@ def overflow() -> Inputs:
     return q * 300, k * 300, v
 
 
-def many() -> Inputs:
-    return drawn(MANY, 1)
-
-
 TINY = "numbers of 1e-39"  # below what float32 and bfloat16 hold in full: some processors and compilers take it as 0
-LONG = "1,048,576 keys"
+LONG, SHORTER = f"{MANY:,} keys", f"{FEWER:,} keys"
 DRAWS: dict[str, Callable[[], Inputs]] = {
     **{f"scores of {size:g}": scores_of(size) for size in (1e-3, 1.0, 1e2, 1e4, 1e30)},
     TINY: tiny, "one key has it all": one_hot, "equal scores": equal, "scores past 65504": overflow,
-    LONG: many,
+    SHORTER: lambda: drawn(FEWER, 1), LONG: lambda: drawn(MANY, 1),
 }  # fmt: skip
 TOO_LARGE = {("scores of 1e+30", "float16"), (TINY, "float16")}
 
@@ -188,35 +250,47 @@ class Measured:
 
     def errors(self, name: str) -> tuple[float, float | None]:
         """Of the output, and of gradients where there are any."""
-        leaves = tuple(x.clone().requires_grad_(name not in ("flex", "xla")) for x in self.given)
-        out = RUNS[name](*leaves)
-        error = off(out.detach(), self.out.detach(), self.most[0])
-        if name == "flex":
-            return error, None
-        if name == "xla":
-            found = _jax_gradients(name, self.given, self.cotangent)
-        else:
-            found = torch.autograd.grad(out, leaves, self.cotangent.to(out.dtype))
-        return error, max(map(off, found, self.grads, self.most[1:]))
+        out, found = gradients(name, self.given, self.cotangent)
+        error = off(out, self.out.detach(), self.most[0])
+        return error, None if found is None else max(map(off, found, self.grads, self.most[1:]))
 
 
-def part(dtype: str) -> Callable[[int], Iterator[tuple[str, Row]]]:
+def compared(title: str, dtype: str, names: Sequence[str]) -> Row:
+    case = Measured(title, dtype)
+    found = {name: case.errors(name) for name in names}
+    figures, goals = {}, {}
+    for i, what in enumerate(("output", "gradients")):
+        figures[what] = {n: x for n, both in found.items() if (x := both[i]) is not None and x < math.inf}
+        if not figures[what]:
+            del figures[what]
+        elif title != TINY:
+            figures[what]["bound"] = case.bound[i]
+            goals[what] = dict.fromkeys((n for n in names if n not in PEERS), case.bound[i])
+    lost = [n for n in names if n not in figures["output"]]
+    notes = {"notes": {"NaN or inf": ", ".join(lost)}} if lost else {}
+    return {"figures": figures, "goals": {"at most": goals}, **notes}
+
+
+def part(dtype: str) -> Part:
     def run(rounds: int) -> Iterator[tuple[str, Row]]:
         torch.set_num_threads(1)
         for title in DRAWS:
-            if (title, dtype) in TOO_LARGE:
+            if (title, dtype) not in TOO_LARGE:
+                yield title, compared(title, dtype, (*PEERS, *OURS))
+
+    return run
+
+
+def interpreted(backend: str) -> Part:
+    def run(rounds: int) -> Iterator[tuple[str, Row]]:
+        torch.set_num_threads(1)
+        for dtype in EPSILON:
+            if dtype == "float32" and backend in HALF:
                 continue
-            case = Measured(title, dtype)
-            found = {name: case.errors(name) for name in RUNS}
-            figures, goals = {}, {}
-            for i, what in enumerate(("output", "gradients")):
-                figures[what] = {n: x for n, both in found.items() if (x := both[i]) is not None and x < math.inf}
-                if title != TINY:
-                    figures[what]["bound"] = case.bound[i]
-                    goals[what] = dict.fromkeys(OURS, case.bound[i])
-            lost = [n for n in RUNS if n not in figures["output"]]
-            notes = {"notes": {"NaN or inf": ", ".join(lost)}} if lost else {}
-            yield title, {"figures": figures, "goals": {"at most": goals}, **notes}
+            for title in DRAWS:
+                if (title, dtype) not in TOO_LARGE and title != LONG:  # minutes to hours
+                    yield f"{dtype}, {title}", compared(title, dtype, INTERPRETED[backend])
+        yield from not_finite(INTERPRETED[backend], "float16" if backend in HALF else "float32")
 
     return run
 
@@ -226,6 +300,7 @@ def part(dtype: str) -> Callable[[int], Iterator[tuple[str, Row]]]:
 
 def rows_off(found: torch.Tensor, given: Inputs) -> int:
     """Rows that are not those of float64 without the keys that a query does not see."""
+    near = 1e-4 + 2 * EPSILON[str(given[0].dtype).removeprefix("torch.")]
     q, k, v = (x.double() for x in given)
     seen, wrong = visible(), 0
     for row in range(LENGTH):
@@ -234,26 +309,34 @@ def rows_off(found: torch.Tensor, given: Inputs) -> int:
         if keys.any():
             scores = q[:, :, row : row + 1] @ k[:, :, keys].mT / math.sqrt(DIM)
             wanted = scores.softmax(-1) @ v[:, :, keys]
-        same = torch.isclose(found[:, :, row : row + 1].double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+        same = torch.isclose(found[:, :, row : row + 1].double(), wanted, rtol=near, atol=near, equal_nan=True)
         wrong += not same.all()
     return wrong
 
 
-def not_finite(rounds: int) -> Iterator[tuple[str, Row]]:
+def not_finite(names: Sequence[str], dtype: str) -> Iterator[tuple[str, Row]]:
     torch.set_num_threads(1)
     for what in ("k", "v"):
         for number in (math.nan, math.inf, -math.inf):
-            q, k, v = (x.float() for x in drawn())
+            q, k, v = (x.to(getattr(torch, dtype)) for x in drawn())
             (k if what == "k" else v)[..., 100, :] = number  # queries 100 to 299 see it
-            figures = {name: rows_off(run(q, k, v), (q, k, v)) for name, run in RUNS.items()}
+            figures = {name: rows_off(RUNS[name](q, k, v), (q, k, v)) for name in names}
             yield f"{what}[100] is {number}", {"figures": {f"wrong rows of {LENGTH}": figures}}
 
 
 def settings(part: str) -> dict[str, Any]:
-    more = {"dtype": "float32"} if part == "not finite" else {"dtype": part, "epsilon": EPSILON[part]}
-    return {"heads": HEADS, "length": LENGTH, "head_dim": DIM, "mask": MASK, **more}
+    shared = {"heads": HEADS, "length": LENGTH, "head_dim": DIM, "mask": MASK}
+    if part in INTERPRETED:
+        return shared
+    return shared | ({"dtype": "float32"} if part == "not finite" else {"dtype": part, "epsilon": EPSILON[part]})
 
 
 if __name__ == "__main__":
-    parts = {dtype: part(dtype) for dtype in EPSILON}
-    run_parts(__doc__, {**parts, "not finite": not_finite}, "numerics", settings, rounds=1)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read by the import of triton
+    os.environ.setdefault("NPROC", "16")  # threads of XLA: interpreters of Pallas kernels wait in them for one another
+    parts: dict[str, Part] = {dtype: part(dtype) for dtype in EPSILON}
+    parts["not finite"] = lambda rounds: not_finite((*PEERS, *OURS), "float32")
+    parts |= {backend: interpreted(backend) for backend in INTERPRETED}
+    if [int(n) for n in importlib.metadata.version("jax").split(".")[:2]] < [0, 11]:
+        del parts["pallas-mosaic-gpu"]
+    run_parts(__doc__, parts, "numerics", settings, rounds=1)

@@ -49,6 +49,11 @@ def test_interpreted_large_scores():
 
 
 @pytest.mark.matrix
+def test_interpreted_errors():
+    run(HERE.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", ["every_case", "not every_case"])
 def test_interpreted_backward(part):
     run(HERE / "triton_backward_interpreted.py", only=part, TRITON_INTERPRET="1")

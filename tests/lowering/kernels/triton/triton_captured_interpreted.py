@@ -292,3 +292,17 @@ def test_deterministic_is_handed_on(deterministic, everywhere, want, monkeypatch
         torch.use_deterministic_algorithms(False)
     assert asked == [want, want]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_opposite_shares_of_an_entry_have_a_sum_of_zero():
+    """Fixed point rounds to the nearest integer: rounded down, each pair would leave a unit. Shares are small beside
+    the others, for float32 has no halves of large numbers."""
+    t = torch.zeros(6, requires_grad=True)
+    att = fk.compile("k >= 0", "score + t[min(q // 2, 1) * 3 + k % 3]", backend="triton")
+    draw = torch.Generator().manual_seed(2)
+    x, key, value, cotangent = (torch.randn(1, 1, 20, 16, generator=draw) for _ in range(4))
+    x[:, :, 1] = x[:, :, 0]
+    cotangent[:, :, :2] = torch.tensor([1e-13, -1e-13])[:, None] * cotangent[:, :, :1]
+    found = torch.autograd.grad(att(x, key, value, t=t), t, cotangent)[0]
+    assert not found[:3].any()
+    assert found[3:].all()
