@@ -1,16 +1,20 @@
-"""Memory over many calls, and of plans of long sequences: `python benchmarks/memory.py [calls] [plans]`, on Linux.
+"""Memory over many calls, and of plans and kernels of long sequences: `python benchmarks/memory.py [calls] [plans]
+[kernels]`, on Linux.
 
 "calls" are calls on torch tensors that change from one to the next: the text of the mask and its numbers, lengths,
 batch, heads, dtype, tables, gradients. What the process holds is read after each tenth of them, beside what the tables
 of remembered answers hold (`frisket doctor --caches`). The program fails where memory grows after the first fifth by
 more than these tables do and 32 MiB. Calls of 16 bits have three lengths: torch's oneDNN keeps compiled
 products for each length, also without frisket. "plans" are the most memory that a process takes for one plan, less what
-it had before; each length has a process. Results go to benchmarks/results/memory.json.
+it had before; each length has a process. "kernels" are the most memory that a call takes beside what it is given and
+what it returns, forward, and forward and backward. It is the second call of a process: the first one plans and builds,
+and what it leaves behind counts. Results go to benchmarks/results/memory.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -18,7 +22,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PLANNED = {"causal & window(4096)": None, "causal & doc[q] == doc[k]": "doc", "strided(977) & causal": None}
 TOKENS = (10_000, 100_000, 1_000_000, 10_000_000)
 SLACK = 32  # MiB
+DIM, DOCUMENT = 16, 1000
+CALLED = {"causal & window(256)": None, "causal & doc[q] == doc[k]": "doc"}
+RUNS = {"torch, cpp": ("torch", "cpp"), "torch, aten": ("torch", "aten"), "jax, cpp": ("jax", "cpp"),
+        "jax, xla": ("jax", "xla")}  # fmt: skip
 
 
 def resident() -> float:
@@ -108,9 +117,98 @@ def peak(text: str, length: int) -> dict[str, float]:
     before, start = resident(), time.monotonic()
     plan = att.plan(length, length, 1, 1, **given)
     spent = time.monotonic() - start
-    most = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
     assert plan is not None
-    return {"MiB": max(0.0, most - before), "s": spent}
+    return {"MiB": max(0.0, most() - before), "s": spent}
+
+
+def most() -> float:
+    """MiB of this process that were in memory at once, since its references were cleared."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def trimmed() -> float:
+    """MiB of this process after all that is free has gone back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident()
+
+
+def on_torch(att: fk.Attention, length: int, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Calls of one head, ready to be made; they return their results."""
+    q, k, v, cotangent = (torch.randn(1, 1, length, DIM, requires_grad=i < 3) for i in range(4))
+    tables = {n: torch.from_numpy(x) for n, x in given.items()}
+
+    @torch.no_grad()
+    def forward() -> Any:
+        return (att(q, k, v, **tables),)
+
+    def both() -> Any:
+        out = att(q, k, v, **tables)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), cotangent))
+
+    return {"forward": forward, "forward and backward": both}
+
+
+def on_jax(att: fk.Attention, length: int, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """As `on_torch`, compiled."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    arrays = [jnp.asarray(np.random.default_rng(i).standard_normal((1, length, 1, DIM), np.float32)) for i in range(4)]
+
+    @jax.jit
+    def forward(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        return (att(q, k, v, **given),)
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        out, back = jax.vjp(lambda *x: att(*x, **given), q, k, v)
+        return (out, *back(cotangent))
+
+    kinds = {"forward": forward, "forward and backward": both}
+    return {kind: partial(lambda call: jax.block_until_ready(call(*arrays)), call) for kind, call in kinds.items()}
+
+
+def beside(text: str, length: int, run: str) -> dict[str, float]:
+    """In this process: MiB of one call beside its arrays and its results, by what is called; and those of its query."""
+    import numpy as np
+
+    framework, backend = RUNS[run]
+    att, made = fk.compile(text, backend=backend), on_torch if framework == "torch" else on_jax
+
+    def calls(length: int) -> dict[str, Callable[[], Any]]:
+        return made(att, length, {"doc": np.arange(length) // DOCUMENT} if CALLED[text] else {})
+
+    for call in calls(min(length, 1024)).values():
+        call()  # imports
+    ready, found = calls(length), {"query": length * DIM * 4 / 2**20}
+    before = trimmed()
+    for kind, call in ready.items():
+        call()
+        trimmed()
+        Path("/proc/self/clear_refs").write_text("5")  # the most from here on
+        results = call()
+        found[kind] = max(0.0, most() - before - sum(x.nbytes for x in results) / 2**20)
+        del results
+    return found
+
+
+def kernels() -> None:
+    rows: dict[str, Any] = {}
+    for text in CALLED:
+        for run in RUNS:
+            for length in TOKENS:
+                command = [sys.executable, __file__, "--call", text, str(length), run]
+                found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+                print(text, run, length, found, flush=True)
+                for kind in found.keys() - {"query"}:
+                    figures = rows.setdefault(f"{text}, {kind}", {"figures": {}})["figures"]
+                    figures.setdefault(run, {})[str(length)] = found[kind]
+                    figures.setdefault("query", {})[str(length)] = found["query"]
+    keep(
+        "memory", "kernels", rows, {"heads": 1, "head_dim": DIM, "dtype": "float32", "document": DOCUMENT, "rounds": 1}
+    )
 
 
 def plans() -> None:
@@ -127,15 +225,22 @@ def plans() -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("parts", nargs="*", choices=["calls", "plans", []], help="both, unless named")
+    options.add_argument("parts", nargs="*", choices=["calls", "plans", "kernels", []], help="all, unless named")
     options.add_argument("--count", type=int, default=100_000, help="of calls")
     options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options.add_argument("--call", nargs=3, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.one:
         print(json.dumps(peak(given.one[0], int(given.one[1]))))
         return
+    if given.call:
+        text, length, run = given.call
+        print(json.dumps(beside(text, int(length), run)))
+        return
     if not given.parts or "plans" in given.parts:
         plans()
+    if not given.parts or "kernels" in given.parts:
+        kernels()
     if not given.parts or "calls" in given.parts:
         calls(given.count)
 
