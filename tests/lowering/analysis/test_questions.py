@@ -23,7 +23,7 @@ from frisket.lowering.simplify import simplify
 TABLES = {
     "doc": np.array([0, 0, 1, 1, 2, 4, 4, -3]), "map": np.arange(30).reshape(5, 6)[::-1] % 7 - 3,
     "f": np.array([0.5, np.nan, -1.0, 1.0, 2.0, 1.0, 0.0, np.inf]), "seen": np.arange(8) % 3 == 1,
-    "off": np.array([0, 2, 3, 7]),
+    "off": np.array([0, 2, 3, 7]), "sees": np.arange(40).reshape(5, 8) % 7 < 2,
 }  # fmt: skip
 VALUES = {"x": 1, "u": 0.5, "flag": True} | TABLES
 RANGES = """
@@ -341,6 +341,10 @@ seen[k] -> 0 0 0 0 108
 doc[2 * k] == 3 -> 0 684 0 0 0
 map[q, k] == 3 -> 0 165 466 466 4
 map[3, k] == 3 -> 0 0 0 0 36
+sees[3, k] -> 0 0 0 0 108
+~sees[x, k] -> 0 0 0 0 468
+sees[q, 6] -> 0 0 0 0 108
+sees[q, k] -> 16 122 955 939 36
 q >= k & doc[q] == doc[k] -> 0 46 781 781 17
 q >= k & doc[k] >= 3 -> 0 165 299 299 12
 q >= 3 & doc[k] >= 3 -> 0 0 0 0 45
