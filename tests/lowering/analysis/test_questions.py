@@ -549,6 +549,13 @@ def test_deep_expressions_and_large_ones_are_not_reasoned_about():
     assert beyond(parts[0])
     assert parts[0].depth < DEEP
     assert never(parts[0] < -1) is FALSE
+    large, env = parts[0] < -1, {"q0": 3, "q1": 5, "k0": 0, "k1": 2, "single": True, "tk": 3}
+    for found, wanted in (
+        (never(build("and", q >= 6, large)), True), (never(build("and", q >= 5, large)), False),
+        (never(build("or", q >= 6, large)), False), (always(build("or", q >= 3, large)), True),
+        (always(build("or", q >= 4, large)), False), (always(build("and", q >= 3, large)), False),
+    ):  # fmt: skip
+        assert bool(Scope({}, {}).value(found, env)) == wanted  # one part of the mask decides
 
 
 @pytest.mark.parametrize("x", range(-1, 6))
