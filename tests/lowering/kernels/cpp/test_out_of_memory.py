@@ -151,3 +151,35 @@ def test_nothing_in_our_cpp_ends_the_process():
         if words.search(line.split("//")[0])
     }
     assert not found
+
+
+COUNTED = """
+#include <stdint.h>
+#include <stdlib.h>
+extern "C" {
+int64_t largest;
+void *counted_malloc(size_t n) { if ((int64_t)n > largest) largest = n; return malloc(n); }
+}
+#define malloc counted_malloc
+"""
+
+
+@pytest.mark.parametrize(("keys", "least", "most"), [(5_000, 74, 80), (24_000, 200, 256)])
+def test_sums_of_parts_take_no_more_than_256_mebibytes(monkeypatch, keys, least, most):
+    """Eight threads divide a key head into eight parts, which add up all keys each; where they would take more, there
+    are fewer parts."""
+    torch = pytest.importorskip("torch")
+    from frisket.runtime.backends.cpp import torch as native_torch
+
+    built, real = [], native_build.library
+    monkeypatch.setattr(native_torch, "library", lambda x, *rest: built.append(real(COUNTED + x, *rest)) or built[-1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        q, k, v = (torch.randn(1, 1, n, 256, requires_grad=True) for n in (512, keys, keys))
+        att = fk.compile("k < 1 | k >= n - 1", n=keys, backend="cpp")
+        out = att(q, k, v)
+        torch.autograd.grad(out.sum(), (q, k, v))
+    finally:
+        torch.set_num_threads(threads)
+    assert least << 20 <= max(ctypes.c_int64.in_dll(x, "largest").value for x in built) - 64 <= most << 20
