@@ -44,6 +44,7 @@ MORE = {
         "every_case_with_closed_form_bounds[window-crop]",
     ),
     "lowering/kernels/triton/triton_interpreted_decode.py": (
+        "parts_of_every_case[full]",
         "parts_in_proportion_to_what_sequences_see",
         "a_long_sequence_has_parts_of_its_own",
         "parts_by_head_where_the_mask_tells_heads_apart",
