@@ -152,10 +152,12 @@ def on_torch(att: fk.Attention, length: int, given: dict[str, Any]) -> dict[str,
 def on_jax(att: fk.Attention, length: int, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """As `on_torch`, compiled."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    arrays = [jnp.asarray(np.random.default_rng(i).standard_normal((1, length, 1, DIM), np.float32)) for i in range(4)]
+    arrays = [
+        jax.block_until_ready(jax.device_put(np.random.default_rng(i).standard_normal((1, length, 1, DIM), np.float32)))
+        for i in range(4)
+    ]
 
     @jax.jit
     def forward(q: Any, k: Any, v: Any, cotangent: Any) -> Any:

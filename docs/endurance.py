@@ -91,6 +91,43 @@ Past a budget of steps the analysis leaves tiles partial: the last plan of `stri
 before."""
 
 
+def kernels() -> str:
+    part = parts("memory")["kernels"]
+    lengths = list(next(iter(part["rows"].values()))["figures"]["query"])
+    tables = []
+    for kind in ("forward", "forward and backward"):
+        rows = []
+        for name, row in part["rows"].items():
+            mask, _, what = name.rpartition(", ")
+            if what == kind:
+                of_query = row["figures"]["query"]
+                rows += [
+                    [
+                        f"`{mask}`",
+                        run,
+                        *(f"{x[n]:.1f} MiB, {x[n] / of_query[n]:.1f} q" if n in x else "–" for n in lengths),
+                    ]
+                    for run, x in row["figures"].items()
+                    if run != "query"
+                ]
+        tables.append(f"**{kind}**\n\n{table([kind, '', *(f'{int(n):,} tokens' for n in lengths)], rows)}")
+    several, set_ = "\n\n".join(tables), part["settings"]
+    return f"""\
+The most memory that a call takes beside its arrays and its results, in MiB and as a multiple of the query's: one head
+of {set_["head_dim"]} numbers in {set_["dtype"]}, documents of {set_["document"]:,} tokens. It is the second call of a
+process: the first one plans and builds, and what it leaves behind counts. `python benchmarks/memory.py kernels` repeats
+it ({machine(part)}, with other work on it).
+
+{several}
+
+A native kernel keeps packed tiles, 8 MiB a thread at most, and 16 MiB in its backward. It keeps 4 bytes a query, and 12
+with gradients. The backward of a head on several threads adds up dK and dV in parts. These take 256 MiB at most: at ten
+million tokens two parts would take more, so there is one. Gradients by library calls take some six times the query, and
+by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its table. Nothing grows with pairs
+of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests hold this for all four, and hold that
+native kernels do not take another query for each thread."""
+
+
 def versions() -> str:
     found = json.loads((PAGE.parents[1] / "tests" / "matrix.json").read_text(encoding="utf-8"))
     shown = ("python", "numpy", "torch", "jax", "triton")
@@ -112,38 +149,86 @@ and continuous batching fails with transformers before 5.19, which `register` th
 {table(["environment", *shown, "others", "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
 
 
+ON_CPU = ("dense", "sdpa", "flex", "cpp", "aten", "xla")
+INTERPRETED = ("triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu")
+DTYPES = ("float32", "bfloat16", "float16")
+WRONG = "wrong rows of 256"
+
+
+def errors(name: str, rows: dict[str, dict[str, Any]]) -> str:
+    """The tables of a dtype; `rows` have figures of output and gradients."""
+    tables = []
+    for what in ("output", "gradients"):
+        figures = {title: row[what] for title, row in rows.items() if what in row}
+        shown = [*dict.fromkeys(n for found in figures.values() for n in found if n != "bound"), "bound"]
+        cells = [[title, *(f"{x[n]:.1e}" if n in x else "–" for n in shown)] for title, x in figures.items()]
+        tables.append(f"**{name}, {what}**\n\n{table([name, *shown], cells)}")
+    return "\n\n".join(tables)
+
+
+def interpreted(found: dict[str, Any]) -> tuple[str, str]:
+    """The tables of kernels that interpreters run: errors, and wrong rows."""
+    rows: dict[str, dict[str, Any]] = {}  # by dtype and title
+    for backend in INTERPRETED:
+        for name, row in found[backend]["rows"].items():
+            for what, figures in row["figures"].items():
+                rows.setdefault(name, {}).setdefault(what, {}).update(figures)
+    dtypes = {
+        dtype: {name.removeprefix(f"{dtype}, "): row for name, row in rows.items() if name.startswith(f"{dtype}, ")}
+        for dtype in DTYPES
+    }
+    wrong = {name: row[WRONG] for name, row in rows.items() if WRONG in row}
+    head = ["", *next(iter(wrong.values()))]
+    return (
+        "\n\n".join(errors(dtype, each) for dtype, each in dtypes.items()),
+        table(head, [[name, *map(str, x.values())] for name, x in wrong.items()]),
+    )
+
+
 def numbers() -> str:
     found = parts("numerics")
-    runs = ("dense", "sdpa", "flex", "cpp", "aten", "xla", "bound")
-    tables = []
-    for dtype in ("float32", "bfloat16", "float16"):
-        for what in ("output", "gradients"):
-            shown = [n for n in runs if not (what == "gradients" and n == "flex")]
-            rows = [
-                [title, *(f"{x:.1e}" if (x := row["figures"][what].get(n)) is not None else "–" for n in shown)]
-                for title, row in found[dtype]["rows"].items()
-            ]
-            tables.append(f"**{dtype}, {what}**\n\n{table([dtype, *shown], rows)}")
-    ((quantity, _),) = next(iter(found["not finite"]["rows"].values()))["figures"].items()
-    rows = [[t, *(str(x) for x in r["figures"][quantity].values())] for t, r in found["not finite"]["rows"].items()]
-    several = "\n\n".join(tables)
+    several = "\n\n".join(
+        errors(dtype, {title: row["figures"] for title, row in found[dtype]["rows"].items()}) for dtype in DTYPES
+    )
+    rows = [[t, *(str(x) for x in r["figures"][WRONG].values())] for t, r in found["not finite"]["rows"].items()]
+    accelerators, wrong = interpreted(found)
     return f"""\
 Errors from float64 for 256 queries and keys of 64 numbers under `{found["float32"]["settings"]["mask"]}`, and
-for one query over 1,048,576 keys. An error is relative to the largest number that its sums can reach. `dense` is a
-softmax written out in the dtype, `sdpa` torch's with a dense mask, `flex` torch's flex_attention, compiled. `cpp`,
-`aten` and `xla` are frisket's, and `bound` is what frisket promises for them: tests hold it. Of outputs it is
-`u + min(1, 2**-20 * (1 + s))`, of gradients `2 * u + min(1, 2**-20 * (1 + s))`, where `s` is the largest absolute score
-and `u` the rounding of the dtype: 2**-23 (float32), 2**-7 (bfloat16), 2**-10 (float16). A bound of 1.0 promises
-nothing: no sum is off by more than it can reach. A dash is NaN or infinity. Numbers below 1e-38 may become 0, so those
-have no bound. `flex` has no gradients on a CPU. Kernels for GPUs and TPUs are not in the table.
+for one query over 16,384 and over 1,048,576 keys. An error is relative to the largest number that its sums can reach.
+`dense` is a softmax written out in the dtype, `sdpa` torch's with a dense mask, `flex` torch's flex_attention,
+compiled. `cpp`, `aten` and `xla` are frisket's, and `bound` is what frisket promises for them: tests hold it.
+
+A bound is `u + min(1, 2**-20 * (1 + s))` for outputs and `2 * u + min(1, 2**-20 * (1 + s))` for gradients. Here `s` is
+the largest absolute score and `u` the rounding of the dtype: 2**-23 (float32), 2**-7 (bfloat16), 2**-10 (float16). A
+bound of 1.0 promises nothing: no sum is off by more than it can reach. A dash is NaN or infinity. Numbers below 1e-38
+may become 0, so those have no bound. `flex` has no gradients on a CPU.
 `python benchmarks/numerics.py` repeats it ({machine(found["float32"])}).
 
 {several}
 
 A key that is NaN or infinite reaches no query that does not see it. A value that some query sees must be finite, as in
-dense attention: 0 times infinity is NaN. {quantity[0].upper()}{quantity[1:]}:
+dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]}:
 
-{table(["", *runs[:-1]], rows)}
+{table(["", *ON_CPU], rows)}
+
+A score of -inf hides its key. Where a query has no other score, its output is 0, and so is its gradient. Tests hold
+this for every backend.
+
+Interpreters run the kernels for GPUs and TPUs on the same inputs: Triton's, the project's own of Gluon with the forward
+kernels for Hopper (`sm_90`) and Blackwell (`sm_100`), and Pallas's for TPUs and, with JAX
+{found["pallas-mosaic-gpu"]["machine"]["jax"]}, for GPUs. The bounds are the same, and tests hold them. A million keys
+would take hours there. The kernels of Gluon and of Pallas for GPUs take 16 bits alone.
+
+An interpreter adds and multiplies on a CPU, in float32. It does not show how a GPU approximates `exp2`, `log` and
+`tanh`, how a tensor core or a TPU rounds a sum of products, or what either does with numbers below 1e-38. Triton's has
+two repairs: one reads bfloat16 as numbers, the other rounds a product of float32 once, since numpy's sums depend on the
+shape of a tile and a GPU's do not.
+
+{accelerators}
+
+{WRONG[0].upper()}{WRONG[1:]}, in float32 where a kernel takes it and else in float16:
+
+{wrong}
 
 Equal calls give equal bits on one machine. Tests hold this for torch's and JAX's kernels of a CPU, for library calls in
 torch, and for Triton's kernels in its interpreter. The native forward of torch is also held to equal bits with one, two
@@ -192,7 +277,7 @@ In JAX, frisket's distance as a share of the larger one of `third` and `fifth` i
 
 
 SECTIONS = {
-    "explorer": explorer, "calls": calls, "plans": plans, "numbers": numbers, "training": training,
+    "explorer": explorer, "calls": calls, "plans": plans, "kernels": kernels, "numbers": numbers, "training": training,
     "versions": versions,
 }  # fmt: skip
 
