@@ -10,7 +10,7 @@ from support.native import native_call
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import lookup, random
+from frisket.dsl.ir import lit, lookup, random
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.cpp import forward as cpp
@@ -98,7 +98,7 @@ def values(types, op, double, wide):
 def call(tables, real, wide):
     """A call whose tables are these arrays, by name."""
     kinds = {"i": INT, "f": FLOAT, "b": BOOL}
-    uses = tuple(TableUse(n, n, 1, kinds[n[0]]) for n in tables)
+    uses = tuple(TableUse(n, n, x.ndim, kinds[n[0]]) for n, x in tables.items())
     plan = LoopPlan(None, None, "general", (), uses, None, False, False, False, wide, "")
     spans = Spans(np.zeros((1, 1, 1, 4), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
     g = Geometry(1, 1, 1, 1, 1, 16, 16, 1.0)
@@ -182,6 +182,25 @@ def test_random(wide):
     out = run({"draw": root, "row": of_a_row}, plan, record, "float32", "native", "1", len(i))
     assert (out["draw"] == evaluate(random(*map(ir.param, tables)), tables)).all()
     assert (out["row"] == evaluate(random(ir.param("i0"), ir.param("i1")), tables)).all()
+
+
+@pytest.mark.parametrize("step", ["LANES", "1"])
+def test_neighbours_along_any_axis(step):
+    """Entries of a vector lie one behind another, or a row of the table apart, and those outside are the nearest."""
+    draw, at = np.random.default_rng(1), np.arange(64)
+    tables = {"i0": draw.integers(0, 99, (40, 3)), "i1": draw.integers(0, 99, (3, 40))}
+    places = {"ahead": (k - 4, at - 4), "behind": (50 - k, 50 - at)}
+    roots, wanted = {}, {}
+    for name, (place, where) in places.items():
+        inside = where.clip(0, 39)
+        roots |= {f"{name}_0": lookup("i0", (place, lit(1))), f"{name}_1": lookup("i1", (lit(2), place))}
+        wanted |= {f"{name}_0": tables["i0"][inside, 1], f"{name}_1": tables["i1"][2, inside]}
+    if step == "1":
+        roots = {n: ir.substitute(x, {k: q}) for n, x in roots.items()}
+    plan, (record, _keep) = call(tables, np.float32, False)
+    found = run(roots, plan, record, "float32", "native", step, len(at))
+    for name, want in wanted.items():
+        np.testing.assert_array_equal(found[name][: len(at)], want, name)
 
 
 FUNCTIONS = {"exp": (-87, 88), "exp2": (-125, 128), "tanh": (-12, 12), "sigmoid": (-30, 30), "log": (1e-6, 100.0),
