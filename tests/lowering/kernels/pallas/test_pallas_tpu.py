@@ -68,6 +68,11 @@ def test_every_case(name):
     cases.check(case, *run(case)[:2])
 
 
+def test_a_value_of_one_number_more_than_the_lanes():
+    case = CASES["causal"].but(block=(128, 128), dim=16, v_dim=129)
+    cases.check(case, *run(case)[:2])
+
+
 UNEQUAL = [f"{name} {tile}" for name in ("window", "distances", "distances-by-batch") for tile in ("1x2", "2x1")]
 
 
