@@ -45,6 +45,10 @@ MORE = {
             "gain": rng.random((2, 2000)).astype(np.float32), "slope": np.array([0.1, 0.02], np.float32),
         },
     ),
+    "plane-by-batch": Case(
+        causal, score + lookup("plane", (b, q, k), FLOAT), q_len=150, kv_len=150, batch=2,
+        tables={"plane": rng.standard_normal((2, 150, 150)).astype(np.float32)},
+    ),
     "other-heads": Case(causal & (q - k < 90 * (h + 1)), heads=4, kv_heads=2, q_len=290, kv_len=290),
 }  # fmt: skip
 ALL = CASES | MORE
@@ -59,7 +63,9 @@ def run(case, made=None, **options):
     )  # fmt: skip
 
 
-OFTEN = "window documents-by-batch gqa empty-rows crop origin-by-batch bias-plane relation distances".split()
+OFTEN = (
+    "window documents-by-batch gqa empty-rows crop origin-by-batch bias-plane plane-by-batch relation distances".split()
+)
 
 
 @pytest.mark.parametrize("name", some(ALL, *OFTEN))
