@@ -123,9 +123,11 @@ it ({machine(part)}, with other work on it).
 A native kernel keeps packed tiles, 8 MiB a thread at most, and 16 MiB in its backward. It keeps 4 bytes a query, and 12
 with gradients. The backward of a head on several threads adds up dK and dV in parts. These take 256 MiB at most: at ten
 million tokens two parts would take more, so there is one. Gradients by library calls take some six times the query, and
-by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its table. Nothing grows with pairs
-of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests hold this for all four, and hold that
-native kernels do not take another query for each thread."""
+by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its table. The dash is for XLA's
+calls that took more than 400 seconds, beside other work.
+
+Nothing grows with pairs of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests hold this for all
+four, and hold that native kernels do not take another query for each thread."""
 
 
 def versions() -> str:

@@ -135,6 +135,7 @@ AREAS = {
              "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
             (f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_cpp_forward.py",
              f"{KERNELS}/cpp/test_native_stored.py::test_stored", "tests/runtime/backends/test_native_distance.py",
+             f"{KERNELS}/cpp/test_native_variants.py::test_half_precision_without_its_instructions",
              f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
         ),
     ],

@@ -62,9 +62,9 @@ def test_variants(variant, name):
 
 
 def test_half_precision_without_its_instructions():
-    for variant in HERE:
-        if variant in ("avx512", "avx2"):
-            problem("bfloat16").check(problem("bfloat16").run(here(variant), backward=False))
+    for variant, name in (("avx512", "bfloat16"), ("avx2", "bfloat16"), ("scalar", "float16")):
+        if variant in HERE:
+            problem(name).check(problem(name).run(here(variant), backward=False))
 
 
 def missing(*programs):
