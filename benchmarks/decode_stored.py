@@ -117,7 +117,9 @@ def rate(rounds: int) -> Rows:
 
 
 def settings(part: str) -> dict[str, Any]:
-    return {"heads": GROUP * KV_HEADS, "kv_heads": KV_HEADS, "threads": THREADS if part == "rate" else 1}
+    if part == "rate":
+        return {"kv_heads": KV_HEADS, "threads": THREADS}
+    return {"heads": GROUP * KV_HEADS, "kv_heads": KV_HEADS, "threads": 1}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ the output that are not those of float64 without the keys that a query does not 
 `bound` is what frisket's backends promise: the rounding of the dtype, once for outputs and twice for gradients, and
 that of float32 in scores, which grows with them.
 
-Triton's interpreter has two repairs of tests/support/triton: bfloat16 is no integer, and a product of float32 does not
-depend on the shape of a tile. Gluon's kernels run in tests/support/gluon, forward only. The part of Pallas on GPUs is
-there with JAX 0.11 or later, for before it a call takes minutes.
+tests/support/triton repairs Triton's interpreter twice: bfloat16 is read as numbers, not as integers, and a product of
+float32 does not depend on the shape of a tile. Gluon's kernels run in tests/support/gluon, forward only. Pallas on GPUs
+needs JAX 0.11: the interpreter of earlier versions takes minutes a call.
 """
 
 from __future__ import annotations

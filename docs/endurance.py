@@ -120,14 +120,15 @@ it ({machine(part)}, with other work on it).
 
 {several}
 
-A native kernel keeps packed tiles, 8 MiB a thread at most, and 16 MiB in its backward. It keeps 4 bytes a query, and 12
-with gradients. The backward of a head on several threads adds up dK and dV in parts. These take 256 MiB at most: at ten
-million tokens two parts would take more, so there is one. Gradients by library calls take some six times the query, and
-by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its table. The dash is for XLA's
-calls that took more than 400 seconds, beside other work.
+Each thread of a native kernel keeps packed tiles: at most 8 MiB forward, 16 MiB backward. lse takes 4 bytes for each
+query; with gradients, lse and norms take 12. Where threads share a key head, each part of its queries sums its own dK
+and dV. These sums take at most 256 MiB, so at ten million tokens there is one part. Gradients by library calls take
+some six times the query, and by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its
+table. The dash is for XLA's calls that took more than 400 seconds, beside other work.
 
-Nothing grows with pairs of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests hold this for all
-four, and hold that native kernels do not take another query for each thread."""
+Nothing grows with pairs of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests check for torch
+and JAX, native kernels and library calls, that memory grows with tokens and not with pairs. On torch they also check
+that 24 threads do not each take memory of the query's size."""
 
 
 def versions() -> str:
@@ -145,8 +146,8 @@ A slice of the tests on a CPU, in environments made for it: `python tests/matrix
 for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
 numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
 not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there. The last rows
-have the oldest versions of other extras, and the tests that need them. flax 0.12.0 cannot be imported with JAX 0.10,
-and continuous batching fails with transformers before 5.19, which `register` therefore refuses.
+have the oldest versions of other extras, and the tests that need them. flax 0.12.0 cannot be imported with JAX 0.10.
+Continuous batching fails with transformers before 5.19, so `register` refuses these versions.
 
 {table(["environment", *shown, "others", "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
 
@@ -216,10 +217,10 @@ dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]}:
 A score of -inf hides its key. Where a query has no other score, its output is 0, and so is its gradient. Tests hold
 this for every backend.
 
-Interpreters run the kernels for GPUs and TPUs on the same inputs: Triton's, the project's own of Gluon with the forward
-kernels for Hopper (`sm_90`) and Blackwell (`sm_100`), and Pallas's for TPUs and, with JAX
-{found["pallas-mosaic-gpu"]["machine"]["jax"]}, for GPUs. The bounds are the same, and tests hold them. A million keys
-would take hours there. The kernels of Gluon and of Pallas for GPUs take 16 bits alone.
+Interpreters run the kernels for GPUs and TPUs on the same inputs: Triton's own; the project's for Gluon's forward on
+Hopper (`sm_90`) and Blackwell (`sm_100`); Pallas's for TPUs, and with JAX
+{found["pallas-mosaic-gpu"]["machine"]["jax"]} for GPUs. The bounds are the same, and tests hold them. A million keys
+would take hours there. The kernels of Gluon and of Pallas for GPUs take bfloat16 and float16 alone.
 
 An interpreter adds and multiplies on a CPU, in float32. It does not show how a GPU approximates `exp2`, `log` and
 `tanh`, how a tensor core or a TPU rounds a sum of products, or what either does with numbers below 1e-38. Triton's has

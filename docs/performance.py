@@ -561,13 +561,14 @@ TOPICS = (
           "head size, direction. \"native\" has AVX-512 on this machine.", "python benchmarks/cpu_dims.py",
           each(("native", "As the CPU is", "ms"), ("avx2", "With vectors of AVX2 on the same CPU", "ms"))),
     Topic("cpu-rows", "Half precision, chunks, short rows, ONNX Runtime", "Two heads of 64 (four where rows are "
-          "short), one thread. The goal of few tokens, forward, is 0.7 up to 16 and 1 up to 64.",
+          "short), one thread. Goals of SDPA's time / native time, forward: 0.7 up to 16 tokens, 1 up to 64.",
           "python benchmarks/cpu_rows.py",
           each(("halves", "bfloat16 and float16, 4,096 tokens", "ms"),
                ("prefill", "A chunk of a prompt, float32", "ms"), ("short", "Few tokens, float32", "ms"),
                ("onnx", "Beside ONNX Runtime, float32", "ms"))),
-    Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread, "
-          "where the table says no other. Ratios are times: below 1 is faster than one float32 array.",
+    Topic("decode-stored", "Decoding on stored keys", "One query over 2 key heads. The first two tables have 8 query "
+          "heads and one thread, and their ratios are times: below 1 is faster. The last one has all threads, and its "
+          "ratio is a rate: at 1, keys and values are read as fast as torch adds them up.",
           "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"),
                ("rate", "Beside torch adding up as many bytes, all threads", "ms"))),

@@ -38,7 +38,7 @@ from .transformers_masks import SymbolicMask, chosen, dense, symbolic
 from .transformers_paged import allow, cache_of, kind_of, paged, refuse_tables, refuse_without_cache
 
 NAME = "frisket"
-OLDEST = 5, 19  # of transformers: before it, caches of continuous batching say no kind of their layers
+OLDEST = 5, 19  # the oldest transformers: before it, caches of continuous batching do not name the kind of a layer
 
 
 def register() -> None:

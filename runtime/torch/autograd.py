@@ -11,9 +11,21 @@ from torch.autograd import forward_ad
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
 from frisket.runtime.backends.cpp.torch import lse_of
+from frisket.runtime.calls.arrays import recorded
 
 if TYPE_CHECKING:
     from .ready import Ready
+
+
+def refuse_recording() -> None:
+    """Refuse a backward that is recorded, mapped or made of tensors without memory, where its forward ran before: as
+    no operator of torch, it would write to memory that is not there."""
+    modes = torch._C._len_torch_dispatch_stack() and (recorded() or type(torch.empty(0)) is not Tensor)
+    if modes or torch._C._functorch.maybe_current_level() is not None:
+        raise BackwardError(
+            "this backward is recorded or mapped (make_fx, vmap, functionalize, fake tensors), and its forward ran "
+            "before\n  call the attention inside of what is recorded or mapped"
+        )
 
 
 def no_forward_mode() -> NoReturn:
@@ -34,7 +46,7 @@ def refuse_tangents(*arrays: Any) -> None:
 
 def written_out(x: Any) -> Any:
     """The argument; zeros that torch keeps no memory for are written out."""
-    return torch.zeros_like(x) if isinstance(x, Tensor) and x._is_zerotensor() else x
+    return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
 
 
 class Attend(torch.autograd.Function):
@@ -64,6 +76,7 @@ class Attend(torch.autograd.Function):
                 "a table of this attention was changed in place between the forward and the backward, which needs what "
                 "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
             )
+        refuse_recording()
         saved = ctx.saved_tensors
         given = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
@@ -94,6 +107,7 @@ class AttendAgain(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * 5
+        refuse_recording()
         saved = ctx.saved_tensors
         what = *ctx.again, saved, dout, None, (*ctx.needs_input_grad[2:], False)
         if not torch.is_grad_enabled():
@@ -126,7 +140,8 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
 def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
     q, k, v, _, out, lse, norm = saved
-    if dout is not None and dlse is None and not torch._C._is_torch_function_mode_enabled():
+    plain = dout is not None and dlse is None and not torch._C._is_torch_function_mode_enabled()
+    if plain and not torch.compiler.is_compiling():  # compiled autograd would guard on addresses
         found: list[Any] | None = repeat.gradients(q, k, v, out, lse, norm, dout, needed)
         if found is not None:
             return [*found, None]

@@ -119,7 +119,8 @@ def local(x: Any, mesh: Any, placements: Placements) -> Any:
     if x.device_mesh != mesh:
         raise ShapeError("a table or cotangent is on another mesh than q, k and v; distribute it over theirs")
     # detached: torch 2.11 detaches what requires a gradient in place here, and has no strategy for that
-    return x.detach().redistribute(mesh, placements).to_local()
+    detached: Any = x.detach()
+    return detached.redistribute(mesh, placements).to_local()
 
 
 def dealt(x: Tensor, like: Any, place: RankPart, have: Placements, shape: Sequence[int]) -> Any:

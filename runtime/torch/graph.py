@@ -85,7 +85,7 @@ def written(
     for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    asked, exports = "", torch.compiler._is_exporting_flag  # Dynamo of torch 2.11 says True for is_exporting()
+    asked, exports = "", torch.compiler._is_exporting_flag  # in Dynamo of torch 2.11 is_exporting() is always True
     if torch.compiler.is_compiling() and not exports and torch.is_grad_enabled():
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):

@@ -79,9 +79,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     ready = _of_kind(att, key, tables, request, kept)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
-        if kind not in (asked := ready.__dict__.setdefault("asked_again", set())):  # asked twice, and maybe often
-            asked.add(kind)
-            _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)
+        _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # asked twice, and maybe often
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
@@ -142,10 +140,10 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: 
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or params or att.options.rows is not None or any(x is not None for x in given):
         return
-    if not (ready.live or ready.tables or ready.seed or ready.stored):
-        kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+    if not (kinds in att.repeats or ready.live or ready.tables or ready.seed or ready.stored):
         run = repeat(ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.target)
-        _keep(att.repeats, kinds, (settings, run, ready))
+        _keep(att.repeats, kinds, (settings, run, ready), 3 * KEPT)
 
 
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
@@ -228,9 +226,9 @@ def _remembered(
     return ready
 
 
-def _keep(kept: dict[Any, Any], key: Any, found: Any) -> None:
+def _keep(kept: dict[Any, Any], key: Any, found: Any, most: int = KEPT) -> None:
     kept[key] = found
-    while len(kept) > KEPT:
+    while len(kept) > most:
         kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 

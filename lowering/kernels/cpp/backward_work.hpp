@@ -122,9 +122,11 @@ static int64_t cut(const Call *call, Part *part, int64_t parts) {
     return bytes;
 }
 
-// Parts of a key head: so many that no thread waits long for the others. Depends on shapes and `threads` alone, so
-// equal calls give equal bits.
+// Parts of a key head: so many that no thread waits long for the others, and one of a call that a thread ends alone.
+// Depends on shapes and `threads` alone, so equal calls give equal bits.
 static int64_t parts_wanted(const Call *call) {
+    const double pairs = (double)call->batch * call->heads * call->q_len * call->kv_len;
+    if (2 * pairs * (3 * HEAD_DIM + 2 * V_DIM) < SHORT) return 1;
     const int64_t units = call->batch * call->kv_heads, all = call->rows * (call->heads / call->kv_heads);
     const int64_t most = units < call->threads ? 4 * (call->threads / (units ? units : 1)) : 4;
     int64_t parts = 1;

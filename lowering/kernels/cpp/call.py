@@ -23,7 +23,8 @@ class Field:
     words: int = 1
 
 
-AHEAD = 256  # rows that kernels fetch ahead, at most, beside a tile's
+BEHIND = 256  # rows behind a tile that kernels may fetch
+SHORT = 4 << 20  # operations of a call that one thread ends before a second one has begun
 
 
 def _array(name: str, meaning: str) -> Field:
@@ -94,7 +95,7 @@ def text() -> str:
     """The C declarations of the record; `Real` (float, or double in float64) is declared before them."""
     width = max(len(f.declaration) for f in FIELDS) + 1
     lines = (f"    {f.declaration:{width}}{'// ' + f.meaning if f.meaning else ''}".rstrip() for f in FIELDS)
-    return "\n".join([HEAD.rstrip(), "struct Call {", *lines, "};"]) + "\n"
+    return "\n".join([HEAD.rstrip(), "struct Call {", *lines, "};", f"const double SHORT = {SHORT};"]) + "\n"
 
 
 BRIDGE = """\

@@ -342,6 +342,7 @@ template <int N, int STEP> INLINE Vec added(Vec *x) {
 const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
 
 const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
+static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
 
 template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);

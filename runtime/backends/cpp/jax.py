@@ -221,7 +221,7 @@ def _values(
         numbers = tuple(_copied(x.tobytes(), x.shape, x.dtype.str) if isinstance(x, np.ndarray) else x for x in numbers)
     walked = _kept(spans, "runs", runs) if not traced and isinstance(spans, Spans) else runs()
     if rows is not None:
-        more = target.block_k + cpp_call.AHEAD
+        more = target.block_k + cpp_call.BEHIND
         walked += rows.padded(more) if traced else _kept(rows, f"{more} more", partial(rows.padded, more))
     arrays = tuple(map(stored, plan.tables))
     return *numbers, walked, None if sinks is None else sinks.astype(real).reshape(-1), arrays

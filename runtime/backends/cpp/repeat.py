@@ -9,25 +9,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from frisket.lowering.kernels.cpp.call import OFFSET, WORDS
+from frisket.lowering.kernels.cpp.call import OFFSET, SHORT, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.runtime.machine.cpp_threads import Threads, of_torch
 
 from .torch import LARGE, huge, out_of_memory, prepared
 
-SHORT = 4 << 20  # operations of a call that one thread ends before a second one has begun
 THREADS = struct.Struct("3q")
-ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q")  # what is forward's alone
+ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q")  # words from `sinks` to `out`, which a forward fills in
 REST = bytes(8 * (WORDS - OFFSET["dout"]))
-ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")
-NONE = (0, 0, 0, 0)  # an array that nobody asks for
+ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the end
+NONE = (0, 0, 0, 0)  # a gradient that nobody asks for
 
 
 class Repeat(NamedTuple):
     """Calls that differ from one in their arrays alone."""
 
-    forward: Callable[..., Any]  # (q, k, v, saving): out, with `saving` (out, lse, norm); None: arrays to be copied
-    gradients: Callable[..., Any]  # of q, k and v; None where there is more to do than to run a kernel that is there
+    forward: Callable[
+        ..., Any
+    ]  # (q, k, v, saving): out, with `saving` (out, lse, norm); None where arrays must be copied first
+    gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
 
 
 def repeat(
@@ -45,7 +46,7 @@ def repeat(
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*made.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
-    backward: list[Any] = []  # the kernel, its record, and what has the addresses in that
+    backward: list[Any] = []  # the kernel, its record, and the buffers that the record points to
 
     def again(q: Tensor, k: Tensor, v: Tensor, saving: bool, kept: Any = kept) -> Any:  # `kept` has its addresses
         (*qs, q_step), (*ks, k_step), (*vs, v_step) = q.stride(), k.stride(), v.stride()

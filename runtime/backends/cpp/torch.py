@@ -18,7 +18,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp.backward import BackwardKernel
-from frisket.lowering.kernels.cpp.call import AHEAD, FIELDS, OFFSET, WORDS
+from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
 from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.rows import Rows
@@ -252,7 +252,7 @@ class _Prepared:
         self.real = self.kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
-        places = () if rows is None else rows.padded(target.block_k + AHEAD)
+        places = () if rows is None else rows.padded(target.block_k + BEHIND)
         self.alive = origins, runs, places
         self.before = (
             g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],

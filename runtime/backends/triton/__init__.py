@@ -41,7 +41,8 @@ def _importing(package: str) -> str:
     try:
         importlib.import_module(package)
     except Exception as error:  # it is for another JAX or Triton, say
-        return f"{package} is installed and cannot be imported: {error}"
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"{package} cannot be imported: {first}; install versions of jax, triton and {package} that fit together"
     return ""
 
 

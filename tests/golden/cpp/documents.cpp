@@ -78,6 +78,7 @@ struct Call {
     const Real *dlse;        // the cotangent of lse, contiguous, or null
     Real *const *gradients;  // a zeroed buffer for each of the plan's captured gradients, or null
 };
+const double SHORT = 4194304;
 
 namespace {
 // -- the mask and the score mod, over a vector of keys -----------------------------------------------------------

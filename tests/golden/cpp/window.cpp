@@ -78,6 +78,7 @@ struct Call {
     const Real *dlse;        // the cotangent of lse, contiguous, or null
     Real *const *gradients;  // a zeroed buffer for each of the plan's captured gradients, or null
 };
+const double SHORT = 4194304;
 
 namespace {
 
@@ -967,6 +968,7 @@ template <int N, int STEP> INLINE Vec added(Vec *x) {
 const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
 
 const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
+static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
 
 template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
@@ -1184,7 +1186,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : 16;                       // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : 16;                        // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights

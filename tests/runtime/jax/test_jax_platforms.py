@@ -211,7 +211,7 @@ def test_a_broken_jax_triton_is_passed_over(monkeypatch, tmp_path):
     (tmp_path / "jax_triton.py").write_text("raise AttributeError('of another JAX')\n")
     monkeypatch.syspath_prepend(tmp_path)
     triton._importing.cache_clear()
-    assert triton.missing() == "jax_triton is installed and cannot be imported: of another JAX"
+    assert triton.missing().startswith("jax_triton cannot be imported: of another JAX; install versions of jax")
     plan = fk.compile("causal & window(128)").plan(1024, 1024)
     geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
     chosen = jax_platforms.quickest_of("pallas-mosaic-gpu", plan, geometry, "bfloat16", Options())

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
@@ -214,6 +216,31 @@ def test_bits_of_gradients(dtype, shape, generic):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 1, "q_len": 400, "kv_len": 16},
+        {"heads": 2, "q_len": 100, "kv_len": 64},
+        {"heads": 1, "q_len": 900, "kv_len": 300},
+    ],
+)
+def test_bits_of_gradients_by_several_threads(shape):
+    """Fewer key heads than threads: the first calls, those like one before and those that ask for lse are alike."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        att = attention("True")
+        arrays = learning(att, batch=1, kv_heads=1, dim=64, v_dim=64, **shape)
+        cotangent = torch.randn(1, shape["heads"], shape["q_len"], 64)
+        found = torch.autograd.grad(att(*arrays), arrays, cotangent)
+        with_lse = torch.autograd.grad(attention("True")(*arrays, return_lse=True)[0], arrays, cotangent)
+        for got, want, other in zip(found, anew(arrays, cotangent, "True")[1:], with_lse, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+            torch.testing.assert_close(other, want, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("needed", [(True, True, True), (False, True, False), (True, False, True)])
 def test_gradients_that_are_asked_for(needed, generic):
     att = attention()
@@ -244,7 +271,7 @@ def test_strides_of_gradients():
 
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_zeros_without_memory(backend):
-    """Such tensors have no address: as cotangents, sinks and tables they are written out."""
+    """Such tensors have no address: as cotangents, sinks and tables they are written out, and have gradients."""
     arrays = [x.requires_grad_() for x in drawn()]
     att = fk.compile("causal", "score + w[h] * (k - q)", backend=backend)
     zeros = torch._efficientzerotensor
@@ -254,6 +281,49 @@ def test_zeros_without_memory(backend):
     for more in ({"w": torch.ones(4), "sinks": zeros((4,))}, {"w": zeros((4,))}):
         written = {n: x.clone() for n, x in more.items()}
         torch.testing.assert_close(att(*arrays, **more), att(*arrays, **written), rtol=0, atol=0)
+    sinks, written = zeros((4,)).requires_grad_(), torch.zeros(4, requires_grad=True)
+    found, want = (torch.autograd.grad(att(*arrays, w=torch.ones(4), sinks=x).sum(), x)[0] for x in (sinks, written))
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_a_backward_is_not_recorded_without_its_forward(backend):
+    q, k, v = (x.requires_grad_() for x in drawn())
+    att = fk.compile("causal", backend=backend)
+    for _ in range(4):  # anew, prepared, repeated
+        out = att(q, k, v)
+        d = torch.ones_like(out)
+        torch.autograd.grad(out, q, d, retain_graph=True)
+        gradient = lambda d: torch.autograd.grad(out, q, d, retain_graph=True)[0]  # noqa: B023, E731
+        mapped = torch.func.vmap(gradient)
+        for recorded in (make_fx(gradient), torch.func.functionalize(gradient), lambda d: mapped(d[None])):  # noqa: B023
+            with pytest.raises(BackwardError, match="its forward ran before"):
+                recorded(d)
+        with (
+            torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(BackwardError, match="its forward ran before"),
+        ):
+            gradient(d)
+        with FlopCounterMode(display=False):
+            gradient(d)
+
+
+def test_lengths_that_vary_and_parameters_are_repeated():
+    att = attention()
+    for _ in range(2):
+        for length in range(1, 40):
+            arrays = [x.requires_grad_() for x in drawn(q_len=length, kv_len=length)]
+            att(*arrays).sum().backward()
+            with torch.no_grad():
+                att(*arrays)
+    assert len(att.repeats) == 78
+    att = attention()
+    q, k, v = drawn()
+    for _ in range(2):
+        att(torch.nn.Parameter(q), k, v)
+        att(q, k, v, sinks=torch.zeros(4))
+        att(q, k, v)
+    assert {(kind, of.__name__) for kind, of, *_ in att.repeats} == {("learning", "Parameter"), ("plain", "Tensor")}
 
 
 def test_gradients_of_gradients_and_tangents_are_refused():
