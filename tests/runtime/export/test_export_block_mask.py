@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import formats, masks
+from support.flex_masks import torchs
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import frisket as fk
@@ -39,9 +40,6 @@ def test_random_masks_give_the_lists_of_create_block_mask():
         np.testing.assert_array_equal(create_mask(ours.mask_mod, *lengths, "cpu").numpy(), dense, err_msg=name)
 
 
-@pytest.mark.skipif(
-    "separate_full_blocks" not in inspect.signature(create_block_mask).parameters, reason="torch 2.13 has these lists"
-)
 @pytest.mark.parametrize(
     ("text", "theirs"),
     [
@@ -66,9 +64,7 @@ def test_lists_of_masks_that_people_write(text, theirs, lengths, block):
     batch, heads = 2 if "b >=" in text else None, 2 if "h +" in text else None
     formats.same_lists(ours, create_block_mask(theirs, batch, heads, *lengths, "cpu", block), text)
     joined = mask.layout(*lengths, batch=2, heads=2, block=block).to_block_mask(separate_full_blocks=False)
-    formats.same_lists(
-        joined, create_block_mask(theirs, batch, heads, *lengths, "cpu", block, separate_full_blocks=False), text
-    )
+    formats.same_lists(joined, torchs(theirs, batch, heads, *lengths, "cpu", block, separate_full_blocks=False), text)
 
 
 def test_flex_attention_computes_what_frisket_does():
