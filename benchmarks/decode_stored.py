@@ -2,7 +2,7 @@
 
 One query over a cache, 8 query heads, 2 key heads. "pages": a pool whose pages lie in any order, against one array of
 the same entries, at most 1.15 times its time. "entries": 8 bits with a scale for every token and head, bfloat16 and
-float32, each against float32. "rate": by sequences, and by query heads of a key head, on all threads, beside torch
+float32, each against float32. "rate": by sequences, and by query queries a key head, on all threads, beside torch
 adding up as many bytes of float32; at least 0.85 of its rate. The calls of a row run turn about; in "pages" and
 "entries" on one thread, whose own time is taken. A figure is the median over rounds of the ratio, with the 95 %
 interval of that median, and "gb_s" is what is read of keys and values in a second.
@@ -104,7 +104,7 @@ def rate(rounds: int) -> Rows:
                 with torch.no_grad():
                     times = rounds_of({"native": call, "sum": added.sum}, rounds)
                 yield (
-                    f"{batch} x {length}, {group} heads of a key head, {dtype}",
+                    f"{batch} x {length}, GQA {group}, {dtype}",
                     {
                         "figures": {
                             "ms": {n: 1e3 * statistics.median(x) for n, x in times.items()},
