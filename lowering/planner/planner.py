@@ -68,11 +68,8 @@ class Planner:
         return max(1, min(enough, -(-columns // 2)))
 
 
-CLASSES = (
-    "classes_0",
-    "classes_1",
-    "classes_2",
-)  # classes of the numbers in a range, 64 bits: by the last six bits, and by two hashes
+# classes of the numbers in a range, a bit for each of 64: by the last six bits of a number, and by two hashes
+CLASSES = "classes_0", "classes_1", "classes_2"
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 

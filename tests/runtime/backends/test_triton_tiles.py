@@ -183,7 +183,7 @@ def test_gradients_of_tables_take_64_queries_and_keys(mask, score, dim):
 
 def test_tables_by_distance_take_the_tiles_of_medium_windows():
     near = target("causal", "score + t[clamp(q - k, 0, 99)]", t=np.zeros(100, np.float32))
-    # those of the table on any Triton: the tiles of OF_TRITON were tried without a score mod
+    # tiles of the table that every Triton shares: those of OF_TRITON were tried without a score mod
     assert [row_of(x) for x in parts(near)[:3]] == [tiles.TABLE["sm_90"][n]["medium"]["128"] for n in tiles.SINGLE]
     both = target("causal", "score + t[clamp(q - k, 0, 99)] + u[q, k]", t=np.zeros(100, np.float32),
                   u=np.zeros((4096, 4096), np.float32))  # fmt: skip
