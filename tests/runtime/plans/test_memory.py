@@ -2,6 +2,7 @@
 and of one call, beside its arrays and its results."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,9 @@ print(json.dumps([memory.beside({mask!r}, length, {run!r}) for length in {length
 def beside(run: str, mask: str, threads: int, *lengths: int) -> list[dict[str, float]]:
     """MiB that a call takes beside its arrays and its results, for each length."""
     program = BESIDE.format(folder=str(BENCHMARKS), run=run, mask=mask, threads=threads, lengths=lengths)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    env = {n: x for n, x in os.environ.items() if n != "XLA_FLAGS"}  # more devices bring more threads
+    env |= {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}  # each keeps memory
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
     return json.loads(done.stdout)
 
 
