@@ -123,9 +123,9 @@ it ({machine(part)}, with other work on it).
 Each thread of a native kernel keeps packed tiles: at most 8 MiB forward, 16 MiB backward. lse takes 4 bytes for each
 query; with gradients, lse and norms take 12. Where threads share a key head, each part of its queries sums its own dK
 and dV. XLA's threads, one for each core, keep memory too: with 16 of them a call by `jax, cpp` takes two to three
-times as much as with two. Sums of parts take at most 256 MiB, so at ten million tokens there is one part. Gradients by library calls take
-some six times the query, and by XLA eight times. A document mask takes some 50 bytes a token more, for copies of its
-table. The dash is for XLA's calls that took more than 400 seconds, beside other work.
+times as much as with two. Sums of parts take at most 256 MiB, so at ten million tokens there is one part. Gradients by
+library calls take some six times the query, and by XLA eight times. A document mask takes some 50 bytes a token more,
+for copies of its table. The dash is for XLA's calls that took more than 400 seconds, beside other work.
 
 Nothing grows with pairs of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests check for torch
 and JAX, native kernels and library calls, that memory grows with tokens and not with pairs. On torch they also check
