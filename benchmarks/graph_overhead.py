@@ -1,15 +1,16 @@
 """What a call costs in a graph of torch.compile beside the eager one: `python benchmarks/graph_overhead.py`.
 
 A causal call of native kernels, [1, 4, S, 64] in float32, on one thread of the CPU, by inductor. "forward" is a call
-without gradients, "with backward" one whose arrays require them, and its backward. "graph" takes what a call like it
+under no_grad, "with backward" one whose arrays require gradients, and its backward. "graph" takes what a call like it
 has left; "graph, looked up" finds the attention, the keywords and the prepared call again, as every call of a graph did
-once. Time of this process alone, in the round of each that was disturbed least; rounds take turns, and a ratio is the
-median over them.
+once. "SDPA" and "SDPA, graph" are torch's scaled_dot_product_attention, called and in a graph. Time of this process
+alone, in the round of each that was disturbed least; rounds take turns, and a ratio is the median over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,21 +31,26 @@ def calls_of(length: int, backward: bool) -> dict[str, Call]:
     cotangent, bare, att = torch.randn(1, HEADS, length, DIM), running.BARE, fk.compile("causal", engines=False)
     graph = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, dynamic=False)
 
+    peer = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    peer_graph = torch.compile(lambda q, k, v: peer(q, k, v), fullgraph=True, dynamic=False)
+
     def one(run: Any) -> None:
         out = run(*arrays)
         if backward:
             torch.autograd.grad(out, arrays, cotangent)
 
-    def some(run: Any, names: tuple[str, ...]) -> Call:
+    def some(run: Any, names: tuple[str, ...] = bare) -> Call:
         def calls() -> None:
             running.BARE = names
-            for _ in range(CALLS):
-                one(run)
+            with torch.set_grad_enabled(backward):
+                for _ in range(CALLS):
+                    one(run)
             running.BARE = bare
 
         return calls
 
-    return {"eager": some(att, bare), "graph": some(graph, bare), "graph, looked up": some(graph, ())}
+    return {"eager": some(att), "graph": some(graph), "graph, looked up": some(graph, ()), "SDPA": some(peer),
+            "SDPA, graph": some(peer_graph)}  # fmt: skip
 
 
 def rows(backward: bool, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -52,8 +58,9 @@ def rows(backward: bool, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for length in LENGTHS:
         times = rounds_of(calls_of(length, backward), rounds, clock=processor_seconds)
         found = {n: round(1e6 * min(t) / CALLS, 1) for n, t in times.items()}
-        ratio = median_ratio(times["graph, looked up"], times["graph"])
-        yield f"S = {length}", {"figures": {"us": found}, "ratios": {"graph, looked up / graph": ratio}}
+        pairs = ("graph", "eager"), ("graph, looked up", "graph"), ("SDPA, graph", "graph")
+        ratios = {f"{a} / {b}": median_ratio(times[a], times[b]) for a, b in pairs}
+        yield f"S = {length}", {"figures": {"us": found}, "ratios": ratios}
 
 
 PARTS = {"forward": lambda rounds: rows(False, rounds), "with backward": lambda rounds: rows(True, rounds)}

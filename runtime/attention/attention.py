@@ -175,7 +175,7 @@ class Attention:
         watched = in_graph(q)
         bare = plan is None and seed is None and sinks is None and origin is None and sizes is None and layout is None
         plain = bare and not (params or return_lse or return_max)
-        if plain and self.repeats and not watched:
+        if plain and not watched and self.repeats:
             out = _operators("torch").repeated(self, q, k, v)
             if out is not None:
                 return out
@@ -185,7 +185,7 @@ class Attention:
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend
 
-            return results(attend(self, request), return_lse, return_max)
+            return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         framework = framework_of(q)
         if framework != "torch" and symbolic(q, k, v, *params.values()):
             from frisket.runtime.torch.fx import record

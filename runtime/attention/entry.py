@@ -138,7 +138,7 @@ def attention(
         said = scale, enable_gqa, backend, None, rate, None, deterministic, True
         params |= live_of(k_scale, v_scale, pages)
         request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
-        found = written_call(mask, score, said, request)
+        found = written_call(mask, score, said, request, return_lse or return_max)
         return results(found, return_lse, return_max)
     options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
     params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}

@@ -84,9 +84,10 @@ def flex_attention(
         )
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
-        found: tuple[Tensor, Tensor, Tensor | None] = compiled(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top
-        )
+        found: tuple[Tensor, Any, Any] = compiled(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top,
+            top or return_lse or (return_aux is not None and return_aux.lse),
+        )  # fmt: skip
     else:
         found = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
     out, lse, largest = found
@@ -97,9 +98,9 @@ def flex_attention(
 
 def compiled(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
+    kernel_options: Any, top: bool, rows: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(out, lse, max) in a graph; without `rows`, lse and max may be None. Traced by Dynamo, so plain Python."""
     from .graph import call, unchanged
 
     nested, ragged = query, None
@@ -111,9 +112,9 @@ def compiled(
     if not own == key.dtype == value.dtype:
         query, key, value = alike(query, key, value)
     said: dict[str, Any] = {
-        "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
-        "tiles": None, "block": None, "ragged": None if ragged is None else ragged.tensors,
-        "pattern": None if ragged is None else ragged.pattern,
+        "scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None,
+        "kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None,
+        "ragged": None if ragged is None else ragged.tensors, "pattern": None if ragged is None else ragged.pattern,
     }  # fmt: skip
     mask_mod = noop_mask
     if block_mask is not None:
@@ -142,7 +143,7 @@ def compiled(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
     kernel_options: Any, top: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, max) of a call in eager mode."""
     ragged = nested = None
     if isinstance(query, Tensor) and query.is_nested:
@@ -170,7 +171,7 @@ def attend(
 
         live = None if score_mod is None else traced(score_mod, valueless=True)[0]
         live = live if live is None or ragged is None else local_live(live, ragged)
-        found: tuple[Tensor, Tensor, Tensor | None] = operator(query, key, value, live, visible, options, top)
+        found: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, live, visible, options, top)
     else:
         mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
         if mod is not None and ragged is not None:

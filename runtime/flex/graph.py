@@ -67,7 +67,7 @@ class FlexAttentionOp(HigherOrderOperator):
             visible, mod = confined(visible, ragged), local_live(mod, ragged)
         kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
         options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel), query.device.type)
-        return operator(query, key, value, mod, visible, options, said["top"])
+        return operator(query, key, value, mod, visible, options, said["top"], said["rows"])
 
 
 class BlockMaskOp(HigherOrderOperator):
@@ -170,9 +170,9 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
 
 def operator(
     query: Tensor, key: Tensor, value: Tensor, mod: LiveMask | None, visible: LiveMask | None, options: Options,
-    top: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, max) by `frisket::attend`."""
+    top: bool, rows: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
         mod = apart(mod, visible)[0]
     values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
@@ -183,4 +183,4 @@ def operator(
     )
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
-    return torch_library.written(spec, 0.0, Request(query, key, value, top=top), None, free)
+    return torch_library.written(spec, 0.0, Request(query, key, value, top=top), None, free, rows)

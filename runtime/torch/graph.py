@@ -20,28 +20,31 @@ from .values import sorted_out
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 
 
-def attend(att: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, top) of a call in a graph."""
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, top: None where nobody asks for them
+
+
+def attend(att: Any, request: Request, rows: bool = True) -> Results:
+    """(out, lse, top) of a call in a graph; without `rows`, lse and top may be None."""
     dynamo = torch.compiler.is_dynamo_compiling()
     if request.plan is not None:
         if dynamo:
             raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-        return by_plan(att, request)
+        return by_plan(att, request, rows)
     params, sinks = request.params, att.options.sinks if request.sinks is None else request.sinks
     values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
-    return written(att.spec, att.options.dropout, request, sinks, {**values, **params})
+    return written(att.spec, att.options.dropout, request, sinks, {**values, **params}, rows)
 
 
-def by_plan(att: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+def by_plan(att: Any, request: Request, rows: bool) -> Results:
     """(out, lse, top) of a call with a plan, by the values and the place that the plan holds."""
     att.check_planned(request)
     plan: Any = request.plan
     same = type(att)(plan.host_program.stored_as(None), att.options)
     values = {**plan.given, **request.params}
-    return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values))
+    return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values), rows)
 
 
-def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Request) -> tuple[Tensor, Tensor, Tensor]:
+def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Request, rows: bool) -> Results:
     """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `options` as a spec begins."""
     if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
         raise ParameterError(
@@ -60,13 +63,13 @@ def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Reque
         )
     text = mask or ""
     spec = HEAD.format(*options, False, len(text), ()) + text + (score or "")
-    return written(spec, options[4], request, request.sinks, request.params)
+    return written(spec, options[4], request, request.sinks, request.params, rows)
 
 
 def written(
-    spec: str, rate: float, request: Request, sinks: Any, params: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of the operator; `sinks` and `params` are those of the attention where the call brings none."""
+    spec: str, rate: float, request: Request, sinks: Any, params: Mapping[str, Any], rows: bool = True
+) -> Results:
+    """One call of an operator; `sinks` and `params` are those of the attention where the call brings none."""
     q, k, v = cast(request.q, request.k, request.v)
     layout, seed = request.layout, request.seed
     if layout == "bshd":
@@ -85,8 +88,9 @@ def written(
     for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    asked, exports = "", torch.compiler._is_exporting_flag  # in Dynamo of torch 2.11 is_exporting() is always True
-    if torch.compiler.is_compiling() and not exports and torch.is_grad_enabled():
+    asked, recorded = "", torch.compiler.is_compiling()
+    compiled = recorded and not torch.compiler._is_exporting_flag  # is_exporting() is True in all of Dynamo 2.11
+    if compiled and torch.is_grad_enabled():
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
             asked = ":" + ":".join(learned)
@@ -94,7 +98,12 @@ def written(
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
+    lse: Tensor | None
+    largest: Tensor | None
+    # torch.func.grad, which enables gradients too, is not seen by requires_grad
+    if compiled and not (torch.is_grad_enabled() or spread or rows or request.top):
+        out, lse, largest = torch.ops.frisket.attend_alone(q, k, v, sinks, tensors, numbers, spec, names), None, None
+    elif recorded or torch._C._functorch.maybe_current_level() is None:
         out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     else:
         out, lse, largest, _ = FuncAttend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]

@@ -135,7 +135,7 @@ def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
     """Keep what `like_one` finds of calls like this one, if it is of q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    layout = None if kind == "saving" and layout == NATURAL["torch"] else layout  # operators have no other
+    layout = None if layout == NATURAL["torch"] else layout
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or params or att.options.rows is not None or any(x is not None for x in given):

@@ -1,9 +1,9 @@
 """Attention as operators of torch, for graphs: torch.compile, torch.export, torch.func, fake and meta tensors.
 
-`frisket::attend(q, k, v, sinks, values, numbers, spec, names)` and `frisket::attend_backward`. A graph holds nothing
-but them: `spec` is the attention as a text, and its layout is planned when the operator runs, from the shapes it then
-gets, so one graph serves many lengths. `import frisket` beside torch registers them, and what runs them is imported
-when one runs. Imports torch.
+`frisket::attend(q, k, v, sinks, values, numbers, spec, names)` has the gradients of `frisket::attend_backward`;
+`frisket::attend_alone` has none, and returns the output alone. A graph holds nothing but them: `spec` is the attention
+as a text, and its layout is planned when the operator runs, from the shapes it then gets, so one graph serves many
+lengths. `import frisket` beside torch registers them, and what runs them is imported when one runs. Imports torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
     " -> (Tensor out, Tensor lse, Tensor top, Tensor norm)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "attend_alone(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
+    " -> Tensor",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -47,7 +52,7 @@ def _late(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in ("attend", "attend_backward", "tiles"):
+for _name in ("attend", "attend_alone", "attend_backward", "tiles"):
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _late(_name), _key)
     torch.library.register_fake(f"frisket::{_name}", _late(f"fake_{_name}"), lib=LIBRARY)

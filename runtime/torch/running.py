@@ -87,6 +87,20 @@ def attend(
     return out.contiguous(), lse.contiguous(), top, norm
 
 
+def attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
+    names: str,
+) -> Tensor:  # fmt: skip
+    bare = sinks is None and names in BARE
+    like = like_one(attention_of(spec, ()), q, k, v, "plain") if bare else None
+    if like is not None and (found := like[1].forward(q, k, v, False)) is not None:
+        return found  # type: ignore[no-any-return]
+    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
+    with torch.no_grad():
+        out: Tensor = attend_op(att, request)[0]
+    return out.contiguous()
+
+
 def tiles(
     like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
     spec: str, names: str,
@@ -160,6 +174,11 @@ def fake_attend(
     lse = q.new_empty(q.shape[:3], dtype=real)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
     return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, lse.new_empty((*lse.shape, 2))
+
+
+def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    check_devices(q, k, v)
+    return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 def fake_attend_backward(

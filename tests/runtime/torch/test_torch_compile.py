@@ -230,7 +230,7 @@ def test_autocast_is_that_of_torchs_attention(compiled):
 
 def test_no_cuda_graph_is_recorded_of_the_operators():
     """They read a seed and keep what they upload: a replay would have the first call's."""
-    for name in ("attend", "attend_backward"):
+    for name in ("attend", "attend_alone", "attend_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.frisket, name).default.tags
 
 
