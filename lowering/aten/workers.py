@@ -28,8 +28,10 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
             run(block)
         return
 
+    inference = torch.is_inference_mode_enabled()  # a mode of this thread: others may not write to what it made
+
     def drain() -> None:
-        with torch.no_grad():
+        with torch.inference_mode() if inference else torch.no_grad():
             while blocks:
                 try:
                     block = blocks.pop()

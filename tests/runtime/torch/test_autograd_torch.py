@@ -291,11 +291,19 @@ def test_a_table_changed_before_the_backward_is_refused(backend):
     att(q, k, v, plan=att.plan(9, 9, heads=2, doc=doc, flat=True)).sum().backward()
 
 
-def test_inference_mode_and_frozen_tensors():
-    q, k, v = qkv()
-    with torch.inference_mode():
-        out = fk.attention(q, k, v, "causal")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_inference_mode_and_frozen_tensors(backend, threads):
+    q, k, v = torch.randn(3, 2, 4, 40, 8)  # enough blocks for two threads, each of which has a mode of its own
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            out = fk.attention(q, k, v, "causal", backend=backend)
+    finally:
+        torch.set_num_threads(before)
     assert out.is_inference()
+    torch.testing.assert_close(out, fk.attention(q, k, v, "causal", backend=backend))
     assert not fk.attention(q.detach(), k.detach(), v.detach(), "causal").requires_grad
 
 
