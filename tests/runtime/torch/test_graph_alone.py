@@ -59,6 +59,9 @@ CALLS = {
     "function": lambda q, k, v: fk.attention(q, k, v, "causal & window(w)", w=5),
     "flex": flex(lambda s, b, h, i, j: s + SLOPE[h] * (j - i), DOC),
 }
+# torch 2.11 does not say that it compiles while it writes what flex_attention becomes
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+ALONE_IN = {call: SAVING if OLD and call == "flex" else ALONE for call in CALLS}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_results_are_those_of_the_eager_call(call, mode):
             out, want = compiled(*arrays), run(*arrays)
             assert out.shape == want.shape
             torch.testing.assert_close(out, want, rtol=0, atol=0)
-    assert seen.operators == [ALONE]
+    assert seen.operators == [ALONE_IN[call]]
 
 
 @pytest.mark.parametrize("call", ["values", "flex"])
@@ -87,7 +90,7 @@ def test_with_gradients_the_graph_is_another(call):
     want = torch.autograd.grad(run(*arrays).square().sum(), arrays, allow_unused=True)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b)
-    assert seen.operators == [ALONE, SAVING]
+    assert seen.operators == [ALONE_IN[call], SAVING]
 
 
 @pytest.mark.parametrize("learned", ["q", "k", "v", "sinks", "values", "captured"])
