@@ -247,7 +247,7 @@ def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     entry = _beside._entries.get(place)
     if entry is None:
         _beside.misses += 1
-        return _beside.put(place, make(), weakref.ref(owner, lambda _: _beside.drop(place)))
+        return _beside.put(place, make(), weakref.ref(owner, lambda _, kept=_beside: kept.drop(place)))
     _beside.hits += 1
     answer: R = entry[0]
     return answer

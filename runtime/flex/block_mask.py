@@ -172,9 +172,11 @@ class BlockMask(theirs.BlockMask):
     @property
     def live(self) -> LiveMask:
         """The whole mask, over the user's own tensors."""
-        if self._given is None:
+        if self._given is None and "lists" not in self._made:
             return self._mod
         made = self._now()
+        if self._given is None:
+            return self._mod
         if "live" not in made:
             made["live"] = self._mod.within(self._kinds(), self._batch, self._block)
         return made["live"]  # type: ignore[no-any-return]
@@ -220,10 +222,16 @@ class BlockMask(theirs.BlockMask):
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:
-        """The results that are remembered of the tensors, unless one of them has changed."""
-        own = tuple(version_of(x) for x in (self._given or {}).values() if x is not None)
+        """The results that are remembered of the tensors, unless one of them has changed. Lists that were written to
+        are the user's from then on."""
+        lists = self._made.get("lists")
+        if lists is not None and self._made.setdefault("written", _versions(lists)) != _versions(lists):
+            self._hold(lists)
+        own = _versions(self._given or {})
         versions = (self._mod.versions, own)
         if self._versions != versions:
+            if self._given is not None:
+                check_lists(self._given, self._lengths[1], self._block[1])
             if self._versions is not None:
                 self._made.clear()
             self._versions = versions
@@ -306,6 +314,7 @@ class BlockMask(theirs.BlockMask):
             if not self._columns:
                 lists |= dict.fromkeys(LISTS[4:])
             made["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
+        made.setdefault("written", _versions(made["lists"]))
         return cast(Lists, made["lists"])
 
     def _hold(self, lists: Lists) -> None:
@@ -472,6 +481,10 @@ def forms_of(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None,
         return None, *mask_in_graph.function_or_text(mask_mod)
     live = live_mask(mask_mod)
     return live, mask_mod if callable(mask_mod) else None, live.text
+
+
+def _versions(lists: Lists) -> tuple[Any, ...]:
+    return tuple(version_of(x) for x in lists.values() if x is not None)
 
 
 def _attribute(name: str) -> property:

@@ -7,11 +7,12 @@ at every call, over new tensors. `state_of` says what decides the trace as one h
 from __future__ import annotations
 
 import functools
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 
@@ -19,7 +20,8 @@ from frisket.dsl.from_python.trace import LIBRARIES
 from frisket.grammar.memo import memo
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
-REFLECTION = frozenset("getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next".split())
+REFLECTION = "getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv".split()
+STATELESS = (object, ModuleType, SimpleNamespace, Generic, Protocol, ABC)  # foreign, with all they hold in `__dict__`
 PARTS = ("_parameters", "_buffers", "_modules")  # where a torch.nn.Module keeps its attributes
 Names = frozenset[str]
 
@@ -56,8 +58,10 @@ class _StateReader:
             return kind, x
         if kind is FunctionType:
             return self.function(x, names)
-        if isinstance(x, ModuleType | BuiltinFunctionType | Enum) or (isinstance(x, type) and _foreign(x)):
+        if isinstance(x, BuiltinFunctionType | Enum) or (isinstance(x, type | ModuleType) and _foreign(x)):
             return x
+        if isinstance(x, ModuleType):
+            return x, self.members(x, vars(x), names)
         if kind in (list, tuple):
             return kind, self.each(x, names)
         if kind in (dict, OrderedDict):
@@ -80,7 +84,7 @@ class _StateReader:
             return fn
         self.seen.add((fn, names))
         mine = _names(fn.__code__)
-        if mine & REFLECTION:
+        if not mine.isdisjoint(REFLECTION):
             raise UnknownState
         names = names | mine
         said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
@@ -92,10 +96,10 @@ class _StateReader:
         return tuple(said)
 
     def members(self, x: Any, held: Mapping[str, Any] | None, names: Names) -> Any:
-        """An object, or a class, by the attributes and methods that the code reads."""
+        """An object, class or module by the attributes and methods that the code reads."""
         cls = x if isinstance(x, type) else type(x)
         module = isinstance(x, torch.nn.Module)
-        strange = _foreign(cls) and not module and cls is not SimpleNamespace
+        strange = not module and cls is not x and any(_foreign(c) for c in cls.__mro__ if c not in STATELESS)
         if held is None or strange or any("__getattr__" in vars(c) for c in cls.__mro__ if not _foreign(c)):
             raise UnknownState
         names, methods = _reached(cls, names)
@@ -108,8 +112,8 @@ class _StateReader:
 
 
 def _foreign(x: Any) -> bool:
-    """Whether a class or function is of a library: those do not change between calls."""
-    return (x.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+    """Whether a class, function or module is of a library: those do not change between calls."""
+    return (x.__name__ if isinstance(x, ModuleType) else x.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
 
 
 @memo(1024)
@@ -119,7 +123,6 @@ def _names(code: CodeType) -> Names:
     return frozenset(code.co_names).union(*inner)
 
 
-@memo(1024)
 def _reached(cls: type, names: Names) -> tuple[Names, tuple[Any, ...]]:
     """The names that are read once the methods and properties among `names` run, and what the class has of them."""
     found: dict[str, Any] = {}

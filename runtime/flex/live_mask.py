@@ -7,9 +7,10 @@ keeps the expression and the tensors themselves, copies nothing, and says when o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from ctypes import string_at
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -151,13 +152,18 @@ def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.T
 
 
 def version_of(x: torch.Tensor, *, wait: bool = False) -> Any:
-    """A key that changes whenever the tensor was written to. Tensors made in inference mode do not count that: of them
-    it is a hash of the values, if they are on the host or may be waited for, and else something equal to nothing."""
+    """A key that changes whenever the tensor was written to. On the host it is the memory itself: numpy, DLPack and
+    `.data` write what torch does not count. On a device it is torch's count. Tensors made in inference mode have none:
+    they are copied if one may wait, and else something equal to nothing."""
+    at = 0
+    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
+        with suppress(RuntimeError):  # what torch.func wraps has no memory
+            at = x.data_ptr()
+    if at:
+        return string_at(at, x.itemsize * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))))
     if not x.is_inference():
         return x._version
-    if not (wait or x.is_cpu):
-        return object()
-    return sha256(x.cpu().contiguous().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+    return version_of(x.cpu()) if wait and not x.is_cpu else object()
 
 
 def fresh(name: str, taken: set[str]) -> str:

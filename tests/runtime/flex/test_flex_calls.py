@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import types
 import weakref
 
 import numpy as np
@@ -296,6 +298,58 @@ def test_tensors_changed_in_place_are_seen(traces):
     assert (changed[:, :, 0] == 0).all()
     torch.testing.assert_close(changed[:, :, 1:], flex_attention(Q, K, V, mod, mask_of(lambda b, h, q, k: (q >= k) & (k > 0)))[:, :, 1:])  # fmt: skip # noqa: E501
     assert len(traces) == 1
+
+
+class Settings:
+    wide = 1.0
+
+
+class Numbers(list):
+    """Lists of a class of one's own."""
+
+
+@pytest.mark.parametrize("kind", ["class", "module", "list", "environment"])
+def test_what_holds_numbers_may_change(kind, monkeypatch):
+    module, numbers = types.ModuleType("settings"), Numbers([1.0])
+    mods = {
+        "class": lambda score, b, h, q, k: score + Settings.wide * (k - q),
+        "module": lambda score, b, h, q, k: score + module.wide * (k - q),
+        "list": lambda score, b, h, q, k: score + numbers[0] * (k - q),
+        "environment": lambda score, b, h, q, k: score + float(os.environ["WIDE"]) * (k - q),
+    }
+    for wide in (1.0, 3.0):
+        monkeypatch.setattr(Settings, "wide", wide)
+        monkeypatch.setenv("WIDE", str(wide))
+        module.wide = numbers[0] = wide
+        torch.testing.assert_close(flex_attention(Q, K, V, mods[kind], mask_of()), dense(wide * distance()))
+
+
+WRITES = {  # which torch does not count
+    "numpy": lambda x: x.numpy().__setitem__(..., x.numpy()[::-1].copy()),
+    "data": lambda x: x.data.copy_(x.flip(0)),
+    "dlpack": lambda x: torch.from_dlpack(x.numpy()).copy_(x.flip(0)),
+    "other memory": lambda x: setattr(x, "data", x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_tensors_written_to_without_a_count_are_seen(how):
+    place, shown, wide = torch.arange(24), torch.arange(24), torch.tensor([2, 5])
+    mod = lambda score, b, h, q, k: score + 0.1 * place[k]  # noqa: E731
+    looked = lambda score, b, h, q, k: score + (wide[0].item() * (k - q))  # noqa: E731
+    block_mask = mask_of(lambda b, h, q, k: (q >= k) & (shown[k] < 12))
+    before = block_mask.kv_num_blocks, block_mask.mask
+    for _ in range(2):
+        flex_attention(Q, K, V, mod, block_mask), flex_attention(Q, K, V, looked, mask_of())
+    for x in (place, shown, wide):
+        WRITES[how](x)
+    assert shown[0] == 23
+    want = mask_of(lambda b, h, q, k: (q >= k) & (k >= 12))
+    got = flex_attention(Q, K, V, mod, block_mask)
+    torch.testing.assert_close(got, flex_attention(Q, K, V, "score + 0.1 * (23 - k)", want))
+    torch.testing.assert_close(flex_attention(Q, K, V, looked, mask_of()), dense(5 * distance()))
+    assert (block_mask.mask.dense(24, 24) == want.mask.dense(24, 24)).all()
+    assert block_mask.mask != before[1]
 
 
 def test_values_that_the_trace_read_are_watched(traces):

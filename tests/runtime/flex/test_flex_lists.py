@@ -53,6 +53,29 @@ def test_no_mask_mod_shows_all_of_a_listed_tile():
     assert repr(mine) == "BlockMask(shape=(6, 8), BLOCK_SIZE=(2, 2), sparsity=75.00%, mask='true', in the tiles listed)"
 
 
+@pytest.mark.parametrize("module", [ours, theirs])
+@pytest.mark.parametrize("numpy", [False, True])
+def test_lists_that_are_written_to_are_followed(module, numpy):
+    """Those of a mask_mod, too: what is laid out is the user's once it was written to."""
+    q = torch.randn(1, 2, 20, 8)
+    made = module.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, "cpu", 4)
+    for _ in range(2):
+        ours.flex_attention(q, q, q, block_mask=made)
+    write = (lambda x: x.numpy()) if numpy else (lambda x: x)
+    write(made.full_kv_num_blocks)[0, 0, 3:] = 1  # of 3 and 4
+    write(made.kv_num_blocks)[0, 0, 2] = 0
+    kinds = torch.zeros(1, 1, 5, 5, dtype=torch.int)
+    for row in range(5):
+        kinds[0, 0, row, : min(row, 1 if row > 2 else row)] = 2
+        kinds[0, 0, row, row] = row != 2
+    want = visible(kinds, lambda b, h, q, k: q >= k, (4, 4), (20, 20))
+    out = ours.flex_attention(q, q, q, block_mask=made)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, want))
+    write(made.kv_indices)[0, 0, 3, 0] = 77
+    with pytest.raises(fk.FrisketError, match="kv_indices lists column 77"):
+        ours.flex_attention(q, q, q, block_mask=made)
+
+
 def test_lists_by_batch_and_head():
     count = torch.tensor([[[1, 2], [0, 1]], [[2, 2], [1, 1]]], dtype=torch.int32)
     index = torch.tensor([0, 1], dtype=torch.int32).expand(2, 2, 2, 2)
