@@ -7,6 +7,8 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -83,6 +85,24 @@ def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in tables.items()}
+
+
+def version_of(x: Any, *, wait: bool = False) -> Any:
+    """A key that changes whenever a tensor, an array of numpy or a list was written to. On the host it is the memory
+    itself: numpy, DLPack and `.data` write what torch does not count. On a device it is torch's count. Tensors made in
+    inference mode have none: they are copied if one may wait, and else something equal to nothing."""
+    torch = sys.modules["torch"]
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x).tobytes()
+    at = 0
+    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
+        with suppress(RuntimeError):  # what torch.func wraps has no memory
+            at = x.data_ptr()
+    if at:
+        return string_at(at, x.itemsize * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))))
+    if not x.is_inference():
+        return x._version
+    return version_of(x.cpu()) if wait and not x.is_cpu else object()
 
 
 def check_layout(layout: str | None) -> None:

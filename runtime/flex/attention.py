@@ -12,14 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import beside
-from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.torch.jagged import closed_all, opened
 
 from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError
 from .kernel_options import options_of, read
-from .live_mask import version_of
 from .nested import NAMES, check_total, local, local_live, visible_inside
 from .pair import pair_of
 from .score_mod import scored, traced

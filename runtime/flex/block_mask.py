@@ -14,6 +14,7 @@ from frisket.dsl import ir
 from frisket.dsl.show import show
 from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
+from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.block_mask import exact_lists
 from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
@@ -24,7 +25,7 @@ from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
 from .leave import outside
 from .lengths import pair
-from .live_mask import LiveMask, live_mask, version_of
+from .live_mask import LiveMask, live_mask
 from .picture import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders
 

@@ -7,8 +7,6 @@ keeps the expression and the tensors themselves, copies nothing, and says when o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from ctypes import string_at
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +23,7 @@ from frisket.lowering.analysis.layout import SIZE_NAMES, bind
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
+from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.export.block_mask import written
 from frisket.runtime.machine.bound import BoundExpr
@@ -149,21 +148,6 @@ def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.T
     """A mask with those of the values that it reads."""
     used = names_of(expr)
     return LiveMask(expr, {n: x for n, x in values.items() if n in used}, read)
-
-
-def version_of(x: torch.Tensor, *, wait: bool = False) -> Any:
-    """A key that changes whenever the tensor was written to. On the host it is the memory itself: numpy, DLPack and
-    `.data` write what torch does not count. On a device it is torch's count. Tensors made in inference mode have none:
-    they are copied if one may wait, and else something equal to nothing."""
-    at = 0
-    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
-        with suppress(RuntimeError):  # what torch.func wraps has no memory
-            at = x.data_ptr()
-    if at:
-        return string_at(at, x.itemsize * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))))
-    if not x.is_inference():
-        return x._version
-    return version_of(x.cpu()) if wait and not x.is_cpu else object()
 
 
 def fresh(name: str, taken: set[str]) -> str:

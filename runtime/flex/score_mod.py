@@ -14,13 +14,14 @@ from frisket.dsl.errors import TraceError
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import Memo
+from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import ScoreMod
 from frisket.runtime.masks.mask import score as written
 
 from .errors import ScoreModError
 from .function_state import state_of
-from .live_mask import LiveMask, fresh, of_bound, version_of
+from .live_mask import LiveMask, fresh, of_bound
 
 KEPT = 128  # score mods, and what there is of one
 

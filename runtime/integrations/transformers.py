@@ -29,7 +29,7 @@ from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention as called
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import Options, rate_of
 
 from .transformers_config import SLIDING, program
@@ -147,14 +147,14 @@ def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bo
 
 
 def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
-    if in_graph(q) or given.is_inference() or given.requires_grad:  # one that learns is another in every layer
+    if in_graph(q) or given.requires_grad:  # one that learns is another in every layer
         return dense(given, q, k)
-    key = given._version, q.shape[:3], k.shape[2]
-    kept: dict[Any, SymbolicMask] = beside(given, "symbolic", dict)  # for the layers to come
-    if key not in kept:
+    key = q.shape[:3], k.shape[2]
+    kept: dict[Any, tuple[Any, SymbolicMask]] = beside(given, "symbolic", dict)  # for the layers to come
+    if (version := version_of(given)) != kept.get(key, (None,))[0]:
         kept.clear()
-        kept[key] = dense(given.detach(), q, k)  # another tensor, or it would hold itself
-    return kept[key]
+        kept[key] = version, dense(given.detach(), q, k)  # another tensor, or it would hold itself
+    return kept[key][1]
 
 
 REFUSED = {

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import recorded
+from frisket.runtime.calls.arrays import recorded, version_of
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import digest
@@ -377,7 +377,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
     marks = [
         ("", (batch, heads)),
-        *((n, x if isinstance(x, int | float) else getattr(x, "_version", 0)) for n, x in given.items()),
+        *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in given.items()),
     ]
     kept = att.shards
     known = kept.get("mask")

@@ -16,7 +16,7 @@ from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.plan import LIVE, PAGES, Sizes, Spans
 from frisket.lowering.planner.planner import ROOM
 from frisket.runtime.backends.registry import choose
-from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
@@ -40,6 +40,8 @@ class DecodeCall:
     ) -> None:  # fmt: skip
         (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
         kv_len = live[PAGES].shape[1] * kv_len if PAGES in live else kv_len
+        self.versions = [version_of(x) for x in params.values() if isinstance(x, Tensor)]
+        params = {n: x.clone() if isinstance(x, Tensor) else x for n, x in params.items()}  # as they were
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
         call = att.call(Request(q, k, v, plan, params=live))
@@ -95,16 +97,18 @@ def step_of(
     if q.requires_grad and torch.is_grad_enabled():
         return None
     said: list[Any] = []
+    versions: list[Any] = []
     for name, x in params.items():
         if type(x) in NUMBERS:
             said.append((name, type(x), x))
-        elif type(x) is Tensor and x.is_cpu and not x.requires_grad and not x.is_inference():
-            said.append((name, x, x._version))  # tensors are compared by where they are
+        elif type(x) is Tensor and x.is_cpu and not x.requires_grad:
+            said.append((name, x))  # tensors are compared by where they are
+            versions.append(version_of(x))
         else:
             return None
     key = (att, shape, q.dtype, k.dtype, settings.backend, *tables, *[x.shape for x in tables.values()], *said)
     step = steps.get(key)
-    if step is not None:
+    if step is not None and step.versions == versions:
         return step
     if settings.show or att.learned or native_build.reason():
         return None

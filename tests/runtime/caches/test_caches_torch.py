@@ -256,6 +256,32 @@ def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
         cache.attention(att, *token)
 
 
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=NATIVE), "aten"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_tables_and_numbers_may_be_written_to(backend, inference):
+    """In place, by numpy and through `.data`, which torch does not count, and in inference mode."""
+    (q, k, v), at = streams(), torch.arange(LENGTH)
+    att, cache = (
+        fk.compile("causal & same(doc) & q - k < w", "score + bias[k]", backend=backend),
+        made("plain", torch.float32),
+    )
+    with torch.inference_mode(inference):
+        doc, w, bias = at // 9, torch.tensor(20), torch.linspace(0, 1, LENGTH)
+        writes = {
+            8: lambda: doc.copy_(at // 4), 12: lambda: doc.numpy().__setitem__(..., 0), 15: lambda: w.data.fill_(5),
+            18: lambda: bias.numpy().__setitem__(..., np.linspace(3, 0, LENGTH)), 20: lambda: w.numpy().fill(9),
+        }  # fmt: skip
+        for i in range(25):
+            writes.get(i, lambda: None)()
+            out = cache.attention(att, *(x[:, :, i : i + 1] for x in (q, k, v)), doc=doc, w=w, bias=bias)
+            keys, values = (x[:, :, : i + 1].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            seen = (doc[: i + 1] == doc[i]) & (i - at[: i + 1] < w)
+            want = torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, i : i + 1], keys, values, bias[None, : i + 1].where(seen, -torch.inf)
+            )
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
 def test_too_many_tokens():
     _, k, v = streams()
     cache = made("plain", torch.int8).append(k[:, :, :70], v[:, :, :70])

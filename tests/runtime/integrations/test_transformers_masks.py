@@ -194,6 +194,23 @@ def test_dense_masks(kind):
         torch.testing.assert_close(ours(ids, attention_mask=given).logits, want, rtol=2e-5, atol=2e-5)
 
 
+def test_a_dense_mask_is_written_to():
+    """By numpy, which torch does not count, and in inference mode, where it counts nothing."""
+    eager, ours = hf_models.pair("llama")
+    ids, given = hf_models.tokens(), additive(dense("causal", 1))
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            given = given.clone()
+            for text in ("causal", "causal & q - k < 3"):
+                given.numpy()[:] = additive(dense(text, 1))
+                torch.testing.assert_close(
+                    ours(ids, attention_mask=given).logits,
+                    eager(ids, attention_mask=given).logits,
+                    rtol=2e-5,
+                    atol=2e-5,
+                )
+
+
 def test_a_dense_mask_learns():
     eager, ours = hf_models.pair("llama")
     ids, found = hf_models.tokens(), []

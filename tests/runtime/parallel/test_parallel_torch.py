@@ -151,7 +151,9 @@ def test_a_deal_of_other_documents_is_refused(alone):
     fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
     with pytest.raises(ParameterError, match="may show more"):
         fk.parallel.attend(att, q, q, q, deal=deal, doc=doc // 2)
-    doc.floor_divide_(2)
+    fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
+    entries = doc.numpy()
+    entries //= 2  # which torch does not count
     with pytest.raises(ParameterError, match="may show more"):
         fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
     fk.parallel.attend(att, q, q, q, deal=deal.under("causal & same(doc)", doc=doc), doc=doc)
