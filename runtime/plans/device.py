@@ -21,7 +21,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
@@ -97,6 +97,7 @@ class FlatPlan:
     def __init__(self, key: Key, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
         self.key, self.given = key, values
         self._made: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
+        self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.laid = laid_of(key)
         self.shown: set[Any] = set()
@@ -196,12 +197,24 @@ class FlatPlan:
                 (b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges
             )
             plan = laid.turned() if turned else laid.planner
+            self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if turned else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
                 return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the trace at hand
             self._made[block, turned] = made
         bounds, count, overflow, order = self._made[block, turned]
         return DeviceSpans(bounds, count, overflow, laid.slice_of, order)
+
+    def _versions(self) -> dict[str, Any]:
+        read = () if self.laid.planner is None or self.key.framework == "jax" else self.laid.planner.tables
+        given = {n: self.given[n] for n in read if n in self.given}
+        return {n: version_of(x) for n, x in given.items() if x.is_cpu or not x.is_inference()}
+
+    def refuse_written(self) -> None:
+        """Raise where a table has changed since the spans were made: they would be of other entries than the mask."""
+        for n, version in (self._versions() if self._read else {}).items():
+            if version != self._read[n]:
+                raise ParameterError(f"table `{n}` has changed since it was planned\n  make another plan")
 
     @property
     def values(self) -> dict[str, Any]:

@@ -74,6 +74,8 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
+    if getattr(plan, "on_device", False):
+        plan.refuse_written()
     key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _of_kind(att, key, tables, request, kept)

@@ -149,6 +149,23 @@ def test_torch_tables_planned_by_torch(doc):
     close(att(q, k, v, plan=plan), att(q, k, v, plan=host))
 
 
+@pytest.mark.parametrize("how", ["counted", "by numpy"])
+def test_tables_that_are_written_to_after_they_were_planned(how):
+    q, doc, bias = torch.randn(1, 1, 600, 8), torch.arange(600) // 40, torch.zeros(600)
+    att = fk.compile("causal & same(doc)", "score + bias[k]")
+    plan = att.plan(600, 600, flat=True, doc=doc, bias=bias)
+    for _ in range(2):
+        att(q, q, q, plan=plan)
+    bias += torch.randn(600)  # which the mask does not read
+    torch.testing.assert_close(att(q, q, q, plan=plan), att(q, q, q, doc=doc, bias=bias))
+    (doc if how == "counted" else doc.numpy())[:] = 0
+    with pytest.raises(ParameterError, match=r"table `doc` has changed since it was planned\n  make another plan"):
+        att(q, q, q, plan=plan)
+    torch.testing.assert_close(
+        att(q, q, q, plan=plan.again({"doc": doc, "bias": bias})), att(q, q, q, doc=doc, bias=bias)
+    )
+
+
 def test_the_text_of_the_planner_is_there():
     plan = fk.compile("causal & same(doc)").plan(S, S, flat=True, doc=torch.from_numpy(DOCS[0]))
     assert "def plan_spans(" in plan.planner
