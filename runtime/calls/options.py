@@ -114,6 +114,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         return None
     if framework_of(sinks) not in ("torch", "jax") and not traced(sinks):
         sinks = np.asarray(sinks)
+        sinks = sinks.astype(sinks.dtype.newbyteorder("="), copy=False)
     shape, kind = tuple(sinks.shape), str(sinks.dtype).removeprefix("torch.")
     if not kind.startswith(("float", "bfloat", "int", "uint")) or shape not in ((), (heads,)):
         raise ShapeError(
@@ -136,4 +137,4 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 
 def _copied(x: Any) -> Any:
     """A tensor of torch as others can take it."""
-    return x.detach().cpu().float().resolve_neg().numpy() if framework_of(x) == "torch" else x
+    return x.detach().cpu().double().resolve_neg().numpy() if framework_of(x) == "torch" else x

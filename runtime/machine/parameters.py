@@ -70,8 +70,8 @@ def as_value(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ParameterError(f"`{name}` is not an array: {error}") from None
     if isinstance(value, np.ndarray):
-        if value.dtype.name == "bfloat16":
-            value = value.astype(np.float32)
+        if value.dtype.name == "bfloat16" or not value.dtype.isnative:  # of a file for another machine
+            value = value.astype(np.float32 if value.dtype.isnative else value.dtype.newbyteorder("="))
         if value.ndim and value.flags.writeable:
             value = value.copy()
             value.flags.writeable = False

@@ -58,6 +58,23 @@ def test_results_come_in_one_order():
     assert isinstance(fk.attention(q, k, v, "causal"), torch.Tensor)
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_arrays_of_files_for_other_machines(framework):
+    """In the other order of bytes, as tables, captured arrays and sinks."""
+    q, k, v = arrays(framework)
+    doc, bias = (np.arange(q.shape[2 if framework == "torch" else 1]) // n for n in (7, 9))
+    big = doc.astype(">i4"), bias.astype(">f8"), SINKS.astype(">f4")
+    want = fk.attention(q, k, v, "same(doc)", "score + bias[k]", doc=doc, bias=bias * 1.0, sinks=SINKS)
+    close(fk.attention(q, k, v, "same(doc)", "score + bias[k]", doc=big[0], bias=big[1], sinks=big[2]), want)
+    close(fk.attention(q, k, v, lambda q, k: big[0][q] == big[0][k], "score + bias[k]", bias=bias, sinks=SINKS), want)
+
+
+def test_float64_sinks_stay_so():
+    sinks = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    _, lse = fk.reference(*np.zeros((3, 1, 4, 2, 8)), "k < 0", sinks=sinks, layout="bhsd", return_lse=True)
+    assert (lse[0, :, 0] == sinks.numpy()).all()
+
+
 def test_sinks_are_the_calls_or_the_attentions():
     q, k, v = arrays("torch")
     att = fk.compile("causal", sinks=torch.from_numpy(SINKS))
