@@ -67,7 +67,7 @@ def trace(
         hint = f"\n  {dense(what, fn.ndim)}" if hasattr(fn, "ndim") else ""
         raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}{hint}")
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
-    names = _places(fn, kind) if by_place else _arguments(fn)
+    names = _places(fn, kind) if by_place else _arguments(fn, kind)
     found: Kind = "score" if "score" in names.values() else "mask"
     if kind is not None and kind != found and kind == "mask":
         raise TraceError("this function takes `score`, so it is a score mod; use frisket.score")
@@ -129,7 +129,7 @@ def _signature(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(fn).parameters
 
 
-def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
+def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
     """The coordinate of every parameter of the function."""
     try:
         parameters = _signature(fn)
@@ -142,14 +142,19 @@ def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
     ]  # fmt: skip
     if free and set(free) <= set(ORDER):
         return {n: n for n in free}
-    if len(free) == 4:
-        return dict(zip(free, COORDINATES, strict=True))
-    if len(free) == 5:
-        return dict(zip(free, ORDER, strict=True))
     taken = ", ".join(free) or "no arguments"
+    if len(free) == 5 or (len(free) == 4 and kind != "score"):
+        placed = dict(zip(free, ORDER[-len(free) :], strict=True))
+        for name, place in placed.items():
+            if name in ORDER and name != place:
+                raise TraceError(
+                    f"{_named(fn)} takes {taken}; by place `{name}` would be `{place}`, since not all are named among "
+                    "b, h, q, k (and score)"
+                )
+        return placed
     raise TraceError(
-        f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), "
-        "or take four (b, h, q, k) or five (score, b, h, q, k) by place"
+        f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), or take "
+        f"{'' if kind == 'score' else 'four (b, h, q, k) or '}five (score, b, h, q, k) by place"
     )
 
 

@@ -160,7 +160,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the graph at hand
         return Attention(program, options)
     learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: values come and go
-    rest = program.without(learned)
+    rest = program.without(learned.keys() & program.learnable)  # a mask has the values of when it was made
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
     kept: Attention | None = _compiled.get(key)
     return kept or _compiled.put(key, Attention(program, options), learned)

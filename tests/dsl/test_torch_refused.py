@@ -110,6 +110,14 @@ WHOLE = [
     (lambda b, h, q, k: q - k, "a mask returns a Bool, this lambda returns an Int; compare it with something"),
     (lambda b, x, q: q, "this lambda takes b, x, q; name its arguments among b, h, q, k (and score), or take four"),
     (lambda a, b, c, d, e, f: a, "this lambda takes a, b, c, d, e, f"),
+    (
+        lambda q_idx, k, b, h: q_idx > k,
+        "this lambda takes q_idx, k, b, h; by place `k` would be `h`, since not all are",
+    ),
+    (
+        lambda b, h, score, q, x: q > x,
+        "this lambda takes b, h, score, q, x; by place `b` would be `score`, since not all",
+    ),
 ]
 
 
@@ -118,6 +126,12 @@ def test_refused_as_a_whole(fn, message):
     with pytest.raises(TraceError) as caught:
         fk.mask(fn)
     assert str(caught.value).startswith(message)
+
+
+def test_a_score_mod_of_four_by_place_would_lose_the_score():
+    with pytest.raises(TraceError, match=r"takes s, h, q, k; name .* or take five \(score, b, h, q, k\) by place"):
+        fk.score(lambda s, h, q, k: s - h * (q - k))
+    assert str(fk.score(lambda b, h, q, k: 0.5 * (q - k))) == "0.5 * (q - k)"
 
 
 def test_an_index_that_torch_would_wrap_is_found():

@@ -31,6 +31,18 @@ def test_as_flex_attention_computes_it(mask, score):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("where", ["function", "text"])
+def test_a_mask_reads_a_learned_table_as_it_is_at_the_call(where):
+    q, table = torch.randn(1, 2, 8, 16), torch.nn.Parameter(torch.arange(8.0))
+    reads = lambda q, k: (table[q] >= table[k]) | (q == k)  # noqa: E731
+    for entries in (table.detach(), table.detach().flip(0), torch.zeros(8)):
+        table.data = entries
+        mask = reads if where == "function" else fk.mask("t[q] >= t[k] | q == k", t=table)
+        shown = (entries[:, None] >= entries) | torch.eye(8).bool()
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q, shown)
+        torch.testing.assert_close(fk.attention(q, q, q, mask), want)
+
+
 def test_a_learned_table_in_mask_and_score_is_refused():
     slopes = torch.nn.Parameter(torch.ones(4))
     q = torch.randn(1, 4, 8, 16)
