@@ -41,7 +41,7 @@ def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.flo
     counts, pairs = found.counts, block[0] * block[1]
     share, seen = np.zeros(2), _seen(found, block)
     if len(seen):
-        seen = np.any(seen.reshape(len(seen), -1, GROUP, block[1]), axis=2)  # tiles are of whole groups
+        seen = np.logical_or.reduceat(seen, range(0, block[0], GROUP), axis=1)
         share = np.array([seen.reshape(*seen.shape[:2], -1, lanes).any(-1).mean(), seen.mean()])
     return np.array([counts.full * pairs, counts.partial, *(counts.partial * pairs * share)])
 

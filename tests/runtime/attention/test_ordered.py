@@ -108,6 +108,15 @@ def test_auto_finds_an_order_for_each_length():
     assert torch.equal(att(*short, w=256), plain(*short, w=256))
 
 
+@pytest.mark.parametrize("queries", [1, 5, 7, 14, 16])
+def test_auto_for_few_queries(queries):
+    """Their tiles have as many rows, no whole number of groups of six."""
+    q, k = torch.randn(1, 2, queries, 16), torch.randn(1, 2, 400, 16)
+    doc = np.random.default_rng(0).integers(0, 6, 400)
+    ours, want = (fk.compile("same(doc)", doc=doc, reorder=how) for how in ("auto", None))
+    torch.testing.assert_close(ours(q, k, k), want(q, k, k), rtol=1e-5, atol=1e-5)
+
+
 def test_auto_compares_the_time_of_a_cpu(monkeypatch):
     """A neighbourhood of 7 x 7 ran 0.83 times as fast in its order; rows that take long to move stay."""
     assert fk.reorder("natten2d(128, 64, 7, 7)", 8192, block=CPU[0], moving=CPU[1]).gain > 1
