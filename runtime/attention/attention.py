@@ -42,7 +42,7 @@ from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.checks import check_lengths
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import learns, names_of, summary, traced
+from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import AnyPlan, Call, results
 from frisket.runtime.plans.device import FlatPlan, device_plan, divided
@@ -499,7 +499,7 @@ def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored
     return (
         place,
         how,
-        tuple((n, type(x), x) for n, x in host.items()),
+        tuple((n, kind_of(x), x) for n, x in host.items()),
         tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items()),
     )
 

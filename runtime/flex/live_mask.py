@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.export.block_mask import written
 from frisket.runtime.machine.bound import BoundExpr
-from frisket.runtime.machine.parameters import as_value, names_of
+from frisket.runtime.machine.parameters import as_value, kind_of, names_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask
 from frisket.runtime.torch.spec import text_of
 
@@ -67,7 +67,7 @@ class LiveMask:
     @property
     def text(self) -> str:
         """The mask as a program without its tensors: what a graph of torch holds, and guards."""
-        return _text(self.expr, tuple((n, type(x), x) for n, x in self.numbers.items()))
+        return _text(self.expr, tuple((n, kind_of(x), x) for n, x in self.numbers.items()))
 
     @cached_property
     def formula(self) -> Mask:
@@ -140,7 +140,7 @@ class LiveMask:
 
 
 @memo(group="sources")
-def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
+def _text(e: Expr, numbers: tuple[tuple[str, Any, Any], ...]) -> str:
     return text_of(CallProgram(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 

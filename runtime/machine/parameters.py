@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -50,6 +51,11 @@ def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[s
 def own_state(x: Any) -> dict[str, Any]:
     """The attributes of an object without what its cached properties remember: what copies and pickles have."""
     return {n: y for n, y in vars(x).items() if not isinstance(getattr(type(x), n, None), cached_property)}
+
+
+def kind_of(x: Number) -> Any:
+    """The type of a number, and the sign of a Float: -0.0 and 0.0 are equal, and no mask takes one for the other."""
+    return (float, math.copysign(1.0, x)) if type(x) is float else type(x)
 
 
 def as_value(name: str, value: Any) -> Any:

@@ -34,7 +34,7 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
-from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
@@ -255,7 +255,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
     said: list[Any] = []
     for name, x in request.params.items():
         if type(x) in NUMBERS:
-            said.append((name, type(x), x))
+            said.append((name, kind_of(x), x))
         elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
             said.append((name, x.shape, x.dtype, x.device))
         elif plan is None and _stays(x, qkv[0].device):

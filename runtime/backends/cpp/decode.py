@@ -20,6 +20,7 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.parameters import kind_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run_cpp import Prepared, function
@@ -100,7 +101,7 @@ def step_of(
     versions: list[Any] = []
     for name, x in params.items():
         if type(x) in NUMBERS:
-            said.append((name, type(x), x))
+            said.append((name, kind_of(x), x))
         elif type(x) is Tensor and x.is_cpu and not x.requires_grad:
             said.append((name, x))  # tensors are compared by where they are
             versions.append(version_of(x))

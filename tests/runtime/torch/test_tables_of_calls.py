@@ -2,11 +2,13 @@
 
 import weakref
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import frisket as fk
+from frisket.caches.torch import KVCache
 from frisket.runtime.torch import op
 
 S = 40
@@ -71,6 +73,14 @@ def test_an_array_that_is_written_to():
         assert right(att, x)
         doc[:] = DOC
         assert right(att, x)
+
+
+def test_zeros_of_both_signs_are_two_numbers():
+    att, cache, x = fk.compile("1.0 / c > 0.0", engines=False), KVCache.create(1, S, 2, 16), jnp.ones((1, 4, 2, 16))
+    token = [y[:, :, :1] for y in (Q, K, V)]
+    for c in (0.0, 0.0, -0.0, -0.0, 0.0):
+        for out in (att(Q, K, V, c=c), att(x, x, x, c=c), cache.attention(att, *token, c=c)):
+            assert bool((out != 0).any()) == (str(c) == "0.0")
 
 
 def test_bits_are_compared():
