@@ -118,9 +118,10 @@ def _beside(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
     """Made once for all layers that are alike."""
     key = att, query.shape[1], *((n, id(x)) for n, x in values.items())
-    if key not in given.kept:
+    versions = [version_of(x) for n, x in values.items() if isinstance(x, Tensor) and n not in given.tables]
+    if key not in given.kept or given.kept[key][2] != versions:
         plan = att.plan(given.q_len, given.kv_len, query.shape[0], query.shape[1], origin=given.origin, **values)
-        given.kept[key] = plan, values  # which live as long: no other value has their id
+        given.kept[key] = plan, values, versions  # values live as long: no other one has their id
     return given.kept[key][0]
 
 

@@ -203,12 +203,20 @@ def test_a_dense_mask_is_written_to():
             given = given.clone()
             for text in ("causal", "causal & q - k < 3"):
                 given.numpy()[:] = additive(dense(text, 1))
-                torch.testing.assert_close(
-                    ours(ids, attention_mask=given).logits,
-                    eager(ids, attention_mask=given).logits,
-                    rtol=2e-5,
-                    atol=2e-5,
-                )
+                got, want = (model(ids, attention_mask=given).logits for model in (ours, eager))
+                torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_tables_of_a_call_are_written_to_beside_one_dense_mask():
+    eager, ours = hf_models.pair("llama")
+    ids, seen, doc = hf_models.tokens(), dense("causal", 1), torch.arange(hf_models.LENGTH)
+    ours.config.frisket_score = "where(doc[q] == doc[k], score, -inf)"
+    for ids_of in (lambda: doc // 5, lambda: doc.flip(0) // 9):
+        doc.numpy()[:] = ids_of()
+        with torch.no_grad():
+            got = ours(ids, attention_mask=seen, frisket_params={"doc": doc}).logits
+            want = eager(ids, attention_mask=additive(seen & (doc[:, None] == doc))).logits
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_a_dense_mask_learns():
