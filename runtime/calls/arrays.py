@@ -94,12 +94,14 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
     torch = sys.modules["torch"]
     if not isinstance(x, torch.Tensor):
         return np.asarray(x).tobytes()
-    at = 0
-    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
+    if (type(x) is torch.Tensor or type(x) is torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
         with suppress(RuntimeError):  # what torch.func wraps has no memory
-            at = x.data_ptr()
-    if at:
-        return string_at(at, x.itemsize * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))))
+            if at := x.data_ptr():
+                places = zip(x.shape, x.stride())
+                apart = not x.is_contiguous()
+                return string_at(
+                    at, x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if apart else x.nbytes
+                )
     if not x.is_inference():
         return x._version
     return version_of(x.cpu()) if wait and not x.is_cpu else object()

@@ -226,10 +226,9 @@ class BlockMask(theirs.BlockMask):
         """The results that are remembered of the tensors, unless one of them has changed. Lists that were written to
         are the user's from then on."""
         lists = self._made.get("lists")
-        if lists is not None and self._made.setdefault("written", _versions(lists)) != _versions(lists):
+        if lists is not None and (own := _versions(lists)) != self._made.setdefault("written", own):
             self._hold(lists)
-        own = _versions(self._given or {})
-        versions = (self._mod.versions, own)
+        versions = (self._mod.versions, () if self._given is None else _versions(self._given))
         if self._versions != versions:
             if self._given is not None:
                 check_lists(self._given, self._lengths[1], self._block[1])
@@ -484,8 +483,9 @@ def forms_of(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None,
     return live, mask_mod if callable(mask_mod) else None, live.text
 
 
-def _versions(lists: Lists) -> tuple[Any, ...]:
-    return tuple(version_of(x) for x in lists.values() if x is not None)
+def _versions(lists: Lists) -> list[Any]:
+    """The lists by rows, which say what is visible, as they are now."""
+    return [version_of(x) for n in LISTS[:4] if (x := lists[n]) is not None]
 
 
 def _attribute(name: str) -> property:

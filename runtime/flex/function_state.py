@@ -21,6 +21,7 @@ from frisket.grammar.memo import memo
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
 REFLECTION = "getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv".split()
+FOREIGN = LIBRARIES - {"__main__"}
 STATELESS = (object, ModuleType, SimpleNamespace, Generic, Protocol, ABC)  # foreign, with all they hold in `__dict__`
 PARTS = ("_parameters", "_buffers", "_modules")  # where a torch.nn.Module keeps its attributes
 Names = frozenset[str]
@@ -100,9 +101,10 @@ class _StateReader:
         cls = x if isinstance(x, type) else type(x)
         module = isinstance(x, torch.nn.Module)
         strange = not module and cls is not x and any(_foreign(c) for c in cls.__mro__ if c not in STATELESS)
-        if held is None or strange or any("__getattr__" in vars(c) for c in cls.__mro__ if not _foreign(c)):
+        own = [vars(c) for c in cls.__mro__ if not _foreign(c)]
+        if held is None or strange or any("__getattr__" in of for of in own):
             raise UnknownState
-        names, methods = _reached(cls, names)
+        names, methods = _reached(own, names)
         if (id(x), names) in self.seen:
             return id(x)
         self.seen.add((id(x), names))
@@ -113,7 +115,7 @@ class _StateReader:
 
 def _foreign(x: Any) -> bool:
     """Whether a class, function or module is of a library: those do not change between calls."""
-    return (x.__name__ if isinstance(x, ModuleType) else x.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+    return (x.__name__ if isinstance(x, ModuleType) else x.__module__ or "").partition(".")[0] in FOREIGN
 
 
 @memo(1024)
@@ -123,12 +125,12 @@ def _names(code: CodeType) -> Names:
     return frozenset(code.co_names).union(*inner)
 
 
-def _reached(cls: type, names: Names) -> tuple[Names, tuple[Any, ...]]:
-    """The names that are read once the methods and properties among `names` run, and what the class has of them."""
+def _reached(own: list[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
+    """The names that are read once the methods and properties among `names` run, and what the classes have of them."""
     found: dict[str, Any] = {}
     while True:
         for name in names - found.keys():
-            one = next((vars(c)[name] for c in cls.__mro__ if name in vars(c) and not _foreign(c)), None)
+            one = next((of[name] for of in own if name in of), None)
             found[name] = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
         more = names.union(*(_names(f.__code__) for f in found.values() if isinstance(f, FunctionType)))
         if more == names:
