@@ -243,12 +243,12 @@ def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     >>> [beside(table, "sum", lambda: sum(table)) for _ in range(2)]
     [7, 7]
     """
-    place = id(owner), key
-    entry = _beside._entries.get(place)
+    place, kept = (id(owner), key), _beside  # as it ends, Python takes a module's names before the last owners
+    entry = kept._entries.get(place)
     if entry is None:
-        _beside.misses += 1
-        return _beside.put(place, make(), weakref.ref(owner, lambda _, kept=_beside: kept.drop(place)))
-    _beside.hits += 1
+        kept.misses += 1
+        return kept.put(place, make(), weakref.ref(owner, lambda _: kept.drop(place)))
+    kept.hits += 1
     answer: R = entry[0]
     return answer
 

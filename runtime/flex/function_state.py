@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
@@ -125,7 +125,7 @@ def _names(code: CodeType) -> Names:
     return frozenset(code.co_names).union(*inner)
 
 
-def _reached(own: list[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
+def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
     """The names that are read once the methods and properties among `names` run, and what the classes have of them."""
     found: dict[str, Any] = {}
     while True:
