@@ -303,6 +303,8 @@ class BlockMask(theirs.BlockMask):
                 self._made["lists"] = mask_in_graph.laid_out(self)
             return self._made["lists"]  # type: ignore[no-any-return]
         made = self._now()
+        if self._given is not None:
+            return self._given
         if "lists" not in made and 0 in self._lengths:
             made["lists"] = mask_in_graph.lists_of(self._kinds(), self._apart, self._columns)
         if "lists" not in made:
@@ -470,6 +472,7 @@ class BlockMask(theirs.BlockMask):
 
     @outside
     def __reduce__(self) -> tuple[Any, ...]:
+        self._now()
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
         bare = {n: x for n, x in self.__dict__.items() if n not in ("_live", "_fn", "_made", "_versions")}
         return restored, (type(self), Mask(self._mod.expr), values, bare)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def part(mask: BlockMask, index: Any) -> BlockMask:
     """`mask[index]`. Lists of the user's are picked from, as torch does; others are laid out anew."""
+    mask._now()  # whether its lists were written to
     _check_order(mask, "indexed")
     given, (q_len, kv_len) = mask._given, mask._lengths
     rows = -(-q_len // mask._block[0]) if given is None else mask.kv_indices.shape[-2]
@@ -45,6 +46,7 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
 
 def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     """The first queries and keys of it."""
+    mask._now()
     _check_order(mask, "cut")
     mask._check_cover(lengths)
     made = mask.of(mask.live.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
@@ -57,7 +59,7 @@ def there(mask: BlockMask, device: torch.device) -> BlockMask:
     made = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
     if all(made._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
         made._fn = mask._fn
-    lists = mask._given or mask._now().get("lists")
+    lists = mask._now().get("lists") or mask._given
     if lists is not None:
         lists = {n: x if x is None else x.to(device) for n, x in lists.items()}
         if mask._given is None:

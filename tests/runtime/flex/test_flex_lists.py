@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -74,6 +77,22 @@ def test_lists_that_are_written_to_are_followed(module, numpy):
     write(made.kv_indices)[0, 0, 3, 0] = 77
     with pytest.raises(fk.FrisketError, match="kv_indices lists column 77"):
         ours.flex_attention(q, q, q, block_mask=made)
+
+
+COPIES = {
+    "part": lambda m: m[:, :, :], "cut": lambda m: m._adjust(20, 20), "elsewhere": lambda m: m.to("cpu"),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)), "joined": lambda m: m & m, "deepcopy": copy.deepcopy,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_masks_made_of_one_whose_lists_were_written_to(how):
+    made = ours.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, "cpu", 4)
+    made.full_kv_num_blocks[0, 0, 3:] = 1
+    made.kv_num_blocks[0, 0, 2] = 0
+    copied = COPIES[how](made)
+    assert made.kv_num_blocks.tolist() == [[[1, 1, 0, 1, 1]]]
+    assert copied.mask.dense(20, 20).sum() == made.mask.dense(20, 20).sum() == 4 * 10 + (0 + 1 + 2 + 1 + 1) * 16
 
 
 def test_lists_by_batch_and_head():
