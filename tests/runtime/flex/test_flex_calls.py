@@ -17,6 +17,7 @@ import torch.nn.attention.flex_attention as theirs  # noqa: E402
 import frisket as fk  # noqa: E402
 from frisket.dsl.errors import BackendError, FrisketError  # noqa: E402
 from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
+from frisket.runtime.calls import arrays as arrays_of_calls  # noqa: E402
 from frisket.runtime.flex import pair  # noqa: E402
 from frisket.runtime.flex import score_mod as score_mods  # noqa: E402
 
@@ -333,7 +334,9 @@ WRITES = {  # which torch does not count
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_tensors_written_to_without_a_count_are_seen(how):
+@pytest.mark.parametrize("large", [1 << 26, 9])
+def test_tensors_written_to_without_a_count_are_seen(how, large, monkeypatch):
+    monkeypatch.setattr(arrays_of_calls, "LARGE", large)  # bytes from which a digest is kept
     place, shown, wide = torch.arange(24), torch.arange(24), torch.tensor([2, 5])
     mod = lambda score, b, h, q, k: score + 0.1 * place[k]  # noqa: E731
     looked = lambda score, b, h, q, k: score + (wide[0].item() * (k - q))  # noqa: E731
