@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import sys
 import zlib
@@ -24,6 +25,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Tests make objects by the million and few cycles among them, which a worker looks for less often
+gc.set_threshold(100_000, 20, 20)
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -44,10 +48,21 @@ def _no_graphs_of_other_tests():
         dynamo.reset()
 
 
+def xla_has_older_emitters() -> bool:
+    """XLA of this JAX has two emitters of fusions for CPUs, the older of which compiles in half the time. Cases of the
+    matrix and JAX 0.11, which has no other, take the newer."""
+    try:
+        return importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What XLA compiled is kept, for the other workers and the next run; `pytest --cache-clear` forgets it."""
     if config.pluginmanager.hasplugin("cacheprovider"):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
+    if "matrix" not in config.option.markexpr.replace("not matrix", "") and xla_has_older_emitters():
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -146,7 +146,10 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
     assert step.as_text().partition("\n")[0].count("-alias)") == len(jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize(("places", "keys"), [(APPENDED, 1024), (PADDED, 1024), (SHARD, 1024), (ring(256), 256)])
+@pytest.mark.parametrize(("places", "keys"), [
+    (APPENDED, 1024), (ring(256), 256),
+    *(pytest.param(places, 1024, marks=pytest.mark.matrix) for places in (PADDED, SHARD)),
+])  # fmt: skip
 def test_a_step_reads_the_tiles_of_its_window(places, keys):
     att = placed(fk.compile("causal & window(64)"), places)
     known = {"cache_first": jnp.int32(0), "cache_batch": 0, "cache_head": 0}

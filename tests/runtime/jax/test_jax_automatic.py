@@ -150,7 +150,8 @@ print("split tables")
 
 def run(script, *arguments, devices=8):
     env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "NPROC": "16", "JAX_PLATFORMS": "cpu"}
+    flags = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    env |= {"XLA_FLAGS": flags, "NPROC": "16", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=500
     )

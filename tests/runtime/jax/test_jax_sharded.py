@@ -79,7 +79,8 @@ print("public")
 
 def test_batch_heads_and_queries_sharded():
     tests = str(Path(__file__).parents[2])
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    env = {**os.environ, "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(tests=tests)], env=env, capture_output=True, text=True, timeout=300
     )

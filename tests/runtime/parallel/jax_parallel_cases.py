@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax

@@ -36,7 +36,7 @@ def run(stored, made, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(ALL, "small pages", "tiles of a page", "no end", "as they are"))
+@pytest.mark.parametrize("name", some(ALL, "small pages", "no end"))
 def test_every_way_to_store(name):
     stored = ALL[name]
     made = stored_cases.problem(stored, "bshd")
