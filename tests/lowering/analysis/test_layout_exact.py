@@ -63,7 +63,7 @@ def test_written_masks(name):
         check(masks.case(masks.written()[name], rng))
 
 
-@pytest.mark.parametrize("seed", [n if n < 250 else pytest.param(n, marks=pytest.mark.matrix) for n in range(500)])
+@pytest.mark.parametrize("seed", [n if n < 125 else pytest.param(n, marks=pytest.mark.matrix) for n in range(500)])
 def test_random_masks(seed):
     rng = random.Random(seed)
     one_random_mask(rng)
