@@ -28,6 +28,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tests make objects by the million and few cycles among them, which a worker looks for less often
 gc.set_threshold(100_000, 20, 20)
 
+EMITTERS = "--xla_cpu_use_fusion_emitters"
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -61,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What XLA compiled is kept, for the other workers and the next run; `pytest --cache-clear` forgets it."""
     if config.pluginmanager.hasplugin("cacheprovider"):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
-    if "matrix" not in config.option.markexpr.replace("not matrix", "") and xla_has_older_emitters():
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+    if xla_has_older_emitters() and EMITTERS not in os.environ.get("XLA_FLAGS", ""):  # nor did the process before this
+        newer = "matrix" in config.option.markexpr.replace("not matrix", "")
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}={str(newer).lower()}".strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

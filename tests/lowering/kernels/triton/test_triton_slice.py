@@ -93,9 +93,5 @@ def test_interpreted():
     run(*named(INTERPRETED), TRITON_INTERPRET="1")
 
 
-def test_compiled():
-    run(*named(COMPILED))
-
-
-def test_launched_into_nothing():
-    run(*named(LAUNCHED))
+def test_compiled_and_launched_into_nothing():
+    run(*named(COMPILED), *named(LAUNCHED))
