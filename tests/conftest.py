@@ -26,7 +26,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Tests make objects by the million and few cycles among them, which a worker looks for less often
-gc.set_threshold(100_000, 20, 20)
+gc.set_threshold(20_000, 10, 10)
 
 EMITTERS = "--xla_cpu_use_fusion_emitters"
 GOLDEN = Path(__file__).parent / "golden"

@@ -210,12 +210,6 @@ class FlatPlan:
         given = {n: self.given[n] for n in read if n in self.given}
         return {n: version_of(x) for n, x in given.items() if x.is_cpu or not x.is_inference()}
 
-    def refuse_written(self) -> None:
-        """Raise where a table has changed since the spans were made: they would be of other entries than the mask."""
-        for n, version in (self._versions() if self._read else {}).items():
-            if version != self._read[n]:
-                raise ParameterError(f"table `{n}` has changed since it was planned\n  make another plan")
-
     @property
     def values(self) -> dict[str, Any]:
         """The values by name, wherever they are."""
@@ -262,6 +256,13 @@ class FlatPlan:
     def __repr__(self) -> str:
         k = self.key
         return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+
+
+def refuse_written(plan: FlatPlan) -> None:
+    """Raise where a table has changed since the spans were made: they would be of other entries than the mask."""
+    for n, version in (plan._versions() if plan._read else {}).items():
+        if version != plan._read[n]:
+            raise ParameterError(f"table `{n}` has changed since it was planned\n  make another plan")
 
 
 def device_plan(

@@ -38,7 +38,7 @@ from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
-from frisket.runtime.plans.device import DeviceWork
+from frisket.runtime.plans.device import DeviceWork, refuse_written
 
 from .autograd import AttendAgain, refuse_tangents, written_out
 from .engine import EngineReady, engine_call
@@ -75,7 +75,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
     if getattr(plan, "on_device", False):
-        plan.refuse_written()
+        refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _of_kind(att, key, tables, request, kept)
