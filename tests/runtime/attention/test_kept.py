@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import pickle
 from functools import partial
+from pathlib import Path
 
 import cloudpickle
 import jax
@@ -179,7 +180,8 @@ def _output(model):
 
 
 @pytest.mark.matrix
-def test_processes_that_are_spawned():
+def test_processes_that_are_spawned(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])  # they import this module, also where `pytest` was called
     model = Model()
     want = model(*arrays()).detach()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
