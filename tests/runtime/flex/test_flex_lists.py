@@ -59,7 +59,7 @@ def test_no_mask_mod_shows_all_of_a_listed_tile():
 @pytest.mark.parametrize("module", [ours, theirs])
 @pytest.mark.parametrize("numpy", [False, True])
 def test_lists_that_are_written_to_are_followed(module, numpy):
-    """Those of a mask_mod, too: what is laid out is the user's once it was written to."""
+    """Lists of a mask_mod are followed too: once written to, they are the user's."""
     q = torch.randn(1, 2, 20, 8)
     made = module.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, "cpu", 4)
     for _ in range(2):
