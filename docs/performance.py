@@ -586,8 +586,8 @@ TOPICS = (
           "Python is timed. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
           each(("host", "Microseconds of the processor", "us"))),
     Topic("graph-overhead", "What a call costs in a graph of torch.compile", "causal by native kernels, 4 heads of "
-          "64, float32, one thread, inductor. `graph, looked up` looks up the prepared call at every call, as "
-          "earlier versions did.", "python benchmarks/graph_overhead.py",
+          "64, float32, one thread, inductor; calls without gradients under `no_grad`. `graph, looked up` looks up "
+          "the prepared call at every call, as earlier versions did.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
     Topic("changing-tables", "What a call with another table costs", "Native kernels, one head of 16, float32, one "
           "thread. `changed` is the first call with a table, planned in C++, `repeated` the second; `planned by the "

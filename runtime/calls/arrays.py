@@ -28,7 +28,7 @@ HEADS_AXIS = {"bhsd": 1, "bshd": 2}  # the axis of heads
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
-LARGE = 1 << 26  # bytes of a tensor of which no copy is kept to compare with
+COPIED = 1 << 26  # bytes of a table, at most, that is copied to be compared: no dense mask of 16,384 x 16,384
 MULTIPLE = 16  # tokens that the length of a page is a multiple of
 
 
@@ -102,7 +102,7 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
                 places = zip(x.shape, x.stride())
                 apart = not x.is_contiguous()
                 size = x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if apart else x.nbytes
-                return string_at(at, size) if size < LARGE else sha256((c_char * size).from_address(at)).digest()
+                return string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
     if not x.is_inference():
         return x._version
     return version_of(x.cpu()) if wait and not x.is_cpu else object()

@@ -26,7 +26,7 @@ from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.interpreters import warn_slow
 from frisket.runtime.backends.registry import automatic, library, quickest
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.arrays import NATURAL, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
@@ -61,7 +61,6 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
 TABLED = 4  # calls with tables of the host, each with copies of them
-LARGEST = 1 << 26  # bytes of a table that is copied: a dense mask of 16,384 x 16,384 is not
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -180,9 +179,9 @@ def _of_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
 def _bits(x: Any) -> Any:
     """The entries of a host's table as numbers of their bits; None where they cannot be looked at so."""
     if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.dtype.itemsize in WORDS:
-        return None if x.requires_grad or x.is_neg() or x.nbytes > LARGEST else x.view(WORDS[x.dtype.itemsize]).numpy()
+        return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
     if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:
-        return None if x.nbytes > LARGEST else x.view(f"u{x.itemsize}")
+        return None if x.nbytes > COPIED else x.view(f"u{x.itemsize}")
     return None
 
 

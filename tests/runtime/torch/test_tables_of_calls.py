@@ -54,10 +54,10 @@ def test_a_tensor_that_is_written_to(write):
 @pytest.mark.parametrize("form", [np.copy, torch.tensor])
 def test_no_copies_of_large_tables_are_kept(monkeypatch, form):
     att, doc = documents(), form(DOC)
-    monkeypatch.setattr(op, "LARGEST", doc.nbytes - 1)
+    monkeypatch.setattr(op, "COPIED", doc.nbytes - 1)
     assert right(att, doc)
     assert not att.by_tables
-    monkeypatch.setattr(op, "LARGEST", doc.nbytes)
+    monkeypatch.setattr(op, "COPIED", doc.nbytes)
     assert right(att, doc)
     assert att.by_tables
 

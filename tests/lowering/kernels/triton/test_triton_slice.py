@@ -53,7 +53,7 @@ INTERPRETED = {
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
     "runtime/backends/triton_rows/triton_rows_interpreted.py": (
-        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
+        "long_rows[BY_HEAD-longest-of-all-first]", "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "runtime/backends/triton_binding_interpreted.py": (
         "graph_of_a_checkpoint", "eager_beside_the_interpreter", "orders[causal & same(doc)]",
