@@ -336,7 +336,7 @@ WRITES = {  # which torch does not count
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("large", [1 << 26, 9])
 def test_tensors_written_to_without_a_count_are_seen(how, large, monkeypatch):
-    monkeypatch.setattr(arrays_of_calls, "LARGE", large)  # bytes from which a digest is kept
+    monkeypatch.setattr(arrays_of_calls, "COPIED", large)  # bytes from which a digest is kept
     place, shown, wide = torch.arange(24), torch.arange(24), torch.tensor([2, 5])
     mod = lambda score, b, h, q, k: score + 0.1 * place[k]  # noqa: E731
     looked = lambda score, b, h, q, k: score + (wide[0].item() * (k - q))  # noqa: E731
