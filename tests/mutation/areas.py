@@ -50,6 +50,7 @@ MORE = {
         "parts_by_head_where_the_mask_tells_heads_apart",
         "parts_of_some_heads_of_a_large_group",
     ),
+    "lowering/kernels/triton/triton_interpreted_stored.py": ("forward[many queries, small pages]",),
     "lowering/kernels/triton/triton_captured_interpreted.py": ("opposite_shares_of_an_entry_have_a_sum_of_zero",),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
         "whole_tiles_alone",
@@ -103,7 +104,8 @@ AREAS = {
         Group(
             ("lowering/kernels/gluon/skeletons/*.tpl",),
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
-             f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py"), ("torch", "triton"),
+             f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py",
+             f"{KERNELS}/gluon/test_gluon_compiled.py"), ("torch", "triton"),
             marked="not slow and not outside",  # most of those for Blackwell are of the matrix
         ),
         Group(

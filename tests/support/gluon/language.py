@@ -120,6 +120,11 @@ def of_products(version, *, warps_per_cta, instr_shape) -> None:
         raise FaultError(f"products {instr_shape} of {warps_per_cta} warps are none of a Hopper's warp group")
 
 
+def sliced(axis, parent) -> None:
+    if axis not in (0, 1):
+        raise FaultError(f"a tile has no axis {axis}")
+
+
 def tensor_memory_layout(block, *, col_stride) -> None:
     if block[0] not in (64, 128) or col_stride != 1:
         raise FaultError(f"tensor memory has no blocks of {block}, {col_stride} columns apart")
@@ -128,6 +133,8 @@ def tensor_memory_layout(block, *, col_stride) -> None:
 def warp_specialize(functions, warps, registers) -> None:
     if len(functions) != len(warps) + 1 or len(warps) != len(registers):
         raise FaultError("a partition without warps or registers")
+    if any(n % 8 or not 24 <= n <= 256 for n in registers):
+        raise FaultError(f"a warp has 24 to 256 registers a thread, in steps of 8, and not {registers}")
     for name, x in inspect.currentframe().f_back.f_locals.items():
         if isinstance(x, Shared) and x.name == "?":
             x.name = name
@@ -223,7 +230,7 @@ gl = SimpleNamespace(
     convert_layout=lambda x, layout: x, program_id=lambda axis: Tensor(Machine.now.program[axis], I32),
     num_programs=lambda axis: Tensor(Machine.now.grid[axis], I32),
     NVMMADistributedLayout=of_products, BlockedLayout=blocked,
-    SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
+    SliceLayout=sliced, DotOperandLayout=lambda *a: None,
     exp=elementwise(np.exp), exp2=elementwise(np.exp2), log=elementwise(np.log), log2=elementwise(np.log2),
     sin=elementwise(np.sin), cos=elementwise(np.cos), sqrt_rn=elementwise(np.sqrt), erf=elementwise(erf),
     rsqrt=elementwise(lambda x: 1 / np.sqrt(x)), floor=elementwise(np.floor), abs=elementwise(np.abs),

@@ -74,9 +74,9 @@ class Functions(cpp.CppKernel):
         return "\n".join([self.head(), *map(cpp.part, cpp.ARITHMETIC), str(self.page)])
 
 
-def run(roots, plan, record, dtype, variant, step, count):
+def run(roots, plan, record, dtype, variant, step, count, functions=Functions):
     """The values of `roots` at 0, 1, ... count, by name."""
-    library = native_build.library(f"#define NEXT {step}\n" + Functions(roots, plan, dtype).source(), variant)
+    library = native_build.library(f"#define NEXT {step}\n" + functions(roots, plan, dtype).source(), variant)
     real = np.float64 if dtype == "float64" else np.float32
     out = {n: np.zeros(count, real if e.type is FLOAT else np.int64) for n, e in roots.items()}
     places = np.array([x.ctypes.data for x in out.values()], np.int64)
@@ -223,3 +223,29 @@ def test_functions_at_many_points():
         want = meaning(ir.build(op, ir.param("x", FLOAT)), {"x": x})
         units = np.abs(found[op + "_at"][: len(x)] - want) / np.spacing(np.abs(want).astype(np.float32))
         assert units.max() <= LAST[op], f"{op}: {units.max():.2f} units at {x[units.argmax()]!r}"
+
+
+class Weights(Functions):
+    """The same, with `weight` for `exp2`."""
+
+    def source(self):
+        text = super().source()
+        own = str(self.page)
+        return text.removesuffix(own) + own.replace("exp2(", "weight(")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_the_softmax_at_many_points(dtype):
+    real = np.dtype(dtype).type
+    lowest = -126 if real is np.float32 else -1022
+    x = np.random.default_rng(1).uniform(lowest, 0, 9000)
+    x = np.concatenate([x, x / 100, -np.logspace(-12, 0, 99), [0, lowest * 2, -np.inf, np.nan]]).astype(real)
+    plan, (record, _keep) = call({"f0": x.astype(float)}, real, False)
+    root = {"at": ir.build("exp2", lookup("f0", (k,), FLOAT))}
+    got = run(root, plan, record, dtype, "native", "LANES", len(x), Weights)["at"]
+    want = np.exp2(x.astype(np.longdouble))
+    want[-3:] = 0, 0, np.nan
+    assert np.isnan(got[-1])
+    assert (got[-3:-1] == 0).all()
+    units = np.abs(got[:-3] - want[:-3]) / np.spacing(want[:-3].astype(real))
+    assert units.max() <= 1.5, f"{units.max():.2f} units at {x[units.argmax()]!r}"
