@@ -25,6 +25,7 @@ from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
 from support.jax.jax_gradients import LEARNED
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
@@ -267,11 +268,26 @@ def check_amd() -> None:
     Path(binary).unlink()
 
 
+def check_calls_of_users() -> None:
+    """What is asked for and what jax-triton compiles: short rows of small heads, forward, beside Mosaic's kernels."""
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
+    for text, kernels in (("causal & window(128)", ["triton_kernel_call"]), ("causal", ["mosaic_gpu_v2"])):
+        att = fk.compile(text)
+
+        def loss(*qkv: Any, att: fk.Attention = att) -> Any:
+            return att(*qkv).astype(jnp.float32).sum()
+
+        for run, wanted in ((att, kernels), (jax.grad(loss, (0, 1, 2)), kernels + ["mosaic_gpu_v2"] * 2)):
+            module = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+            found = re.findall(r"custom_call @([\w$.]+)", module)
+            assert sorted(found) == sorted(wanted), found
+
+
 def main() -> int:
     assert os.environ.get("TRITON_CACHE_DIR") != "", "jax-triton's import has changed the environment"
     checks = [lambda: check_forward_and_backward("sm_90"), lambda: check_forward_and_backward("sm_80")]
     checks += [check_few_queries, check_values_compile_nothing, check_captured_gradients, check_kinds_of_tables]
-    for check in (*checks, check_64_bits, check_amd):
+    for check in (*checks, check_64_bits, check_calls_of_users, check_amd):
         check()
     assert "torch" not in sys.modules
     print(f"triton {triton.__version__} from jax {jax.__version__}: good")
