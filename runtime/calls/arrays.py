@@ -46,9 +46,9 @@ def in_graph(x: Any) -> bool:
     """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
     kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
     under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses."""
-    if "torch" not in sys.modules:
+    torch = sys.modules.get("torch")
+    if torch is None:
         return False
-    torch = sys.modules["torch"]
     if torch.compiler.is_compiling():
         return True
     if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:

@@ -83,7 +83,11 @@ class Settings:
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
         if environment is None and (held := getattr(os.environ, "_data", None)) is not None:
-            return _encoded(tuple([held.get(n) for n in _KEYS]))  # a tenth of the time of os.environ.get
+            texts = tuple([held.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
+            last = _last[0]
+            if texts != last[0]:
+                last = _last[0] = texts, _encoded(texts)
+            return last[1]
         env = os.environ if environment is None else environment
         return _settings(tuple([env.get(n) for n in _NAMES]))
 
@@ -115,6 +119,9 @@ def _encoded(texts: tuple[Any, ...]) -> Settings:
     return _settings(tuple([None if x is None else os.environ.decodevalue(x) for x in texts]))
 
 
-@memo(64)  # every call asks
+@memo(64)
 def _settings(texts: tuple[str | None, ...]) -> Settings:
     return Settings(**{v.name[8:].lower(): v.read(x) for v, x in zip(VARIABLES, texts, strict=True) if x})
+
+
+_last = [((), Settings())]  # every call asks: what was read last, in one entry, since threads read it

@@ -106,7 +106,7 @@ def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         return None  # something that records operations, say
     if _learning(q, k, v):
         found = like_one(att, q, k, v, "learning")
-        if found is None or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        if found is None or not all(x.stride(3) == 1 and x.data_ptr() for x in (q, k, v)):
             return None
         return AttendAgain.apply(found[1], found[2], q, k, v)  # type: ignore[no-untyped-call]
     found = like_one(att, q, k, v, "plain")
@@ -118,13 +118,13 @@ def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     found = att.repeats.get((kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
-    if found is None or torch.is_autocast_enabled("cpu"):
+    if found is None or torch._C._is_any_autocast_enabled():
         return None
     if (settings := Settings.read()) is not found[0] and settings != found[0]:
         return None
-    if forward_ad._current_level >= 0 or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():
+    if forward_ad._current_level >= 0 or torch._C._is_torch_function_mode_enabled():
         return None
-    if torch._C._is_torch_function_mode_enabled() or not (q.is_cpu and k.is_cpu and v.is_cpu):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
         return None
     return None if q.is_neg() or k.is_neg() or v.is_neg() else found
 

@@ -16,8 +16,8 @@ from frisket.runtime.machine.cpp_threads import Threads, of_torch
 from .torch import LARGE, huge, out_of_memory, prepared
 
 THREADS = struct.Struct("3q")
-ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q")  # words from `sinks` to `out`, which a forward fills in
-REST = bytes(8 * (WORDS - OFFSET["dout"]))
+# words from `sinks` to `out`, which a forward fills in, and zeros to the end
+ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q{8 * (WORDS - OFFSET['dout'])}x")
 ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the end
 NONE = (0, 0, 0, 0)  # a gradient that nobody asks for
 
@@ -43,25 +43,27 @@ def repeat(
     short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
     alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
     head = alone + record
+    large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*made.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
     backward: list[Any] = []  # the kernel, its record, and the buffers that the record points to
 
     def again(q: Tensor, k: Tensor, v: Tensor, saving: bool, kept: Any = kept) -> Any:  # `kept` has its addresses
-        (*qs, q_step), (*ks, k_step), (*vs, v_step) = q.stride(), k.stride(), v.stride()
-        if not q_step == k_step == v_step == 1:
+        (qb, qh, qn, q_step), (kb, kh, kn, k_step), (vb, vh, vn, v_step) = q.stride(), k.stride(), v.stride()
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()  # 0 of zeros that torch has no memory for
+        if not (q_step == k_step == v_step == 1 and at_q and at_k and at_v):
             return None
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
-        if out.nbytes >= LARGE:
+        if large:
             huge(out)
         lse = q.new_empty(size[:3], dtype=made.real) if saving else None
         norm = None if lse is None else lse.new_empty((*size[:3], 2))
         to_lse, to_norm = (0, 0) if lse is None or norm is None else (lse.data_ptr(), norm.data_ptr())
         arrays = pack(
-            0, to_lse, 0, to_norm, 0, q.data_ptr(), *qs, k.data_ptr(), *ks, v.data_ptr(), *vs, out.data_ptr(), *strides
+            0, to_lse, 0, to_norm, 0, at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides
         )  # fmt: skip
-        if run(head + arrays + REST if short else THREADS.pack(*of_torch()) + record + arrays + REST):
+        if run(head + arrays if short else THREADS.pack(*of_torch()) + record + arrays):
             raise out_of_memory("frisket_forward")
         return (out, lse, norm) if saving else out
 
