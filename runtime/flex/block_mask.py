@@ -21,10 +21,10 @@ from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike
 
 from . import mask_in_graph
+from .checks import pair
 from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
 from .leave import outside
-from .lengths import pair
 from .live_mask import LiveMask, live_mask
 from .picture import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders

@@ -1,4 +1,5 @@
-"""Checks of flex_attention: arrays, masks and promises that do not fit, as torch does, and what torch lets pass."""
+"""Checks of flex_attention: lengths, arrays, masks and promises that do not fit, as torch does, and what torch lets
+pass."""
 
 from __future__ import annotations
 
@@ -11,12 +12,33 @@ from torch.nn.attention.flex_attention import BlockMask
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import symbolic
+from frisket.runtime.machine.integers import as_int
 from frisket.runtime.masks.mask import Mask, ScoreMod
 
 from .errors import ArrayError, check_lookups
 from .kernel_options import KernelOptionError
 
 SHORT = 128  # queries: fewer are a step of decoding to torch
+
+
+def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:
+    """(queries, keys) from one length or two, each at least `least`."""
+    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    found = tuple([count_of(n) for n in given])
+    if len(found) != 2 or not all(is_count(n, least) for n in found):
+        what = "positive ints" if least else "ints, 0 or more"
+        raise ShapeError(f"{name} is {value!r}\n  it is {what}, (queries, keys), in tokens")
+    return int(found[0]), int(found[1])
+
+
+def count_of(n: Any) -> Any:
+    """The int that a numpy int or a tensor without axes stands for; anything else as it is."""
+    return n if isinstance(n, int | torch.SymInt) else as_int(n)
+
+
+def is_count(n: Any, least: int = 1) -> bool:
+    """Whether n can count something. A size of an exported program is one: it becomes that number there."""
+    return isinstance(n, int | torch.SymInt) and not isinstance(n, bool) and bool(n >= least)
 
 
 def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
