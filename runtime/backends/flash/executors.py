@@ -85,7 +85,8 @@ def prepared(
 
     check(g)
     given = tuple(tables.values())
-    if not all(isinstance(x, (bool, int, float)) for x in slots.values()) or any(x.requires_grad for x in given):
+    counted = not any(x.requires_grad or x.is_inference() for x in given)  # writes to tables, by torch
+    if not (counted and all(isinstance(x, (bool, int, float)) for x in slots.values())):
         return made()
     numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in given)
     key = "flash", plan, g, target, numbers, versions, device, gradients, deterministic

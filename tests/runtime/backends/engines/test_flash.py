@@ -89,6 +89,28 @@ def test_tables_that_live_on_the_device():
     np.testing.assert_allclose(att(q, k, v, plan=plan).float().numpy(), right, atol=2e-3)
 
 
+@pytest.mark.parametrize("score", [None, "param t: float[_]\nscore = score + t[k]"])
+def test_tables_in_inference_mode(score):
+    """torch counts no writes to tensors made there: each call reads tables anew."""
+    case = cases.Case("causal & same(doc)", 300, 300, heads=2)
+    q, k, v = arrays(case)
+    att = fk.compile(case.text, score, backend="flash", deterministic=False)
+    with torch.inference_mode():
+        doc = torch.from_numpy(DOC.copy()) + 0
+        given = {"t": torch.linspace(0, 1, 300)} if score else {}
+        for step in range(3):
+            right = fk.reference(
+                *(x.double().numpy() for x in (q, k, v)), mask=case.text, score=score, layout="bhsd",
+                doc=doc.numpy(), **{n: x.numpy() for n, x in given.items()},
+            )  # fmt: skip
+            np.testing.assert_allclose(att(q, k, v, doc=doc, **given).float().numpy(), right, atol=2e-3)
+            plan = att.plan(300, 300, 1, 2, doc=doc, flat=True, **given)
+            np.testing.assert_allclose(att(q, k, v, plan=plan).float().numpy(), right, atol=2e-3)
+            doc[100 + step :] += 1
+            for x in given.values():
+                x += torch.arange(300) % 3
+
+
 # -- what would be called ---------------------------------------------------------------------------
 
 GOLDEN = {
