@@ -67,8 +67,7 @@ def drawn(
     exact = true(seen, arrays, text, learned, origin, lambda x: x)
     rough = [true(seen, arrays, text, learned, origin, x) for x in (lambda x: x.float().double(), lambda x: x.float())]
     small = ROUNDING[dtype]
-    numbered = any(not x.ndim for x in learned.values())
-    reach = reaches(seen, arrays, text, learned, origin) if small or numbered else {}
+    reach = reaches(seen, arrays, text, learned, origin) if small or learned else {}
     allowed = {
         n: 1e-5 * max(1.0, largest(x))
         + 8 * max(largest(r[n] - x) if n in r else 0.0 for r in rough)
@@ -82,7 +81,7 @@ def drawn(
 
 
 def unit(name: str, small: float) -> float:
-    """The rounding of a result's terms: a learned number is the float32 sum of those of all pairs, and they cancel."""
+    """The rounding of a result's terms: a learned value is the float32 sum of those of its pairs, and they cancel."""
     return 2.0**-24 if name.startswith("d ") else small
 
 
@@ -132,7 +131,8 @@ def attention(
 def reaches(
     seen: Tensor, arrays: list[Tensor], text: str, learned: dict[str, Tensor], origin: tuple[int, ...]
 ) -> dict[str, float]:
-    """The largest numbers that the sums of results can reach, those of learned numbers included."""
+    """The largest numbers that the sums of results can reach, those of learned values included: a pair of a score mod
+    reads one entry of a table, so the sum of its absolute terms is a gradient too."""
     q, k, v, do, dlse = (x.double() for x in arrays)
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -148,13 +148,13 @@ def reaches(
     by_key = [g.unflatten(1, (-1, groups)).sum(2) for g in (ds.mT @ q.abs(), p.mT @ do.abs())]
     found = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": by_key[0], "dv": by_key[1]}
     exact = {n: t.double() for n, t in learned.items()}
-    for n, c in exact.items():
-        if not c.ndim and n != "sinks":
+    for n in exact.keys() - {"sinks"}:
 
-            def of_number(c: Tensor, n: str = n) -> Tensor:
-                return scores.value(text, x.detach(), {**exact, n: c}, origin)
+        def of_learned(c: Tensor, n: str = n) -> Tensor:
+            return scores.value(text, x.detach(), {**exact, n: c}, origin)
 
-            found[f"d {n}"] = (dy * torch.func.jvp(of_number, (c,), (torch.ones_like(c),))[1].abs()).sum()
+        signs = torch.func.jvp(of_learned, (exact[n],), (torch.ones_like(exact[n]),))[1].sign()
+        found[f"d {n}"] = torch.func.vjp(of_learned, exact[n])[1](dy * signs)[0]
     return {n: largest(x) for n, x in found.items()}
 
 
