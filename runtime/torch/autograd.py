@@ -38,8 +38,13 @@ def no_forward_mode() -> NoReturn:
 
 
 def refuse_tangents(*arrays: Any) -> None:
-    """Refuse tensors that have tangents, of a forward that no operator of torch stands for."""
-    for x in arrays:
+    """Refuse tensors that have tangents."""
+    c = torch._C
+    inside = c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality)
+    if inside and not c._len_torch_dispatch_stack():  # an operator of torch hides them
+        with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), c.DispatchKeySet(c.DispatchKey.Undefined)):
+            refuse_tangents(*arrays)
+    for x in () if inside else arrays:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             no_forward_mode()
 
@@ -126,6 +131,8 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, norm, *values = saved
     names, wanted = _wanted(ready.live, needed)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(*saved, dout, dlse)
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
@@ -140,7 +147,8 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
 def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
     q, k, v, _, out, lse, norm = saved
-    plain = dout is not None and dlse is None and not torch._C._is_torch_function_mode_enabled()
+    plain = dout is not None and dlse is None and forward_ad._current_level < 0
+    plain = plain and not torch._C._is_torch_function_mode_enabled()
     if plain and not torch.compiler.is_compiling():  # compiled autograd would guard on addresses
         found: list[Any] | None = repeat.gradients(q, k, v, out, lse, norm, dout, needed)
         if found is not None:

@@ -72,6 +72,8 @@ class FuncBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
+    jvp = FuncAttend.jvp
+
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         return no_second(ctx, *cotangents)

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.calls.request import Request
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
+from .autograd import refuse_tangents
 from .func import FuncAttend
 from .op import cast
 from .spec import HEAD
@@ -94,6 +96,8 @@ def written(
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
             asked = ":" + ":".join(learned)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, sinks, *(x for _, x in items))
     tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + asked)
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -6,12 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import frisket as fk
 from frisket.caches.torch import KVCache
+from frisket.dsl.errors import BackwardError
 from frisket.flex import create_block_mask, flex_attention
 
 S = 24
@@ -208,3 +211,72 @@ def test_policies_of_checkpoints_see_the_operator(name):
     given = inputs()
     torch.testing.assert_close(results(checked, given), results(CALLS[name], given))
     assert (False, torch.ops.frisket.attend.default) in seen
+
+
+def dual(f, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
+
+
+def known(f, x):
+    """A graph that has run without a tangent."""
+    compiled = torch.compile(f, backend="eager")
+    compiled(x)
+    return dual(compiled, x)
+
+
+def fake(f, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return dual(f, mode.from_tensor(x))
+
+
+def watched(f, x):
+    with FlopCounterMode(display=False):
+        return dual(f, x)
+
+
+FORWARD_MODES = {
+    "compile(jvp)": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="aot_eager")(x),
+    "compile(jacfwd)": lambda f, x: torch.compile(torch.func.jacfwd(f), backend="aot_eager")(x),
+    "compile(dual)": lambda f, x: torch.compile(lambda y: dual(f, y), backend="aot_eager")(x),
+    "dual(compile)": known,
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+    "fake": fake,
+    "meta": lambda f, x: dual(f, x.to("meta")),
+    "mode": watched,
+}
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("way", FORWARD_MODES)
+def test_tangents_are_refused_and_never_silently_zero(way, grad):
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 8, 8)
+    calls = PLAIN, lambda q, k, v: LEARNED(q, k, v, return_lse=True)[0], flex_attention
+    for call in calls if way != "meta" else calls[:1]:
+        with grad(), pytest.raises(BackwardError, match="forward mode is asked for"):
+            FORWARD_MODES[way](lambda y, call=call: call(y, y, y).sum(), x)
+
+
+def test_attention_beside_tangents_has_its_values():
+    x = torch.randn(1, 2, 8, 8)
+    f = lambda y: 2 * y + PLAIN(y.detach(), x, x)  # noqa: E731
+    want = f(x), 2 * x
+    torch.testing.assert_close(torch.func.jvp(f, (x,), (x,)), want)
+    out, push = torch.func.linearize(f, x)
+    torch.testing.assert_close((out, push(x)), want)
+    torch.testing.assert_close(torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="aot_eager")(x), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tangents_of_cotangents_are_refused(compiled):
+    f = torch.compile(PLAIN, backend="aot_eager") if compiled else PLAIN
+    q, k, v = inputs()
+    pull = torch.func.vjp(f, q, k, v)[1]
+    for _ in range(3):  # anew, prepared, repeated
+        out = f(q, k, v)
+        one = torch.ones_like(out)
+        with pytest.raises(BackwardError, match="forward mode is asked for"):
+            dual(lambda x, out=out: torch.autograd.grad(out, q, x)[0], one)
+    with pytest.raises(BackwardError, match="forward mode is asked for"):
+        torch.func.jvp(lambda x: pull(x)[0], (one,), (one,))
