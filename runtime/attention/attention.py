@@ -456,6 +456,7 @@ class Attention:
 
     # -- checking ---------------------------------------------------------------------------------
 
+    @counting
     @usual_promotion()
     def check(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,

@@ -16,6 +16,7 @@ from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.block_mask import exact_lists
+from frisket.runtime.machine.leave import outside
 from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike
@@ -24,7 +25,6 @@ from . import mask_in_graph
 from .checks import pair
 from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
-from .leave import outside
 from .live_mask import LiveMask, live_mask
 from .picture import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from .leave import outside
+
 F = TypeVar("F", bound=Callable[..., Any])
 COUNTS = frozenset("q_len kv_len batch heads kv_heads head_dim v_dim block origin sizes budget".split())
 
@@ -34,7 +36,9 @@ def as_ints(x: Any) -> Any:
 
 
 def counting(method: F) -> F:
-    """Decorate a method whose lengths may be anything that stands for an int: `lengths.sum()`, a numpy int."""
+    """Decorate a method that no graph of torch holds, whose lengths may be anything that stands for an int:
+    `lengths.sum()`, a numpy int."""
+    method = cast(F, outside(method))
 
     @wraps(method)
     def run(self: Any, *args: Any, **given: Any) -> Any:

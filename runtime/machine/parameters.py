@@ -21,6 +21,8 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import type_of
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 
+from .leave import outside
+
 Array = NDArray[Any]
 Number = bool | int | float
 
@@ -58,6 +60,7 @@ def kind_of(x: Number) -> Any:
     return (float, math.copysign(1.0, x)) if type(x) is float else type(x)
 
 
+@outside
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
     if traced(value):

@@ -18,6 +18,7 @@ from frisket.lowering.simplify import prepare
 from frisket.runtime.draw.terminal import draw
 from frisket.runtime.layouts.checks import check_lengths, check_reach
 from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.machine.leave import outside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,6 +108,7 @@ class Layout(Tiling):
 
         return notebook(self)
 
+    @outside
     @of_something
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is

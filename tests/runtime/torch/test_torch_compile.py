@@ -305,3 +305,28 @@ def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, l
             leaves = [x.clone().requires_grad_() for x in (many.select(2, i), keys[i] if over is keys else k, slope)]
             want = torch.autograd.grad(loss(*leaves), leaves)
             torch.testing.assert_close([x[i] for x in found], list(want[: len(by)]))
+
+
+INSIDE, AUTO = fk.compile("causal & same(doc)"), fk.compile("causal & same(doc)", reorder="auto")
+HELD = fk.mask("same(doc)", doc=torch.arange(128) % 5)
+PLANNED = {
+    "plan": lambda q, doc: INSIDE(q, q, q, plan=INSIDE.plan(128, 128, 1, 2, doc=doc)),
+    "check": lambda q, doc: q * float(INSIDE.check(q, q, q, doc=doc).good),
+    "layout": lambda q, doc: q * float(HELD.layout(128, 128, block=(16, 16)).density),
+    "dense": lambda q, doc: q * torch.from_numpy(HELD.dense(128, 128)).sum(),
+    "BlockMask": lambda q, doc: q * HELD.layout(128, 128, block=(16, 16)).to_block_mask().kv_num_blocks.sum(),
+    "reorder": lambda q, doc: q * fk.reorder("causal & k % 4 == 0", 128, 128).gain,
+    "auto": lambda q, doc: AUTO(q, q, q, doc=doc),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_plans_runs_between_two_graphs(name):
+    """Dynamo does not compile the analysis, which is numpy's and in part another thing in torch."""
+    torch._dynamo.reset()
+    q, doc = torch.randn(1, 2, 128, 16), torch.arange(128) % 5
+    run = lambda q, doc: 2 * PLANNED[name](q + 1, doc)  # noqa: E731
+    torch.testing.assert_close(torch.compile(run, backend="aot_eager")(q, doc), run(q, doc))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"between two graphs|has no lengths to look at"):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(q, doc)
