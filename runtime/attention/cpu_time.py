@@ -30,7 +30,7 @@ def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
     """Nanoseconds of the forward of one head of 64 under a mask, where so many rows are moved. Other instruction sets
     take the times of AVX2."""
     variant = best()
-    times = TIMES["avx512" if variant.startswith("avx512") else "avx2"]
+    times = TIMES["avx2" if variant in LANES else "avx512"]
     return float(work(mask, q_len, kv_len, LANES.get(variant, 16)) @ times[:-1] + moves * times[-1])
 
 

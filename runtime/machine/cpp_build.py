@@ -24,7 +24,7 @@ from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 
 from . import background
-from .cpp_cpu import VARIANTS, identity, lacking
+from .cpp_cpu import flags_of, identity, lacking
 from .once import warn_once
 from .settings import Settings, cache_folder
 
@@ -269,7 +269,7 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
             f"no C++ compiler: CXX is {named!r}, which is not there" if named
             else f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
         )  # fmt: skip
-    flags = (*FLAGS, *VARIANTS[variant][0])
+    flags = (*FLAGS, *flags_of(variant))
     machine = identity() if variant == "native" else ""
     words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)
     return hashlib.sha256("\0".join(words).encode()).hexdigest(), [*command, *flags]

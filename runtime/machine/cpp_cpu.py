@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from frisket.grammar.memo import memo
 V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 SCALAR = ("-DFRISKET_SCALAR", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")  # the prelude's vectors have one lane
+MATRIX_UNIT = "-DFRISKET_AMX"  # products of bfloat16 on it
 
 # name: (flags of the compiler, what /proc/cpuinfo has to list). "native" is whatever this CPU has.
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "native": (("-march=native",), frozenset()),
+    "amx": (("-march=x86-64-v4", "-mavx512bf16", MATRIX_UNIT), V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
     "avx512bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
     "avx512": (("-march=x86-64-v4",), V4),
     "avx2": (("-march=x86-64-v3",), V3),
@@ -51,10 +54,25 @@ def identity() -> str:
 
 def lacking(variant: str) -> str:
     """The features that this CPU lacks to run a variant; empty when it can."""
-    missing = sorted(VARIANTS[variant][1] - features())
-    return f"this CPU has no {', '.join(missing)}" if missing else ""
+    flags, wanted = VARIANTS[variant]
+    if missing := sorted(wanted - features()):
+        return f"this CPU has no {', '.join(missing)}"
+    return "the system lets no program use this CPU's matrix unit" if MATRIX_UNIT in flags and not _allowed() else ""
+
+
+@memo(group="once")
+def _allowed() -> bool:
+    """Whether this process may use the matrix unit: Linux wants to be asked, by
+    arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA), and other systems hide that it is there."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
+def flags_of(variant: str) -> tuple[str, ...]:
+    """The compiler's flags for a variant."""
+    flags = VARIANTS[variant][0]
+    return (*flags, MATRIX_UNIT) if "-march=native" in flags and not lacking("amx") else flags
 
 
 def best() -> str:
     """The widest of the named variants that runs here: what "native" amounts to."""
-    return next(name for name in ("avx512bf16", "avx512", "avx2", "neon", "scalar") if not lacking(name))
+    return next(name for name in ("amx", "avx512bf16", "avx512", "avx2", "neon", "scalar") if not lacking(name))

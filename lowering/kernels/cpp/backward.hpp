@@ -6,17 +6,18 @@
 // alone: in the result's own memory, or in memory of the item which is added up in the order of the items.
 
 const Real BASE = SCORED ? LOG2E : 1;
-const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
+const int V_STEPS = deep(V_DIM);
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
-const int Q_LINE = line(Q_WIDE), V_LINE = line(V_WIDE);  // from a packed row to the next
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
+const int Q_LINE = stride_of(line(Q_WIDE), ROWS / PAIR), V_LINE = stride_of(line(V_WIDE), ROWS / PAIR);  // of packed rows
+const int K_STRIDE = stride_of(Q_WIDE, deep(BLOCK_K));
 const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
 const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;            // rows of dK need no copy
 const bool DV_AS_IS = HALF == 0 && V_DIM % LANES == 0;
 const bool K_AS_IS = DK_AS_IS && !MOVED;
 const int64_t TURNED_K = (int64_t)STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
-const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)BLOCK_K / PAIR * Q_WIDE);  // Operands of a packed tile
+const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)deep(BLOCK_K) * Q_WIDE);  // Operands of a packed tile
 const int64_t KEPT_BYTES = 16 << 20;     // packed tiles that a worker keeps, from one row of tiles to the next
 const int64_t COPIES_BYTES = 64 << 20;   // of scattered gradients
 const int64_t PARTS_BYTES = 256 << 20;   // of dK, dV of parts
@@ -114,7 +115,7 @@ struct Worker {
     bool with_dq, with_dk, with_dv, with_slopes;
     Captured captured;
     // a tile of queries
-    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * Q_LINE], dout_lines[ROWS / PAIR * V_LINE];
+    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * line(Q_WIDE)], dout_lines[ROWS / PAIR * line(V_WIDE)];
 #if PAIRS
     Operand dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
 #endif
@@ -128,6 +129,9 @@ struct Worker {
     Bits seen[GROUP * VECTORS];
     Real scores[GROUP * BLOCK_K], products[GROUP * BLOCK_K];
     Operand weights[ROWS / PAIR * BLOCK_K], slopes[ROWS / PAIR * BLOCK_K];
+#if AMX
+    Operand turned[BLOCK_K * ROWS / PAIR];  // weights or slopes, a key after the other
+#endif
     Steps by_query[GROUPS], by_key[KEY_GROUPS];  // keys that a group of rows sees, and queries that see a group of keys
     int32_t keys[GROUPS * (BLOCK_K / PAIR)], queries[KEY_GROUPS][ROWS / PAIR];
     int count[KEY_GROUPS];         // of `queries`
@@ -179,6 +183,17 @@ static void multiply_outs(Worker &w) {
     const Operand *dout = w.dout_lines;
     const int row = V_LINE;
 #endif
+#if AMX
+    for (int start = 0; start < w.present; start += LANES) {
+        Operand square[LANES * LANES];
+        Real sums[LANES * LANES] = {};
+        for (int step = 0; step < V_STEPS; step += LANES) {
+            turn_square(square, LANES, w.outs + start * V_STEPS + step, V_STEPS);
+            multiply_squares<LANES, 1, true>(dout + start * row + step, row, square, 0, LANES, sums, LANES);
+        }
+        for (int i = 0; i < LANES; i++) w.delta[start + i] = sums[i * LANES + i];
+    }
+#else
     for (int start = 0; start < w.present; start += GROUP) {
         const int rows = w.present - start < GROUP ? w.present - start : GROUP;
         Vec sum[GROUP];
@@ -191,11 +206,12 @@ static void multiply_outs(Worker &w) {
             }
         for (int i = 0; i < rows; i++) w.delta[start + i] = sum[i][0];
     }
+#endif
 }
 
 // C[GROUP, vectors] = A B
 INLINE void multiply_rows(int vectors, const Operand *a, int64_t a_row, const Operand *b, int64_t steps, Real *c) {
-    multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
+    multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, stride_of_keys(steps), steps, c, BLOCK_K);
 }
 
 // Evaluates the mask for `rows` rows from `start` on, and writes down which keys they see and which keys see them.
@@ -240,6 +256,11 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
         for (int i = start / PAIR * BLOCK_K; i < (start + GROUP) / PAIR * BLOCK_K; i += BLOCK_K)
             for (int j = 0; j < VECTORS; j++)
                 if (!w.open[j]) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
+#if AMX
+        for (int i = start; i < start + GROUP; i++)
+            for (int j = 0; j < VECTORS; j += 2)
+                if (!w.open[j]) store(w.slopes_left + i * LEFT + j / 2 * LANES, Operands{});
+#endif
         if (!w.by_query[start / GROUP].count) return;
     }
     const Operand *q = w.query + start * QUERY;
@@ -253,9 +274,8 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     for (int j = 0, n; j < VECTORS; j += n ? n : 1) {
         n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
         if (!n) continue;
-        const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
-        if (MOVED || !w.few) multiply_rows(n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
-        if (w.with_slopes) multiply_rows(n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
+        if (MOVED || !w.few) multiply_rows(n, q, QUERY, keys + vector_at(j, STEPS), STEPS, w.scores + j * LANES);
+        if (w.with_slopes) multiply_rows(n, dout, dout_row, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
     }
     for (int64_t j = 0; !MOVED && w.few && j < BLOCK_K; j += LANES)
         if (!PARTIAL || w.open[j / LANES])
@@ -295,17 +315,34 @@ static void accumulate(int rows, const Steps *steps, const Operand *a, int64_t a
                        int64_t b_step, Real *c, int64_t c_row, const int32_t *at = nullptr) {
     by_panels<WIDE>([&](auto vectors, int column) {
         const int N = decltype(vectors)::N;
+        const Operand *right = b + entry_at(0, column, b_step);
         for (int row = 0; row < rows; row += GROUP, steps++) {
             const Operand *left = a + row * a_row;
             Real *to = c + (SPREAD ? 0 : row * c_row) + column;
             const int32_t *rows_at = SPREAD ? at + row : nullptr;
             if (row + GROUP <= rows)
-                multiply_steps<GROUP, N, ADD, SPREAD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row, nullptr, rows_at);
+                multiply_steps<GROUP, N, ADD, SPREAD>(*steps, left, a_row, a_step, right, b_step, to, c_row, nullptr, rows_at);
             else
-                multiply_steps<TAIL, N, ADD, SPREAD>(*steps, left, a_row, a_step, b + column, b_step, to, c_row, nullptr, rows_at);
+                multiply_steps<TAIL, N, ADD, SPREAD>(*steps, left, a_row, a_step, right, b_step, to, c_row, nullptr, rows_at);
         }
         steps -= (rows + GROUP - 1) / GROUP;
     });
+}
+
+// The same of weights or slopes, a query after the other, which are turned first: C[keys, WIDE] += A^T B.
+template <int WIDE>
+static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a, const Operand *b, int64_t b_step, Real *c,
+                              int64_t c_row, const int32_t *at) {
+#if AMX
+    const int row = ROWS / PAIR;
+    for (int i = 0; i < groups * GROUP / PAIR; i += LANES)
+        for (int j = 0; j < keys; j += LANES) turn_square(w.turned + j * row + i, row, a + i * BLOCK_K + j, BLOCK_K);
+    accumulate<WIDE, K_TAIL>(keys, w.by_key, w.turned, row, 1, b, b_step, c, c_row);
+    (void)at;
+#else
+    accumulate<WIDE, K_TAIL, MOVED>(keys, w.by_key, a, 1, BLOCK_K, b, b_step, c, c_row, at);
+    (void)w, (void)groups;
+#endif
 }
 
 // The same three products position by position, without the masked ones: where an operand holds NaN or infinity.
@@ -316,27 +353,32 @@ INLINE Real half(const Operand *x, int64_t which) {
     return x[0];
 #endif
 }
+template <int WIDE, class Factor>
+static void add_products(Real *to, int64_t count, const Operand *rows, int64_t stride, Factor factor) {
+    const int64_t together = AMX ? 32 : count;  // steps whose sum is added, those of even and of odd steps apart
+    for (int64_t i = 0; i < count;) {
+        const int64_t end = count - i < together ? count : i + together;
+        Real sum[2][WIDE] = {};
+        for (; i < end; i++) {
+            const Real x = factor(i);
+            Real *some = sum[AMX ? i % 2 : 0];
+            for (int d = 0; d < WIDE && x != 0; d++) some[d] += x * half(rows + entry_at(i / PAIR, d, stride), i % PAIR);
+        }
+        for (int d = 0; d < WIDE; d++) to[d] += sum[0][d] + sum[1][d];
+    }
+}
 static void add_exactly(Worker &w, int groups, const Operand *rows, int64_t stride, int64_t present, int64_t tile) {
     const int64_t queries = w.present < groups * GROUP ? w.present : groups * GROUP;
-    for (int64_t i = 0; i < queries && w.with_dq; i++) {
-        Real sum[Q_WIDE] = {};
-        for (int64_t j = 0; j < present; j++) {
-            const Real ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
-            for (int d = 0; d < Q_WIDE && ds != 0; d++) sum[d] += ds * half(rows + j / PAIR * stride + d, j % PAIR);
-        }
-        for (int d = 0; d < Q_WIDE; d++) w.dq[i * Q_WIDE + d] += sum[d];
-    }
+    const auto at = [](const Operand *x, int64_t i, int64_t j) { return half(x + i / PAIR * BLOCK_K + j, i % PAIR); };
+    for (int64_t i = 0; i < queries && w.with_dq; i++)
+        add_products<Q_WIDE>(w.dq + i * Q_WIDE, present, rows, stride, [&](int64_t j) { return at(w.slopes, i, j); });
     const int32_t *k_rows = w.dk.rows_of(tile, w.counted), *v_rows = w.dv.rows_of(tile, w.counted);
     for (int64_t j = 0; j < present; j++) {
-        Real dk[Q_WIDE] = {}, dv[V_WIDE] = {};
-        Real *k = w.with_dk ? w.dk.tile(tile) + row_at(k_rows, j) * w.dk.row_of(tile, Q_WIDE) : nullptr;
-        Real *v = w.with_dv ? w.dv.tile(tile) + row_at(v_rows, j) * w.dv.row_of(tile, V_WIDE) : nullptr;
-        for (int64_t i = 0; i < queries; i++) {
-            const Real p = half(w.weights + i / PAIR * BLOCK_K + j, i % PAIR), ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
-            for (int d = 0; d < Q_WIDE && k && ds != 0; d++) dk[d] += ds * half(w.q_lines + i / PAIR * Q_LINE + d, i % PAIR);
-            for (int d = 0; d < V_WIDE && v && p != 0; d++) dv[d] += p * half(w.dout_lines + i / PAIR * V_LINE + d, i % PAIR);
-        }
-        for (int d = 0; d < Q_WIDE && k; d++) k[d] += dk[d];
-        for (int d = 0; d < V_WIDE && v; d++) v[d] += dv[d];
+        if (w.with_dk)
+            add_products<Q_WIDE>(w.dk.tile(tile) + row_at(k_rows, j) * w.dk.row_of(tile, Q_WIDE), queries, w.q_lines, Q_LINE,
+                                 [&](int64_t i) { return at(w.slopes, i, j); });
+        if (w.with_dv)
+            add_products<V_WIDE>(w.dv.tile(tile) + row_at(v_rows, j) * w.dv.row_of(tile, V_WIDE), queries, w.dout_lines,
+                                 V_LINE, [&](int64_t i) { return at(w.weights, i, j); });
     }
 }

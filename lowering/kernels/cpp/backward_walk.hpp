@@ -34,9 +34,9 @@ static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_hea
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
     const auto k = lines_of(call->k, batch, kv_head, call->k_rows, start), v = lines_of(call->v, batch, kv_head, call->k_rows, start);
     Operand *to = w.tiles + slot * TILE;
-    pack_turned<HEAD_DIM, PANEL>(to, k, present, BLOCK_K);
-    pack_turned<V_DIM, PANEL>(to + TURNED_K, v, present, BLOCK_K);
-    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, k, present, BLOCK_K);
+    pack_turned<HEAD_DIM, BESIDE>(to, k, present, BLOCK_K);
+    pack_turned<V_DIM, BESIDE>(to + TURNED_K, v, present, BLOCK_K);
+    if (!K_AS_IS) pack_rows<HEAD_DIM, K_STRIDE>(to + TURNED_K + TURNED_V, k, present, deep(BLOCK_K) * PAIR);
     w.tag_odd[slot] = any_odd(k, present, HEAD_DIM);
     return slot;
 }
@@ -57,7 +57,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     w.queries_odd = any_odd(q, present, HEAD_DIM) || any_odd(dout, present, V_DIM);
     w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
-    pack_left<V_DIM>(w.outs, out, present, present, 1);
+    pack_left<V_DIM>(w.outs, out, present, all, 1);
     multiply_outs(w);
     for (int i = 0; i < present; i++) {
         const int64_t at = line + row_at(call->q_rows, start + i);
@@ -87,11 +87,11 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     for (int i = 0; i * GROUP < seen; i++)
         w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PAIR, nullptr};
     if (w.with_dv)
-        accumulate<V_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.weights, 1, BLOCK_K, w.dout_lines, V_LINE, w.dv.tile(n),
-                                          w.dv.row_of(n, V_WIDE), w.dv.rows_of(n, w.counted));
+        accumulate_turned<V_WIDE>(w, groups, all_keys, w.weights, w.dout_lines, V_LINE, w.dv.tile(n),
+                                  w.dv.row_of(n, V_WIDE), w.dv.rows_of(n, w.counted));
     if (w.with_dk)
-        accumulate<Q_WIDE, K_TAIL, MOVED>(all_keys, w.by_key, w.slopes, 1, BLOCK_K, w.q_lines, Q_LINE, w.dk.tile(n),
-                                          w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
+        accumulate_turned<Q_WIDE>(w, groups, all_keys, w.slopes, w.q_lines, Q_LINE, w.dk.tile(n),
+                                  w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
     if (!w.with_dq) return;
     for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PAIR - 1) / PAIR, nullptr};
 #if PAIRS
@@ -123,7 +123,7 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
             const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
             const Lines<const Entry> keys = lines_of(call->k, batch, kv_head, call->k_rows, start);
-            int64_t stride = Q_WIDE;
+            int64_t stride = K_STRIDE;
             if (K_AS_IS) rows = (const Operand *)keys.data, stride = keys.stride;
             if (partial || POSITIONS)
                 for (int j = 0; j < VECTORS; j++)

@@ -27,6 +27,7 @@ static Worker *worker_for(Task &task) {
 // Chains of items are pulled; the items of a chain run one after the other.
 static void work(void *pointer, int64_t) {
     Task &task = *(Task *)pointer;
+    [[maybe_unused]] const MatrixUnit unit;
     Worker *w = worker_for(task);
     if (!w) {
         __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);

@@ -79,6 +79,7 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
 
 static void decode_work(void *pointer, int64_t) {
     Parts &parts = *(Parts *)pointer;
+    [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(1, TILE);
     if (!w) {
         __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);

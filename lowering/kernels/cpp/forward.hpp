@@ -14,8 +14,9 @@ const int FEW = MOVED ? 0 : 16;                        // the most rows for whic
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
+const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
-const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of the packed keys and values of a tile
+const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
 const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
@@ -30,6 +31,15 @@ struct Slot {
     Finite values;
 };
 
+// Rows that are worked on together, beside a tile of keys.
+struct Strip {
+    Real scores[TOGETHER * BLOCK_K];
+    Bits seen[TOGETHER * VECTORS];
+    Lane begin[GROUP], end[GROUP];  // the interval of keys that a row sees
+    bool open[VECTORS];             // whether any row sees a vector
+};
+const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows meanwhile
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots, tile;
@@ -37,17 +47,14 @@ struct Worker {
     Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
-    Operand values[BLOCK_K / PAIR * V_WIDE];  // the values of a tile, with zeros where no row sees the key
+    Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
-    Real scores[TOGETHER * BLOCK_K];
-    Bits seen[TOGETHER * VECTORS];
-    Lane some[BLOCK_K];        // whether any row of the item sees a key
-    Lane begin[GROUP], end[GROUP];  // the interval of keys that a row of a group sees
+    Strip strips[STRIPS];
+    Lane some[V_STEPS * PAIR];  // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
-    bool open[VECTORS];        // whether the group at hand sees a vector
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
     int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
     Row rows[ROWS];
@@ -117,14 +124,15 @@ struct Tile {
 // Scores of one vector of keys.
 static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
-    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.scores + j * LANES, BLOCK_K);
+    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES,
+                 BLOCK_K);
 }
 
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
 template <bool PARTIAL, int N, bool WHOLE>
 static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
     by_few(rows, [&](int row, int n) {
-        const Real *weights = w.scores + row * BLOCK_K, *shrink = w.shrink + row;
+        const Real *weights = w.strips->scores + row * BLOCK_K, *shrink = w.shrink + row;
         Real *acc = w.acc + row * V_WIDE + column;
         const int64_t left = V_DIM - column;
 #define ADD(M) \
@@ -156,7 +164,7 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
-INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
+INLINE void look(Worker &w, Strip &strip, int g, int M, int rows, int &lo, int &hi) {
     const int here = rows - g < M ? rows - g : M;
     uint32_t some[VECTORS];
     for (int j = 0; j < VECTORS; j++) {  // the outer loop, so that the values of a column stay in registers
@@ -166,33 +174,33 @@ INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
             const Column &column = w.columns[place * VECTORS + j];
             if (!REPEATED || i == 0 || !w.repeated[g + i])
                 all |= seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
-            w.seen[i * VECTORS + j] = seen;
+            strip.seen[i * VECTORS + j] = seen;
         }
         store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | all);
         some[j] = truths(all);
     }
-    for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
+    for (int j = here * VECTORS; j < M * VECTORS; j++) strip.seen[j] = Bits{};
     int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
     int steps = 0;
     for (int j = 0; j < VECTORS; j++) {
-        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        strip.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
         steps = listed(list, steps, j, some[j]);
     }
-    while (lo < hi && !w.open[lo]) lo++;
-    while (lo < hi && !w.open[hi - 1]) hi--;
+    while (lo < hi && !strip.open[lo]) lo++;
+    while (lo < hi && !strip.open[hi - 1]) hi--;
     w.steps[g / GROUP] = steps_of(list, steps);
 }
 
 // Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the
 // vectors with visible keys.
-INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi) {
+INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int &lo, int &hi) {
     const int64_t all = tile.present < BLOCK_K ? tile.present : BLOCK_K;
     int64_t first = BLOCK_K, last = 0;
     for (int i = 0; i < GROUP; i++) {
         int64_t begin = 0, end = 0;
         const int place = BY_HEAD ? w.place[g + i] : 0;
         if (g + i < rows) interval(w.fixed[place], w.rows[g + i], w.columns[0].first, all, begin, end);
-        w.begin[i] = (Lane)begin, w.end[i] = (Lane)end;
+        strip.begin[i] = (Lane)begin, strip.end[i] = (Lane)end;
         if (begin == end) continue;
         first = begin < first ? begin : first, last = end > last ? end : last;
         w.edges[begin]++, w.edges[end]--;
@@ -202,84 +210,102 @@ INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi)
     w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
 }
 
-// Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few, which
-// SMALL says. PARTIAL: not every position is visible.
-template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
-    const int M = SMALL ? rows : GROUP;
+// Products of M rows from g on and a tile of keys, and which of these the rows see. PARTIAL: not every position is
+// visible. SMALL: the rows are few.
+template <bool PARTIAL, bool SMALL>
+static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int M, int rows) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
     const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
-    for (int g = 0; g < rows; g += M) {
-        int lo = 0, hi = VECTORS;
-        if (CLIPPED) clip(w, tile, g, rows, lo, hi);
-        else if (PARTIAL) look(w, g, M, rows, lo, hi);
-        else w.steps[g / GROUP] = {0, present, nullptr};
-        if (PAIR == 2 && !SMALL) lo &= ~1;
-        w.from[g] = lo, w.to[g] = hi;
-        if (lo == hi) continue;
-        const Operand *query = w.query + g * QUERY;
-        for (int j = lo, n; j < hi; j += n ? n : 1) {
-            n = LOOKED ? opened(w.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
-            if (!n) continue;
-            if (SMALL) {
-                n = 1;
-                score_few(w, tile, rows, j);
+    int lo = 0, hi = VECTORS;
+    if (CLIPPED) clip(w, strip, tile, g, rows, lo, hi);
+    else if (PARTIAL) look(w, strip, g, M, rows, lo, hi);
+    else w.steps[g / GROUP] = {0, present, nullptr};
+    if (PAIR == 2 && !SMALL) lo &= ~1;
+    w.from[g] = lo, w.to[g] = hi;
+    for (int j = lo, n; j < hi; j += n ? n : 1) {
+        n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+        if (!n) continue;
+        if (SMALL) {
+            n = 1;
+            score_few(w, tile, rows, j);
+            continue;
+        }
+        multiply_some<GROUP, ZERO>(n, w.query + g * QUERY, QUERY, 1, tile.keys + vector_at(j, STEPS),
+                                   stride_of_keys(STEPS), STEPS, strip.scores + j * LANES, BLOCK_K);
+    }
+}
+
+// Weights of the same rows.
+template <bool PARTIAL, bool SMALL, class Meanwhile>
+INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile) {
+    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
+    const int lo = w.from[g], hi = w.to[g];
+    if (lo == hi) return;
+    Real *top = w.top + g, peaks[TOGETHER];
+    for (int i = 0; i < M; i++) {
+        const int place = BY_HEAD ? w.place[g + i] : 0;
+        Vec peak = reals(LOWEST);
+        const Bits begin = Bits{} + strip.begin[CLIPPED ? i : 0], end = Bits{} + strip.end[CLIPPED ? i : 0];
+        Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
+        for (int j = lo; j < hi; j++) {
+            if (LOOKED && !strip.open[j]) continue;
+            Real *at = strip.scores + i * BLOCK_K + j * LANES;
+            Vec score = scaled(load<Vec>(at), unit);
+            score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
+            if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
+            else if (LOOKED) score = select(strip.seen[i * VECTORS + j], score, reals(-INF));
+            if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
+            peak = larger(score, peak);
+        }
+        peaks[i] = largest(peak);
+    }
+    for (int i = 0; i < M; i++) {
+        const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
+        meanwhile(i);
+        w.shrink[row] = 1;
+        if (peaks[i] > top[i]) {
+            w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
+            top[i] = peaks[i];
+            w.total[row] *= w.shrink[row];
+            for (int d = 0; d < V_WIDE && AMX && !SMALL; d += LANES) {
+                Real *acc = w.acc + row * V_WIDE + d;
+                store(acc, load<Vec>(acc) * w.shrink[row]);
+            }
+        }
+        Vec total = w.total[row];
+        const auto weight_at = [&](int j) __attribute__((always_inline)) {
+            const Column &column = w.columns[place * VECTORS + j];
+            Vec p = weight((load<Vec>(strip.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
+            total += p;
+            if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
+            if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
+                p *= scale_of_value(w.fixed[place], w.rows[row], column);
+                if (PARTIAL) p = select(strip.seen[i * VECTORS + j], p, Vec{});
+            }
+            return p;
+        };
+        const int ONE = SMALL ? 1 : PAIR;  // vectors that are stored together
+        for (int j = lo; j < hi; j += ONE) {
+            Operand *to = w.weights + row * WEIGHTS + j / PAIR * LANES;
+            if (LOOKED && !strip.open[j]) {
+                if (AMX && !SMALL) store(to, Operands{});
                 continue;
             }
-            const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<GROUP, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            const Vec left = weight_at(j), right = ONE == 2 && j + 1 < hi ? weight_at(j + 1) : Vec{};
+            if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
+            else store_operands(to, left, right);
         }
-        Real *top = w.top + g, peaks[TOGETHER];
-        for (int i = 0; i < M; i++) {
-            const int place = BY_HEAD ? w.place[g + i] : 0;
-            Vec peak = reals(LOWEST);
-            const Bits begin = Bits{} + w.begin[CLIPPED ? i : 0], end = Bits{} + w.end[CLIPPED ? i : 0];
-            Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
-            for (int j = lo; j < hi; j++) {
-                if (LOOKED && !w.open[j]) continue;
-                Real *at = w.scores + i * BLOCK_K + j * LANES;
-                Vec score = scaled(load<Vec>(at), unit);
-                score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
-                if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
-                else if (LOOKED) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
-                if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
-                peak = larger(score, peak);
-            }
-            peaks[i] = largest(peak);
-        }
-        for (int i = 0; i < M; i++) {
-            const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
-            w.shrink[row] = 1;
-            if (peaks[i] > top[i]) {
-                w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
-                top[i] = peaks[i];
-                w.total[row] *= w.shrink[row];
-            }
-            Vec total = w.total[row], weights[2];
-            for (int j = lo; j < hi; j++) {
-                if (LOOKED && !w.open[j]) continue;
-                const Column &column = w.columns[place * VECTORS + j];
-                Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
-                total += p;
-                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
-                if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
-                    p *= scale_of_value(w.fixed[place], w.rows[row], column);
-                    if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
-                }
-                if (SMALL) {
-                    store(w.scores + i * BLOCK_K + j * LANES, p);
-                    continue;
-                }
-#if PAIRS
-                weights[j & 1] = p;
-                if ((j & 1) || j == hi - 1)
-                    store_operands(w.weights + row * WEIGHTS + j / 2 * LANES, weights[0], j & 1 ? weights[1] : Vec{});
-#else
-                (void)weights;
-                store(w.weights + row * WEIGHTS + j * LANES, p);
-#endif
-            }
-            w.total[row] = total;
-        }
+        w.total[row] = total;
+    }
+}
+
+// Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few.
+template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+    const int M = SMALL ? rows : GROUP, LATER = SMALL ? 0 : (STRIPS - 1) * M;
+    for (int g = 0; g < rows + LATER; g += M) {
+        if (g < rows) multiply_keys<PARTIAL, SMALL>(w, w.strips[g / GROUP % STRIPS], tile, g, M, rows);
+        if (g >= LATER)
+            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER, M, unit, [](int) {});
     }
 }
 
@@ -306,26 +332,61 @@ static void hide(Worker &w, Tile &tile, int rows) {
         tile.slot->values = any(odd) ? ODD : FINITE;
     }
     if (tile.slot->values == FINITE) return;
-    for (int64_t i = 0; i * PAIR < end; i++) {
+    for (int64_t i = 0; i < deep((int)end); i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
 #if PAIRS
         mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
 #endif
         for (int d = 0; d < V_WIDE; d += LANES)
-            store(w.values + i * V_WIDE + d, (Raw)load<Operands>(tile.values + i * tile.v_stride + d) & mask);
+            store(w.values + entry_at(i, d, V_STRIDE),
+                  (Raw)load<Operands>(tile.values + entry_at(i, d, tile.v_stride)) & mask);
     }
-    tile.values = w.values, tile.v_stride = V_WIDE;
+    tile.values = w.values, tile.v_stride = V_STRIDE;
 }
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
     by_panels<V_WIDE>([&](auto vectors, int column) {
+        const Operand *values = tile.values + entry_at(0, column, tile.v_stride);
         for (int g = 0; g < rows; g += GROUP)
             multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
-                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + column, tile.v_stride,
+                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, values, tile.v_stride,
                 w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
 }
+
+#if AMX
+// `weigh` and `add_values` for a tile that is visible throughout. While the weights of some rows are worked out, the
+// matrix unit multiplies the queries of the next ones by keys, and the weights of those before by values.
+static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
+    typedef Product<BLOCK_K, STEPS, false> Keys;
+    typedef Product<V_WIDE, V_STEPS, true> Values;
+    for (int g = 0; g < rows + 2 * GROUP; g += GROUP) {
+        const int now = g - GROUP, before = now - GROUP;
+        const bool with_keys = g < rows, with_values = before >= 0;
+        const Keys keys = {w.query + g * QUERY, QUERY, tile.keys, stride_of_keys(STEPS),
+                           w.strips[g / GROUP % 2].scores, BLOCK_K};
+        const Values values = {w.weights + before * WEIGHTS, WEIGHTS, tile.values, tile.v_stride,
+                               w.acc + before * V_WIDE, V_WIDE};
+        int done = 0;
+        const auto multiply_until = [&](int end) {
+            for (; done < end; done++) {
+                if (done < Keys::PIECES && with_keys) keys.piece(done);
+                if (done == Keys::PIECES && with_keys) keys.end(Keys::PARTS - 1);
+                if (done >= Keys::PIECES && with_values) values.piece(done - Keys::PIECES);
+            }
+        };
+        const int all = Keys::PIECES + Values::PIECES;
+        if (now >= 0 && now < rows) {
+            w.from[now] = 0, w.to[now] = VECTORS;
+            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, GROUP, unit,
+                                     [&](int i) { multiply_until((i + 1) * all / GROUP); });
+        }
+        multiply_until(all);
+        if (with_values) values.end(Values::PARTS - 1);
+    }
+}
+#endif
 
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {

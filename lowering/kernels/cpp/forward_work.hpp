@@ -62,7 +62,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_WIDE, nullptr};
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
     for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
@@ -86,8 +86,8 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
         *tile.slot = {name, UNKNOWN};
-        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
+        pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, tile.present, V_STEPS * PAIR);
     }
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;
@@ -106,7 +106,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
                     w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
-        for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
+        for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
     if (FEW && item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
@@ -114,6 +114,9 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         return;
     }
     pack(w, item, tile, number);
+#if AMX
+    if (!PARTIAL) return weigh_and_add(w, tile, item.rows(), unit);
+#endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
     if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
@@ -171,6 +174,7 @@ static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
     const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
+    [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(task.slots, task.tile);
     if (!w) {
         __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);

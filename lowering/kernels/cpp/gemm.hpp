@@ -22,9 +22,23 @@ const int PAIR = 1;
 #endif
 typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
+// The CPU's matrix unit multiplies pairs, 16 at a time. Whoever compiles this says that it may be used.
+#if PAIRS && defined(FRISKET_AMX)
+#define AMX 1
+#else
+#define AMX 0
+#endif
+const int DEPTH = AMX ? 32 : PAIR;  // numbers along the steps of a product are a multiple of it, with zeros at the end
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
-const int GROUP = 6;                       // rows of A whose accumulators fit beside them
+const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands that hold them along the steps
+// B in memory: `stride` from a step to the next. On a matrix unit it is squares of 16 steps and 16 columns, each in one
+// piece, those of all steps after each other, and `stride` from 16 columns to the next.
+constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
+constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
+    return AMX ? column / 16 * stride + step * 16 + column % 16 : step * stride + column;
+}
 // From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
 // rows share a few places of the first-level cache, which then does not hold them.
 constexpr int line(int wide) { return wide + (wide % (8 * LANES) ? 0 : LANES); }
@@ -71,6 +85,115 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
+#if AMX
+#if FRISKET_AMX == 1  // 2: somebody else says what the unit does
+struct MatrixUnit {  // set up for a thread, and left as it was found
+    struct Layout {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } before, whole = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    MatrixUnit() { asm volatile("sttilecfg %0\n\tldtilecfg %1" : "=m"(before) : "m"(whole)); }
+    ~MatrixUnit() { asm volatile("ldtilecfg %0" : : "m"(before)); }
+};
+__attribute__((constructor)) static void allow() {  // Linux wants to be asked, once for a process
+    int64_t answer = 158;                           // arch_prctl(ARCH_REQ_XCOMP_PERM, the data of tiles)
+    asm volatile("syscall" : "+a"(answer) : "D"(0x1023), "S"(18) : "rcx", "r11", "memory");
+}
+template <int T> INLINE void square_of_zeros() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
+template <int T> INLINE void load_square(const void *from, int64_t row) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(from), "r"(row * 4) : "memory");
+}
+template <int T> INLINE void store_square(void *to, int64_t row) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(to), "r"(row * 4) : "memory");
+}
+template <int C, int A, int B> INLINE void add_product() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+#endif
+
+static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_t from_row) {
+    Vec square[LANES];
+    UNROLLED for (int i = 0; i < LANES; i++) square[i] = load<Vec>(from + i * from_row);
+    transpose(square);
+    UNROLLED for (int i = 0; i < LANES; i++) store(to + i * to_row, square[i]);
+}
+
+// C[ROWS, WIDE] = A[ROWS, steps] B[steps, WIDE], or C + A B, of 16 or 32 rows and one or two vectors: to begin with,
+// for each 16 steps, and at the end.
+template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *c, int64_t c_row) {
+    ADDED ? load_square<0>(c, c_row) : square_of_zeros<0>();
+    if (WIDE > 1) ADDED ? load_square<1>(c + 16, c_row) : square_of_zeros<1>();
+    if (ROWS > 16) ADDED ? load_square<2>(c + 16 * c_row, c_row) : square_of_zeros<2>();
+    if (ROWS > 16 && WIDE > 1) ADDED ? load_square<3>(c + 16 * c_row + 16, c_row) : square_of_zeros<3>();
+}
+template <int ROWS, int WIDE>
+INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride) {
+    load_square<4>(a, a_row), load_square<6>(b, 16), add_product<0, 4, 6>();
+    if (ROWS > 16) load_square<5>(a + 16 * a_row, a_row), add_product<2, 5, 6>();
+    if (WIDE > 1) load_square<7>(b + stride, 16), add_product<1, 4, 7>();
+    if (ROWS > 16 && WIDE > 1) add_product<3, 5, 7>();
+}
+template <int ROWS, int WIDE> INLINE void end_squares(Real *c, int64_t c_row) {
+    store_square<0>(c, c_row);
+    if (WIDE > 1) store_square<1>(c + 16, c_row);
+    if (ROWS > 16) store_square<2>(c + 16 * c_row, c_row);
+    if (ROWS > 16 && WIDE > 1) store_square<3>(c + 16 * c_row + 16, c_row);
+}
+template <int ROWS, int WIDE, bool ADDED>
+static void multiply_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int64_t steps, Real *c,
+                             int64_t c_row) {
+    begin_squares<ROWS, WIDE, ADDED>(c, c_row);
+    for (int64_t step = 0; step < steps; step += 16, a += 16, b += 256) add_squares<ROWS, WIDE>(a, a_row, b, stride);
+    end_squares<ROWS, WIDE>(c, c_row);
+}
+
+// The product of GROUP rows and WIDE columns, in pieces of 16 steps and two vectors that come between other work.
+template <int WIDE, int STEPS, bool ADDED> struct Product {
+    static const int PARTS = (WIDE / LANES + 1) / 2, PIECES = PARTS * (STEPS / 16);
+    static const bool ODD = WIDE / LANES % 2;
+    const Operand *a;
+    int64_t a_row;
+    const Operand *b;
+    int64_t stride;
+    Real *c;
+    int64_t c_row;
+    void end(int part) const {
+        Real *to = c + part * 2 * LANES;
+        ODD && part == PARTS - 1 ? end_squares<GROUP, 1>(to, c_row) : end_squares<GROUP, 2>(to, c_row);
+    }
+    void piece(int n) const {
+        const int part = n / (STEPS / 16), step = n % (STEPS / 16);
+        const bool one = ODD && part == PARTS - 1;
+        const Real *from = c + part * 2 * LANES;
+        const Operand *left = a + step * 16, *right = b + part * 2 * stride + step * 256;
+        if (step == 0 && part) end(part - 1);
+        if (step == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
+        one ? add_squares<GROUP, 1>(left, a_row, right, stride) : add_squares<GROUP, 2>(left, a_row, right, stride);
+    }
+};
+#else
+struct MatrixUnit {};
+#endif
+
+// The same for `vectors` vectors of B, a number known at run time from 1 to MOST.
+template <int M, Start START>
+INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
+#if AMX
+    for (; vectors > 1; vectors -= 2, b += 2 * b_step, c += 2 * LANES)
+        multiply_squares<M, 2, START == ADD>(a, a_row, b, b_step, steps, c, c_row);
+    if (vectors) multiply_squares<M, 1, START == ADD>(a, a_row, b, b_step, steps, c, c_row);
+#else
+    if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#if REGISTERS == 32
+    if (vectors == 2) return multiply<M, 2, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 3) return multiply<M, 3, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#endif
+#endif
+}
+
 // The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
 struct Steps {
     int first, count;
@@ -92,10 +215,16 @@ INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, 
                            const int32_t *rows = nullptr) {
     const int32_t *list = steps.list;
     const int count = steps.count;
+#if AMX  // all steps between the first and the last
+    if (!count) return;
+    const int first = (list ? list[0] : steps.first) & ~15, end = list ? list[count - 1] + 1 : steps.first + count;
+    multiply_some<M, ADD>(N, a + first, a_row, 1, b + first * LANES, b_step, round_up(end - first, 16), c, c_row);
+#else
     if (list)
         return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
     a += steps.first * a_step, b += steps.first * b_step;
     if (count) multiply<M, N, START, false, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
+#endif
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
@@ -111,18 +240,6 @@ template <int WIDE, class Run> INLINE void by_panels(Run run) {
     for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Vectors<MOST>(), column);
     if (SPLIT) run(Vectors<(SPLIT ? SPLIT : 1)>(), column);
     if (LAST) run(Vectors<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
-}
-
-// The same for `vectors` of them, a number known at run time from 1 to MOST.
-template <int M, Start START>
-INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
-                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
-    if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-    if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-#if REGISTERS == 32
-    if (vectors == 2) return multiply<M, 2, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-    if (vectors == 3) return multiply<M, 3, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-#endif
 }
 
 // -- numbers of 16 and 8 bits -------------------------------------------------------------------------------------
@@ -243,6 +360,7 @@ template <bool WHOLE = false> INLINE Operands load_operands(const Stored *from, 
 }
 #endif
 #else
+INLINE void store_operands(Operand *to, Vec x, Vec) { store(to, x); }
 template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *from, int64_t left) {
     return WHOLE ? load_all(from) : load_reals(from, left);
 }
@@ -262,7 +380,7 @@ INLINE const int32_t *rows_from(const int32_t *rows, int64_t start) { return MOV
 
 // Rows of DIM entries as Operands [all, WIDE]: the A of a product. Rows from `rows` on and entries from DIM on are 0.
 // Pairs are not multiplied by `factor`, which would round them again.
-template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
+template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
@@ -284,7 +402,7 @@ const int AHEAD = 128;  // rows that are fetched before they are needed: transpo
 // row, as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
-    const int STEPS = round_up(DIM, PAIR) / PAIR;
+    const int STEPS = deep(DIM);
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
         for (int64_t block = 0; block < N && start + block * LANES < present; block++) {
             const int64_t first = start + block * LANES;
@@ -305,21 +423,21 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
         }
 }
 
-// `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM, int LINE = round_up(DIM, LANES), class From>
+// `keys` rows of DIM entries as they are: B of keys / PAIR steps and of DIM columns, rounded up to LANES.
+template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR, to += LINE)
+    for (int64_t i = 0; i < keys; i += PAIR)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
-            for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
+            for (int j = 0; j < PAIR && MOVED && i < present; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
 #if PAIRS
             Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
             if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
-            store(to + d, first | second);
+            store(to + entry_at(i / PAIR, d, STRIDE), first | second);
 #else
-            store(to + d, i < present ? load_reals(from.row(i) + d, left) : Vec{});
+            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(from.row(i) + d, left) : Vec{});
 #endif
         }
 }

@@ -4,10 +4,15 @@
 // score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
 // and no operation here becomes one with an operation outside.
 
-const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
+const int PANEL = panel(VECTORS);                      // vectors of a panel of keys
+const int BESIDE = AMX ? 1 : PANEL;                    // those of packed keys that lie beside each other
+
+// Where a vector of packed keys is, and the stride there.
+INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
+constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }

@@ -32,8 +32,8 @@ def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
     queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
     if 0 < g.q_len <= FEW:  # a tile that no query is missing of needs no mask where they see all of its keys
         return g.q_len, keys
-    while queries > 24 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:
-        queries //= 2
+    while queries > 32 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:
+        queries = 64 if queries == 96 and dtype == "bfloat16" else queries // 2  # 32 at once on matrix units
     return queries, keys
 
 

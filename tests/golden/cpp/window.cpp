@@ -648,9 +648,23 @@ const int PAIR = 1;
 #endif
 typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
+// The CPU's matrix unit multiplies pairs, 16 at a time. Whoever compiles this says that it may be used.
+#if PAIRS && defined(FRISKET_AMX)
+#define AMX 1
+#else
+#define AMX 0
+#endif
+const int DEPTH = AMX ? 32 : PAIR;  // numbers along the steps of a product are a multiple of it, with zeros at the end
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
-const int GROUP = 6;                       // rows of A whose accumulators fit beside them
+const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands that hold them along the steps
+// B in memory: `stride` from a step to the next. On a matrix unit it is squares of 16 steps and 16 columns, each in one
+// piece, those of all steps after each other, and `stride` from 16 columns to the next.
+constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
+constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
+    return AMX ? column / 16 * stride + step * 16 + column % 16 : step * stride + column;
+}
 // From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
 // rows share a few places of the first-level cache, which then does not hold them.
 constexpr int line(int wide) { return wide + (wide % (8 * LANES) ? 0 : LANES); }
@@ -697,6 +711,113 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
+#if AMX
+struct MatrixUnit {  // set up for a thread, and left as it was found
+    struct Layout {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } before, whole = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    MatrixUnit() { asm volatile("sttilecfg %0\n\tldtilecfg %1" : "=m"(before) : "m"(whole)); }
+    ~MatrixUnit() { asm volatile("ldtilecfg %0" : : "m"(before)); }
+};
+__attribute__((constructor)) static void allow() {  // Linux wants to be asked, once for a process
+    int64_t answer = 158;                           // arch_prctl(ARCH_REQ_XCOMP_PERM, the data of tiles)
+    asm volatile("syscall" : "+a"(answer) : "D"(0x1023), "S"(18) : "rcx", "r11", "memory");
+}
+template <int T> INLINE void square_of_zeros() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
+template <int T> INLINE void load_square(const void *from, int64_t row) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(from), "r"(row * 4) : "memory");
+}
+template <int T> INLINE void store_square(void *to, int64_t row) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(to), "r"(row * 4) : "memory");
+}
+template <int C, int A, int B> INLINE void add_product() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+
+static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_t from_row) {
+    Vec square[LANES];
+    UNROLLED for (int i = 0; i < LANES; i++) square[i] = load<Vec>(from + i * from_row);
+    transpose(square);
+    UNROLLED for (int i = 0; i < LANES; i++) store(to + i * to_row, square[i]);
+}
+
+// C[ROWS, WIDE] = A[ROWS, steps] B[steps, WIDE], or C + A B, of 16 or 32 rows and one or two vectors: to begin with, for
+// each 16 steps, and at the end.
+template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *c, int64_t c_row) {
+    ADDED ? load_square<0>(c, c_row) : square_of_zeros<0>();
+    if (WIDE > 1) ADDED ? load_square<1>(c + 16, c_row) : square_of_zeros<1>();
+    if (ROWS > 16) ADDED ? load_square<2>(c + 16 * c_row, c_row) : square_of_zeros<2>();
+    if (ROWS > 16 && WIDE > 1) ADDED ? load_square<3>(c + 16 * c_row + 16, c_row) : square_of_zeros<3>();
+}
+template <int ROWS, int WIDE>
+INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride) {
+    load_square<4>(a, a_row), load_square<6>(b, 16), add_product<0, 4, 6>();
+    if (ROWS > 16) load_square<5>(a + 16 * a_row, a_row), add_product<2, 5, 6>();
+    if (WIDE > 1) load_square<7>(b + stride, 16), add_product<1, 4, 7>();
+    if (ROWS > 16 && WIDE > 1) add_product<3, 5, 7>();
+}
+template <int ROWS, int WIDE> INLINE void end_squares(Real *c, int64_t c_row) {
+    store_square<0>(c, c_row);
+    if (WIDE > 1) store_square<1>(c + 16, c_row);
+    if (ROWS > 16) store_square<2>(c + 16 * c_row, c_row);
+    if (ROWS > 16 && WIDE > 1) store_square<3>(c + 16 * c_row + 16, c_row);
+}
+template <int ROWS, int WIDE, bool ADDED>
+static void multiply_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int64_t steps, Real *c,
+                             int64_t c_row) {
+    begin_squares<ROWS, WIDE, ADDED>(c, c_row);
+    for (int64_t step = 0; step < steps; step += 16, a += 16, b += 256) add_squares<ROWS, WIDE>(a, a_row, b, stride);
+    end_squares<ROWS, WIDE>(c, c_row);
+}
+
+// The product of GROUP rows and WIDE columns, in pieces of 16 steps and two vectors that come between other work.
+template <int WIDE, int STEPS, bool ADDED> struct Product {
+    static const int PARTS = (WIDE / LANES + 1) / 2, PIECES = PARTS * (STEPS / 16);
+    static const bool ODD = WIDE / LANES % 2;
+    const Operand *a;
+    int64_t a_row;
+    const Operand *b;
+    int64_t stride;
+    Real *c;
+    int64_t c_row;
+    void end(int part) const {
+        Real *to = c + part * 2 * LANES;
+        ODD && part == PARTS - 1 ? end_squares<GROUP, 1>(to, c_row) : end_squares<GROUP, 2>(to, c_row);
+    }
+    void piece(int n) const {
+        const int part = n / (STEPS / 16), step = n % (STEPS / 16);
+        const bool one = ODD && part == PARTS - 1;
+        const Real *from = c + part * 2 * LANES;
+        const Operand *left = a + step * 16, *right = b + part * 2 * stride + step * 256;
+        if (step == 0 && part) end(part - 1);
+        if (step == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
+        one ? add_squares<GROUP, 1>(left, a_row, right, stride) : add_squares<GROUP, 2>(left, a_row, right, stride);
+    }
+};
+#else
+struct MatrixUnit {};
+#endif
+
+// The same for `vectors` vectors of B, a number known at run time from 1 to MOST.
+template <int M, Start START>
+INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
+#if AMX
+    for (; vectors > 1; vectors -= 2, b += 2 * b_step, c += 2 * LANES)
+        multiply_squares<M, 2, START == ADD>(a, a_row, b, b_step, steps, c, c_row);
+    if (vectors) multiply_squares<M, 1, START == ADD>(a, a_row, b, b_step, steps, c, c_row);
+#else
+    if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#if REGISTERS == 32
+    if (vectors == 2) return multiply<M, 2, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 3) return multiply<M, 3, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#endif
+#endif
+}
+
 // The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
 struct Steps {
     int first, count;
@@ -718,10 +839,16 @@ INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, 
                            const int32_t *rows = nullptr) {
     const int32_t *list = steps.list;
     const int count = steps.count;
+#if AMX  // all steps between the first and the last
+    if (!count) return;
+    const int first = (list ? list[0] : steps.first) & ~15, end = list ? list[count - 1] + 1 : steps.first + count;
+    multiply_some<M, ADD>(N, a + first, a_row, 1, b + first * LANES, b_step, round_up(end - first, 16), c, c_row);
+#else
     if (list)
         return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
     a += steps.first * a_step, b += steps.first * b_step;
     if (count) multiply<M, N, START, false, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
+#endif
 }
 
 // Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
@@ -737,18 +864,6 @@ template <int WIDE, class Run> INLINE void by_panels(Run run) {
     for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Vectors<MOST>(), column);
     if (SPLIT) run(Vectors<(SPLIT ? SPLIT : 1)>(), column);
     if (LAST) run(Vectors<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
-}
-
-// The same for `vectors` of them, a number known at run time from 1 to MOST.
-template <int M, Start START>
-INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
-                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
-    if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-    if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-#if REGISTERS == 32
-    if (vectors == 2) return multiply<M, 2, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-    if (vectors == 3) return multiply<M, 3, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
-#endif
 }
 
 // -- numbers of 16 and 8 bits -------------------------------------------------------------------------------------
@@ -869,6 +984,7 @@ template <bool WHOLE = false> INLINE Operands load_operands(const Stored *from, 
 }
 #endif
 #else
+INLINE void store_operands(Operand *to, Vec x, Vec) { store(to, x); }
 template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *from, int64_t left) {
     return WHOLE ? load_all(from) : load_reals(from, left);
 }
@@ -888,7 +1004,7 @@ INLINE const int32_t *rows_from(const int32_t *rows, int64_t start) { return MOV
 
 // Rows of DIM entries as Operands [all, WIDE]: the A of a product. Rows from `rows` on and entries from DIM on are 0.
 // Pairs are not multiplied by `factor`, which would round them again.
-template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
+template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
@@ -910,7 +1026,7 @@ const int AHEAD = 128;  // rows that are fetched before they are needed: transpo
 // row, as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
-    const int STEPS = round_up(DIM, PAIR) / PAIR;
+    const int STEPS = deep(DIM);
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
         for (int64_t block = 0; block < N && start + block * LANES < present; block++) {
             const int64_t first = start + block * LANES;
@@ -931,21 +1047,21 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
         }
 }
 
-// `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM, int LINE = round_up(DIM, LANES), class From>
+// `keys` rows of DIM entries as they are: B of keys / PAIR steps and of DIM columns, rounded up to LANES.
+template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR, to += LINE)
+    for (int64_t i = 0; i < keys; i += PAIR)
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
-            for (int j = 0; j < PAIR && MOVED; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
+            for (int j = 0; j < PAIR && MOVED && i < present; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
 #if PAIRS
             Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
             if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
-            store(to + d, first | second);
+            store(to + entry_at(i / PAIR, d, STRIDE), first | second);
 #else
-            store(to + d, i < present ? load_reals(from.row(i) + d, left) : Vec{});
+            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(from.row(i) + d, left) : Vec{});
 #endif
         }
 }
@@ -1118,10 +1234,15 @@ INLINE void interval(const Fixed &fixed, const Row &row, int64_t tile, int64_t k
 // score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
 // and no operation here becomes one with an operation outside.
 
-const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
+const int PANEL = panel(VECTORS);                      // vectors of a panel of keys
+const int BESIDE = AMX ? 1 : PANEL;                    // those of packed keys that lie beside each other
+
+// Where a vector of packed keys is, and the stride there.
+INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
+constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
@@ -1190,8 +1311,9 @@ const int FEW = MOVED ? 0 : 16;                        // the most rows for whic
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
+const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
-const int64_t TILE = KEYS + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of the packed keys and values of a tile
+const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
 const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
@@ -1206,6 +1328,15 @@ struct Slot {
     Finite values;
 };
 
+// Rows that are worked on together, beside a tile of keys.
+struct Strip {
+    Real scores[TOGETHER * BLOCK_K];
+    Bits seen[TOGETHER * VECTORS];
+    Lane begin[GROUP], end[GROUP];  // the interval of keys that a row sees
+    bool open[VECTORS];             // whether any row sees a vector
+};
+const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows meanwhile
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots, tile;
@@ -1213,17 +1344,14 @@ struct Worker {
     Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
-    Operand values[BLOCK_K / PAIR * V_WIDE];  // the values of a tile, with zeros where no row sees the key
+    Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
-    Real scores[TOGETHER * BLOCK_K];
-    Bits seen[TOGETHER * VECTORS];
-    Lane some[BLOCK_K];        // whether any row of the item sees a key
-    Lane begin[GROUP], end[GROUP];  // the interval of keys that a row of a group sees
+    Strip strips[STRIPS];
+    Lane some[V_STEPS * PAIR];  // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
-    bool open[VECTORS];        // whether the group at hand sees a vector
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
     int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
     Row rows[ROWS];
@@ -1293,14 +1421,14 @@ struct Tile {
 // Scores of one vector of keys.
 static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
-    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.scores + j * LANES, BLOCK_K);
+    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES, BLOCK_K);
 }
 
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
 template <bool PARTIAL, int N, bool WHOLE>
 static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
     by_few(rows, [&](int row, int n) {
-        const Real *weights = w.scores + row * BLOCK_K, *shrink = w.shrink + row;
+        const Real *weights = w.strips->scores + row * BLOCK_K, *shrink = w.shrink + row;
         Real *acc = w.acc + row * V_WIDE + column;
         const int64_t left = V_DIM - column;
 #define ADD(M) \
@@ -1332,7 +1460,7 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
-INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
+INLINE void look(Worker &w, Strip &strip, int g, int M, int rows, int &lo, int &hi) {
     const int here = rows - g < M ? rows - g : M;
     uint32_t some[VECTORS];
     for (int j = 0; j < VECTORS; j++) {  // the outer loop, so that the values of a column stay in registers
@@ -1342,33 +1470,33 @@ INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
             const Column &column = w.columns[place * VECTORS + j];
             if (!REPEATED || i == 0 || !w.repeated[g + i])
                 all |= seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
-            w.seen[i * VECTORS + j] = seen;
+            strip.seen[i * VECTORS + j] = seen;
         }
         store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | all);
         some[j] = truths(all);
     }
-    for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
+    for (int j = here * VECTORS; j < M * VECTORS; j++) strip.seen[j] = Bits{};
     int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
     int steps = 0;
     for (int j = 0; j < VECTORS; j++) {
-        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        strip.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
         steps = listed(list, steps, j, some[j]);
     }
-    while (lo < hi && !w.open[lo]) lo++;
-    while (lo < hi && !w.open[hi - 1]) hi--;
+    while (lo < hi && !strip.open[lo]) lo++;
+    while (lo < hi && !strip.open[hi - 1]) hi--;
     w.steps[g / GROUP] = steps_of(list, steps);
 }
 
 // Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the
 // vectors with visible keys.
-INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi) {
+INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int &lo, int &hi) {
     const int64_t all = tile.present < BLOCK_K ? tile.present : BLOCK_K;
     int64_t first = BLOCK_K, last = 0;
     for (int i = 0; i < GROUP; i++) {
         int64_t begin = 0, end = 0;
         const int place = BY_HEAD ? w.place[g + i] : 0;
         if (g + i < rows) interval(w.fixed[place], w.rows[g + i], w.columns[0].first, all, begin, end);
-        w.begin[i] = (Lane)begin, w.end[i] = (Lane)end;
+        strip.begin[i] = (Lane)begin, strip.end[i] = (Lane)end;
         if (begin == end) continue;
         first = begin < first ? begin : first, last = end > last ? end : last;
         w.edges[begin]++, w.edges[end]--;
@@ -1378,84 +1506,102 @@ INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi)
     w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
 }
 
-// Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few, which
-// SMALL says. PARTIAL: not every position is visible.
-template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
-    const int M = SMALL ? rows : GROUP;
+// Products of M rows from g on and a tile of keys, and which of these the rows see. PARTIAL: not every position is
+// visible. SMALL: the rows are few.
+template <bool PARTIAL, bool SMALL>
+static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int M, int rows) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
     const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
-    for (int g = 0; g < rows; g += M) {
-        int lo = 0, hi = VECTORS;
-        if (CLIPPED) clip(w, tile, g, rows, lo, hi);
-        else if (PARTIAL) look(w, g, M, rows, lo, hi);
-        else w.steps[g / GROUP] = {0, present, nullptr};
-        if (PAIR == 2 && !SMALL) lo &= ~1;
-        w.from[g] = lo, w.to[g] = hi;
-        if (lo == hi) continue;
-        const Operand *query = w.query + g * QUERY;
-        for (int j = lo, n; j < hi; j += n ? n : 1) {
-            n = LOOKED ? opened(w.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
-            if (!n) continue;
-            if (SMALL) {
-                n = 1;
-                score_few(w, tile, rows, j);
+    int lo = 0, hi = VECTORS;
+    if (CLIPPED) clip(w, strip, tile, g, rows, lo, hi);
+    else if (PARTIAL) look(w, strip, g, M, rows, lo, hi);
+    else w.steps[g / GROUP] = {0, present, nullptr};
+    if (PAIR == 2 && !SMALL) lo &= ~1;
+    w.from[g] = lo, w.to[g] = hi;
+    for (int j = lo, n; j < hi; j += n ? n : 1) {
+        n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+        if (!n) continue;
+        if (SMALL) {
+            n = 1;
+            score_few(w, tile, rows, j);
+            continue;
+        }
+        multiply_some<GROUP, ZERO>(n, w.query + g * QUERY, QUERY, 1, tile.keys + vector_at(j, STEPS),
+                                   stride_of_keys(STEPS), STEPS, strip.scores + j * LANES, BLOCK_K);
+    }
+}
+
+// Weights of the same rows.
+template <bool PARTIAL, bool SMALL, class Meanwhile>
+INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile) {
+    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
+    const int lo = w.from[g], hi = w.to[g];
+    if (lo == hi) return;
+    Real *top = w.top + g, peaks[TOGETHER];
+    for (int i = 0; i < M; i++) {
+        const int place = BY_HEAD ? w.place[g + i] : 0;
+        Vec peak = reals(LOWEST);
+        const Bits begin = Bits{} + strip.begin[CLIPPED ? i : 0], end = Bits{} + strip.end[CLIPPED ? i : 0];
+        Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
+        for (int j = lo; j < hi; j++) {
+            if (LOOKED && !strip.open[j]) continue;
+            Real *at = strip.scores + i * BLOCK_K + j * LANES;
+            Vec score = scaled(load<Vec>(at), unit);
+            score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
+            if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
+            else if (LOOKED) score = select(strip.seen[i * VECTORS + j], score, reals(-INF));
+            if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
+            peak = larger(score, peak);
+        }
+        peaks[i] = largest(peak);
+    }
+    for (int i = 0; i < M; i++) {
+        const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
+        meanwhile(i);
+        w.shrink[row] = 1;
+        if (peaks[i] > top[i]) {
+            w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
+            top[i] = peaks[i];
+            w.total[row] *= w.shrink[row];
+            for (int d = 0; d < V_WIDE && AMX && !SMALL; d += LANES) {
+                Real *acc = w.acc + row * V_WIDE + d;
+                store(acc, load<Vec>(acc) * w.shrink[row]);
+            }
+        }
+        Vec total = w.total[row];
+        const auto weight_at = [&](int j) __attribute__((always_inline)) {
+            const Column &column = w.columns[place * VECTORS + j];
+            Vec p = weight((load<Vec>(strip.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
+            total += p;
+            if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
+            if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
+                p *= scale_of_value(w.fixed[place], w.rows[row], column);
+                if (PARTIAL) p = select(strip.seen[i * VECTORS + j], p, Vec{});
+            }
+            return p;
+        };
+        const int ONE = SMALL ? 1 : PAIR;  // vectors that are stored together
+        for (int j = lo; j < hi; j += ONE) {
+            Operand *to = w.weights + row * WEIGHTS + j / PAIR * LANES;
+            if (LOOKED && !strip.open[j]) {
+                if (AMX && !SMALL) store(to, Operands{});
                 continue;
             }
-            const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<GROUP, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            const Vec left = weight_at(j), right = ONE == 2 && j + 1 < hi ? weight_at(j + 1) : Vec{};
+            if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
+            else store_operands(to, left, right);
         }
-        Real *top = w.top + g, peaks[TOGETHER];
-        for (int i = 0; i < M; i++) {
-            const int place = BY_HEAD ? w.place[g + i] : 0;
-            Vec peak = reals(LOWEST);
-            const Bits begin = Bits{} + w.begin[CLIPPED ? i : 0], end = Bits{} + w.end[CLIPPED ? i : 0];
-            Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
-            for (int j = lo; j < hi; j++) {
-                if (LOOKED && !w.open[j]) continue;
-                Real *at = w.scores + i * BLOCK_K + j * LANES;
-                Vec score = scaled(load<Vec>(at), unit);
-                score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
-                if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
-                else if (LOOKED) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
-                if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
-                peak = larger(score, peak);
-            }
-            peaks[i] = largest(peak);
-        }
-        for (int i = 0; i < M; i++) {
-            const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
-            w.shrink[row] = 1;
-            if (peaks[i] > top[i]) {
-                w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
-                top[i] = peaks[i];
-                w.total[row] *= w.shrink[row];
-            }
-            Vec total = w.total[row], weights[2];
-            for (int j = lo; j < hi; j++) {
-                if (LOOKED && !w.open[j]) continue;
-                const Column &column = w.columns[place * VECTORS + j];
-                Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
-                total += p;
-                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
-                if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
-                    p *= scale_of_value(w.fixed[place], w.rows[row], column);
-                    if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
-                }
-                if (SMALL) {
-                    store(w.scores + i * BLOCK_K + j * LANES, p);
-                    continue;
-                }
-#if PAIRS
-                weights[j & 1] = p;
-                if ((j & 1) || j == hi - 1)
-                    store_operands(w.weights + row * WEIGHTS + j / 2 * LANES, weights[0], j & 1 ? weights[1] : Vec{});
-#else
-                (void)weights;
-                store(w.weights + row * WEIGHTS + j * LANES, p);
-#endif
-            }
-            w.total[row] = total;
-        }
+        w.total[row] = total;
+    }
+}
+
+// Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few.
+template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+    const int M = SMALL ? rows : GROUP, LATER = SMALL ? 0 : (STRIPS - 1) * M;
+    for (int g = 0; g < rows + LATER; g += M) {
+        if (g < rows) multiply_keys<PARTIAL, SMALL>(w, w.strips[g / GROUP % STRIPS], tile, g, M, rows);
+        if (g >= LATER)
+            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER, M, unit, [](int) {});
     }
 }
 
@@ -1482,15 +1628,15 @@ static void hide(Worker &w, Tile &tile, int rows) {
         tile.slot->values = any(odd) ? ODD : FINITE;
     }
     if (tile.slot->values == FINITE) return;
-    for (int64_t i = 0; i * PAIR < end; i++) {
+    for (int64_t i = 0; i < deep((int)end); i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
 #if PAIRS
         mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
 #endif
         for (int d = 0; d < V_WIDE; d += LANES)
-            store(w.values + i * V_WIDE + d, (Raw)load<Operands>(tile.values + i * tile.v_stride + d) & mask);
+            store(w.values + entry_at(i, d, V_STRIDE), (Raw)load<Operands>(tile.values + entry_at(i, d, tile.v_stride)) & mask);
     }
-    tile.values = w.values, tile.v_stride = V_WIDE;
+    tile.values = w.values, tile.v_stride = V_STRIDE;
 }
 
 // acc = acc * shrink + weights * values
@@ -1498,10 +1644,43 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
     by_panels<V_WIDE>([&](auto vectors, int column) {
         for (int g = 0; g < rows; g += GROUP)
             multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
-                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + column, tile.v_stride,
+                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + entry_at(0, column, tile.v_stride), tile.v_stride,
                 w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
 }
+
+#if AMX
+// The same and the values' part of a tile that is visible throughout. The matrix unit multiplies keys for the rows after,
+// and values for the rows before, those whose weights are worked out.
+static void attend_to(Worker &w, const Tile &tile, int rows, Real unit) {
+    typedef Product<BLOCK_K, STEPS, false> Keys;
+    typedef Product<V_WIDE, V_STEPS, true> Values;
+    for (int g = 0; g < rows + 2 * GROUP; g += GROUP) {
+        const int now = g - GROUP, before = now - GROUP;
+        const bool with_keys = g < rows, with_values = before >= 0;
+        const Keys keys = {w.query + g * QUERY, QUERY, tile.keys, stride_of_keys(STEPS),
+                           w.strips[g / GROUP % 2].scores, BLOCK_K};
+        const Values values = {w.weights + before * WEIGHTS, WEIGHTS, tile.values, tile.v_stride,
+                               w.acc + before * V_WIDE, V_WIDE};
+        int done = 0;
+        const auto multiply_until = [&](int end) {
+            for (; done < end; done++) {
+                if (done < Keys::PIECES && with_keys) keys.piece(done);
+                if (done == Keys::PIECES && with_keys) keys.end(Keys::PARTS - 1);
+                if (done >= Keys::PIECES && with_values) values.piece(done - Keys::PIECES);
+            }
+        };
+        const int all = Keys::PIECES + Values::PIECES;
+        if (now >= 0 && now < rows) {
+            w.from[now] = 0, w.to[now] = VECTORS;
+            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, GROUP, unit,
+                                     [&](int i) { multiply_until((i + 1) * all / GROUP); });
+        }
+        multiply_until(all);
+        if (with_values) values.end(Values::PARTS - 1);
+    }
+}
+#endif
 
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
@@ -1576,7 +1755,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_WIDE, nullptr};
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
     for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
@@ -1600,8 +1779,8 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
         *tile.slot = {name, UNKNOWN};
-        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
+        pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, tile.present, V_STEPS * PAIR);
     }
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;
@@ -1620,7 +1799,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
                     w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
-        for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
+        for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
     if (FEW && item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
@@ -1628,6 +1807,9 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         return;
     }
     pack(w, item, tile, number);
+#if AMX
+    if (!PARTIAL) return attend_to(w, tile, item.rows(), unit);
+#endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
     if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
@@ -1685,6 +1867,7 @@ static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
     const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
+    [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(task.slots, task.tile);
     if (!w) {
         __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
@@ -1822,6 +2005,7 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
 
 static void decode_work(void *pointer, int64_t) {
     Parts &parts = *(Parts *)pointer;
+    [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(1, TILE);
     if (!w) {
         __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);

@@ -1,0 +1,111 @@
+"""Native kernels on a CPU's matrix unit: where there is one, and what it does in software."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
+from support.native import native_call
+
+from frisket.runtime.machine import cpp_build, cpp_cpu
+
+SOFTWARE = "the matrix unit in software"
+UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
+HERE = [v for v in ("amx", SOFTWARE) if not cpp_cpu.lacking("avx512bf16" if v == SOFTWARE else v)]
+pytestmark = pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")
+
+
+@pytest.fixture(autouse=True)
+def software(monkeypatch):
+    flags, wanted = cpp_cpu.VARIANTS["avx512bf16"]
+    monkeypatch.setitem(cpp_cpu.VARIANTS, SOFTWARE, ((*flags, "-include", str(UNIT)), wanted))
+
+
+def halves(cases, *usual):
+    """The cases of bfloat16: some in every run, others in the matrix."""
+    names = [n for n, case in cases.items() if case.dtype == "bfloat16"]
+    return [n if n in usual else pytest.param(n, marks=pytest.mark.matrix) for n in names]
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("name", halves(test_cpp_forward.CASES, "bfloat16", "bfloat16-odd-sizes"))
+def test_forward(name, variant):
+    made = test_cpp_forward.problem(test_cpp_forward.CASES[name])
+    test_cpp_forward.check(made, made.run(variant=variant))
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("name", halves(test_cpp_backward.CASES, "bfloat16-odd-sizes"))
+def test_backward(name, variant):
+    case = test_cpp_backward.CASES[name]
+    made = test_cpp_backward.problem(case)
+    test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("name", halves(test_native_stored.CASES, "prefill-bfloat16-holes"))
+def test_stored(name, variant):
+    made = test_native_stored.Problem(test_native_stored.CASES[name])
+    made.check(made.run(variant=variant))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("tile", [(32, 16), (40, 48), (96, 128), (192, 64)])
+@pytest.mark.parametrize("dim", [16, 40, 64, 96, 256])
+def test_sizes(dim, tile, variant):
+    """Odd numbers of vectors, of groups and of steps, and tiles that are visible throughout."""
+    shape = {"dim": dim, "v_dim": 272 - dim, "dtype": "bfloat16", "tile": tile}
+    for mask in (None, "causal & window(300)", "causal & k % 5 == 0"):
+        made = test_cpp_forward.problem(test_cpp_forward.Case(mask, q_len=205, kv_len=401, **shape))
+        test_cpp_forward.check(made, made.run(variant=variant))
+
+
+@pytest.mark.skipif(len(HERE) < 2, reason="left out: this CPU has no matrix unit")
+def test_software_has_the_bits_of_the_unit():
+    made = test_cpp_forward.problem(test_cpp_forward.CASES["bfloat16"])
+    for one, other in zip(made.run(variant="amx"), made.run(variant=SOFTWARE), strict=True):
+        assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="left out: no objdump here")
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["bfloat16", "plain"])
+def test_the_instructions(name, kind, tmp_path):
+    """bfloat16 alone is multiplied there."""
+    text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
+    text.write_text(test_native_variants.problem(name).source(kind))
+    command = [*cpp_build.compiler(), *cpp_build.FLAGS, *cpp_cpu.flags_of("amx"), "-o", made, text]
+    subprocess.run(command, check=True, capture_output=True)
+    found = subprocess.run(["objdump", "-d", made], capture_output=True, text=True, check=True).stdout
+    assert bool(re.search("tdpbf16ps", found)) == (name == "bfloat16")
+
+
+def test_a_system_that_refuses(monkeypatch):
+    """The unit is there, but no program may use it."""
+    monkeypatch.setattr(cpp_cpu, "features", lambda: cpp_cpu.VARIANTS["amx"][1])
+    monkeypatch.setattr(cpp_cpu, "_allowed", lambda: True)
+    assert (cpp_cpu.best(), cpp_cpu.flags_of("native")[1:]) == ("amx", ("-DFRISKET_AMX",))
+    monkeypatch.setattr(cpp_cpu, "_allowed", lambda: False)
+    assert cpp_cpu.lacking("amx") == "the system lets no program use this CPU's matrix unit"
+    assert (cpp_cpu.best(), cpp_cpu.flags_of("native")) == ("avx512bf16", ("-march=native",))
+
+
+@pytest.mark.skipif("amx" not in HERE, reason="left out: this CPU has no matrix unit")
+def test_the_unit_is_left_as_it_was_found():
+    """torch's products use it too, in the same thread."""
+    torch = pytest.importorskip("torch")
+    import frisket as fk
+
+    torch.manual_seed(0)
+    a, x = torch.randn(64, 96).bfloat16(), torch.randn(1, 2, 130, 64).bfloat16()
+    before = a @ a.T
+    attend = fk.compile("causal", backend="native")
+    for _ in range(3):
+        attend(x, x, x)
+        assert torch.equal(a @ a.T, before)
