@@ -557,9 +557,11 @@ TOPICS = (
           "python benchmarks/cpu.py", of_cpu),
     Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
           "dense formula for the score mods that it does not have.", "python benchmarks/cpu_jax.py", of_jax),
-    Topic("cpu-dims", "Native kernels of every head size", "Two heads, float32, one thread. Rows are mask, tokens x "
-          "head size, direction. \"native\" has AVX-512 on this machine.", "python benchmarks/cpu_dims.py",
-          each(("native", "As the CPU is", "ms"), ("avx2", "With vectors of AVX2 on the same CPU", "ms"))),
+    Topic("cpu-dims", "Native kernels of every head size", "Two heads, one thread. Rows are mask, tokens x head size, "
+          "direction. Both CPUs have AVX-512; the Intel Xeon also has a matrix unit (AMX).",
+          "python benchmarks/cpu_dims.py",
+          each(("native", "float32 on an AMD EPYC", "ms"), ("avx2", "float32 with vectors of AVX2 on that CPU", "ms"),
+               ("xeon", "float32 on an Intel Xeon", "ms"), ("amx", "bfloat16 on an Intel Xeon", "ms"))),
     Topic("cpu-rows", "Half precision, chunks, short rows, ONNX Runtime", "Two heads of 64 (four where rows are "
           "short), one thread. Goals of SDPA's time / native time, forward: 0.7 up to 16 tokens, 1 up to 64.",
           "python benchmarks/cpu_rows.py",

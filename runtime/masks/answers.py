@@ -118,16 +118,9 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
 
 
 def score_lookups(
-    score: BoundExpr,
-    shown: Mask | None,
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-    budget: int = BUDGET,
-) -> tuple[Lookup, ...]:
+    score: BoundExpr, shown: Mask | None, q_len: int, kv_len: int, batch: int = 1, heads: int = 1,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, budget: int = BUDGET,
+) -> tuple[Lookup, ...]:  # fmt: skip
     """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; of a
     mask, with nothing beside it, wherever the rest of it leaves the answer to the lookup."""
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
@@ -147,14 +140,9 @@ def score_lookups(
 
 
 def visible_pairs(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    origin: Origin = (0, 0, 0, 0),
+    mask: Mask, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
     sizes: Sizes | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Visible pairs over every batch entry and head; a layout is made only where they cannot be counted by row."""
 
     def runs() -> Runs:
@@ -190,18 +178,10 @@ def _visible(
 
 
 def _answered(
-    question: str,
-    given: tuple[Mask, ...],
-    joint: Mask,
-    ask: Callable[[Any, Grid, Scope], Witness | None],
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-    budget: int = BUDGET,
-) -> Witness | None:
+    question: str, given: tuple[Mask, ...], joint: Mask, ask: Callable[[Any, Grid, Scope], Witness | None],
+    q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None, budget: int = BUDGET,
+) -> Witness | None:  # fmt: skip
     _refused(given, q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
     e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)
@@ -227,14 +207,9 @@ def _refused(
 
 
 def _sizes(
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-    budget: int = 0,
-) -> dict[str, int]:
+    q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None, budget: int = 0,
+) -> dict[str, int]:  # fmt: skip
     return dict(zip(SIZE_NAMES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True))
 
 

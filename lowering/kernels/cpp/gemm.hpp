@@ -384,14 +384,13 @@ template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
-        for (int d = 0; d < WIDE * PAIR; d += PAIR) {
 #if PAIRS
-            uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
-            to[d / 2] = left | right << 16;
+        const int whole = i < rows ? DIM / 2 : 0;
+        __builtin_memcpy(to, from, whole * sizeof(Operand));
+        for (int d = whole; d < WIDE; d++) to[d] = i < rows && 2 * d < DIM ? from[2 * d] : 0;
 #else
-            to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
+        for (int d = 0; d < WIDE; d++) to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
-        }
     }
 }
 

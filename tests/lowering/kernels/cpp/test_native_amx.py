@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 from support.native import native_call
 
 from frisket.runtime.machine import cpp_build, cpp_cpu
+from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 
 SOFTWARE = "the matrix unit in software"
 UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
