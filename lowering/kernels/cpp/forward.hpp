@@ -10,7 +10,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : 16;                        // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : AMX ? 8 : 16;              // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
@@ -306,7 +306,8 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
     for (int g = 0; g < rows + LATER; g += M) {
         if (g < rows) multiply_keys<PARTIAL, SMALL>(w, w.strips[g / GROUP % STRIPS], tile, g, M, rows);
         if (g >= LATER)
-            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER, M, unit, [](int) {});
+            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER,
+                                       rows - (g - LATER) < M ? rows - (g - LATER) : M, unit, [](int) {});
     }
 }
 
@@ -380,7 +381,7 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
         const int all = Keys::PIECES + Values::PIECES;
         if (now >= 0 && now < rows) {
             w.from[now] = 0, w.to[now] = VECTORS;
-            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, GROUP, unit,
+            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, rows - now < GROUP ? rows - now : GROUP, unit,
                                      [&](int i) { multiply_until((i + 1) * all / GROUP); });
         }
         multiply_until(all);

@@ -395,6 +395,13 @@ static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows
 }
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
+const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
+static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
+
+template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
+    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
@@ -426,19 +433,24 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
 template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR)
+    for (int64_t i = 0; i < keys; i += PAIR) {
+        const auto *first = from.row(i < present ? i : 0), *second = from.row(i + 1 < present ? i + 1 : 0);
+        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PAIR - 1);
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
-            for (int j = 0; j < PAIR && MOVED && i < present; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
+            if (MOVED) __builtin_prefetch(ahead + d), __builtin_prefetch(behind + d);
+            else if (AMX) fetch(ahead, d), fetch(behind, d);
 #if PAIRS
-            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
-            if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
-            if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
-            store(to + entry_at(i / PAIR, d, STRIDE), first | second);
+            Raw low = {}, high = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
+            if (i < present) low = (Raw)load_reals(first + d, left) >> 16;
+            if (i + 1 < present) high = (Raw)load_reals(second + d, left);
+            store(to + entry_at(i / PAIR, d, STRIDE), low | high);
 #else
-            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(from.row(i) + d, left) : Vec{});
+            (void)second;
+            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
 #endif
         }
+    }
 }
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
@@ -457,13 +469,6 @@ template <int N, int STEP> INLINE Vec added(Vec *x) {
 }
 
 const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
-
-const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
-static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
-
-template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
-    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
-}
 
 // sum[m][i] += query[m] * key[i] for LANES Operands from `d` on.
 template <bool WHOLE, int M, class T>

@@ -712,6 +712,7 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
 }
 
 #if AMX
+#if FRISKET_AMX == 1  // 2: somebody else says what the unit does
 struct MatrixUnit {  // set up for a thread, and left as it was found
     struct Layout {
         uint8_t palette, start, unused[14];
@@ -735,6 +736,7 @@ template <int T> INLINE void store_square(void *to, int64_t row) {
 template <int C, int A, int B> INLINE void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
+#endif
 
 static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_t from_row) {
     Vec square[LANES];
@@ -743,8 +745,8 @@ static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_
     UNROLLED for (int i = 0; i < LANES; i++) store(to + i * to_row, square[i]);
 }
 
-// C[ROWS, WIDE] = A[ROWS, steps] B[steps, WIDE], or C + A B, of 16 or 32 rows and one or two vectors: to begin with, for
-// each 16 steps, and at the end.
+// C[ROWS, WIDE] = A[ROWS, steps] B[steps, WIDE], or C + A B, of 16 or 32 rows and one or two vectors: to begin with,
+// for each 16 steps, and at the end.
 template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *c, int64_t c_row) {
     ADDED ? load_square<0>(c, c_row) : square_of_zeros<0>();
     if (WIDE > 1) ADDED ? load_square<1>(c + 16, c_row) : square_of_zeros<1>();
@@ -1008,18 +1010,24 @@ template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
-        for (int d = 0; d < WIDE * PAIR; d += PAIR) {
 #if PAIRS
-            uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
-            to[d / 2] = left | right << 16;
+        const int whole = i < rows ? DIM / 2 : 0;
+        __builtin_memcpy(to, from, whole * sizeof(Operand));
+        for (int d = whole; d < WIDE; d++) to[d] = i < rows && 2 * d < DIM ? from[2 * d] : 0;
 #else
-            to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
+        for (int d = 0; d < WIDE; d++) to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
-        }
     }
 }
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
+const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
+static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
+
+template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
+    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
@@ -1051,19 +1059,24 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
 template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR)
+    for (int64_t i = 0; i < keys; i += PAIR) {
+        const auto *first = from.row(i < present ? i : 0), *second = from.row(i + 1 < present ? i + 1 : 0);
+        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PAIR - 1);
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
-            for (int j = 0; j < PAIR && MOVED && i < present; j++) __builtin_prefetch(from.row(i + j + AHEAD) + d);
+            if (MOVED) __builtin_prefetch(ahead + d), __builtin_prefetch(behind + d);
+            else if (AMX) fetch(ahead, d), fetch(behind, d);
 #if PAIRS
-            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
-            if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
-            if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
-            store(to + entry_at(i / PAIR, d, STRIDE), first | second);
+            Raw low = {}, high = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
+            if (i < present) low = (Raw)load_reals(first + d, left) >> 16;
+            if (i + 1 < present) high = (Raw)load_reals(second + d, left);
+            store(to + entry_at(i / PAIR, d, STRIDE), low | high);
 #else
-            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(from.row(i) + d, left) : Vec{});
+            (void)second;
+            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
 #endif
         }
+    }
 }
 
 // -- a few rows of queries, without packing ------------------------------------------------------------------------
@@ -1082,13 +1095,6 @@ template <int N, int STEP> INLINE Vec added(Vec *x) {
 }
 
 const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
-
-const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
-static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
-
-template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
-    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
-}
 
 // sum[m][i] += query[m] * key[i] for LANES Operands from `d` on.
 template <bool WHOLE, int M, class T>
@@ -1307,7 +1313,7 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : 16;                        // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : AMX ? 8 : 16;              // the most rows for which packing does not pay
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
@@ -1421,7 +1427,8 @@ struct Tile {
 // Scores of one vector of keys.
 static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
-    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES, BLOCK_K);
+    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES,
+                 BLOCK_K);
 }
 
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
@@ -1560,10 +1567,11 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
         meanwhile(i);
         w.shrink[row] = 1;
         if (peaks[i] > top[i]) {
-            w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
+            const bool first = top[i] == LOWEST;  // sums are 0 so far
+            w.shrink[row] = first ? 0 : weight((top[i] - peaks[i]) * BASE);
             top[i] = peaks[i];
             w.total[row] *= w.shrink[row];
-            for (int d = 0; d < V_WIDE && AMX && !SMALL; d += LANES) {
+            for (int d = 0; d < V_WIDE && AMX && !SMALL && !first; d += LANES) {
                 Real *acc = w.acc + row * V_WIDE + d;
                 store(acc, load<Vec>(acc) * w.shrink[row]);
             }
@@ -1601,7 +1609,8 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
     for (int g = 0; g < rows + LATER; g += M) {
         if (g < rows) multiply_keys<PARTIAL, SMALL>(w, w.strips[g / GROUP % STRIPS], tile, g, M, rows);
         if (g >= LATER)
-            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER, M, unit, [](int) {});
+            weigh_rows<PARTIAL, SMALL>(w, w.strips[(g - LATER) / GROUP % STRIPS], g - LATER,
+                                       rows - (g - LATER) < M ? rows - (g - LATER) : M, unit, [](int) {});
     }
 }
 
@@ -1634,7 +1643,8 @@ static void hide(Worker &w, Tile &tile, int rows) {
         mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
 #endif
         for (int d = 0; d < V_WIDE; d += LANES)
-            store(w.values + entry_at(i, d, V_STRIDE), (Raw)load<Operands>(tile.values + entry_at(i, d, tile.v_stride)) & mask);
+            store(w.values + entry_at(i, d, V_STRIDE),
+                  (Raw)load<Operands>(tile.values + entry_at(i, d, tile.v_stride)) & mask);
     }
     tile.values = w.values, tile.v_stride = V_STRIDE;
 }
@@ -1642,17 +1652,18 @@ static void hide(Worker &w, Tile &tile, int rows) {
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
     by_panels<V_WIDE>([&](auto vectors, int column) {
+        const Operand *values = tile.values + entry_at(0, column, tile.v_stride);
         for (int g = 0; g < rows; g += GROUP)
             multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
-                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, tile.values + entry_at(0, column, tile.v_stride), tile.v_stride,
+                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, values, tile.v_stride,
                 w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
 }
 
 #if AMX
-// The same and the values' part of a tile that is visible throughout. The matrix unit multiplies keys for the rows after,
-// and values for the rows before, those whose weights are worked out.
-static void attend_to(Worker &w, const Tile &tile, int rows, Real unit) {
+// `weigh` and `add_values` for a tile that is visible throughout. While the weights of some rows are worked out, the
+// matrix unit multiplies the queries of the next ones by keys, and the weights of those before by values.
+static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
     typedef Product<BLOCK_K, STEPS, false> Keys;
     typedef Product<V_WIDE, V_STEPS, true> Values;
     for (int g = 0; g < rows + 2 * GROUP; g += GROUP) {
@@ -1673,7 +1684,7 @@ static void attend_to(Worker &w, const Tile &tile, int rows, Real unit) {
         const int all = Keys::PIECES + Values::PIECES;
         if (now >= 0 && now < rows) {
             w.from[now] = 0, w.to[now] = VECTORS;
-            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, GROUP, unit,
+            weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, rows - now < GROUP ? rows - now : GROUP, unit,
                                      [&](int i) { multiply_until((i + 1) * all / GROUP); });
         }
         multiply_until(all);
@@ -1808,7 +1819,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     }
     pack(w, item, tile, number);
 #if AMX
-    if (!PARTIAL) return attend_to(w, tile, item.rows(), unit);
+    if (!PARTIAL) return weigh_and_add(w, tile, item.rows(), unit);
 #endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
     if (PARTIAL) hide(w, tile, item.rows());

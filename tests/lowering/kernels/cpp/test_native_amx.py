@@ -61,9 +61,17 @@ def test_stored(name, variant):
 def test_sizes(dim, tile, variant):
     """Odd numbers of vectors, of groups and of steps, and tiles that are visible throughout."""
     shape = {"dim": dim, "v_dim": 272 - dim, "dtype": "bfloat16", "tile": tile}
-    for mask in (None, "causal & window(300)", "causal & k % 5 == 0"):
-        made = test_cpp_forward.problem(test_cpp_forward.Case(mask, q_len=205, kv_len=401, **shape))
-        test_cpp_forward.check(made, made.run(variant=variant))
+    for q_len in (205, 12):
+        for mask in (None, "causal & window(300)", "causal & k % 5 == 0"):
+            made = test_cpp_forward.problem(test_cpp_forward.Case(mask, q_len=q_len, kv_len=401, **shape))
+            test_cpp_forward.check(made, made.run(variant=variant))
+
+
+@pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
+def test_sanitizers(sanitizer, tmp_path):
+    flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
+    run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
+    test_native_variants.check("bfloat16", run)
 
 
 @pytest.mark.skipif(len(HERE) < 2, reason="left out: this CPU has no matrix unit")
