@@ -74,6 +74,22 @@ grads = [jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(*args)
          for f in (sharded, lambda *a: fk.attention(*a, "causal"))]
 close(*grads)
 print("public")
+
+# heads sharded, and every branch slices whole sinks: their gradients are summed outside of the branches
+whole = fk.compile("causal & (k + h) % 5 != 0")
+
+def sliced(q, k, v, sinks):
+    sinks, n = jax.lax.pcast(sinks, "y", to="varying"), q.shape[2]
+    calls = [lambda at=at: whole(q, k, v, sinks=sinks[at : at + n], origin=(0, at, 0, 0), sizes=(2, 4, 72, 72))
+             for at in (0, n)]
+    return jax.lax.switch(jax.lax.axis_index("y"), calls)
+
+spec = P(None, None, "y")
+sharded = jax.shard_map(sliced, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec)
+grads = [jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2, 3)))(*args, SINKS)
+         for f in (sharded, lambda *a: whole(*a[:3], sinks=a[3]))]
+close(*grads)
+print("sinks")
 """
 
 
@@ -84,4 +100,5 @@ def test_batch_heads_and_queries_sharded():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(tests=tests)], env=env, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.split("\n") == ["batch", "heads", "head origin", "rows", "public", ""], done.stderr[-3000:]
+    wanted = ["batch", "heads", "head origin", "rows", "public", "sinks"]
+    assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
