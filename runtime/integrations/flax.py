@@ -78,14 +78,11 @@ class Attention(nnx.Module):
         [batch], with a cache, says how many tokens of x are real. `given` goes to the operator: values of the mask's
         and score mod's names, and without a cache its other keywords, `segment_ids` for one.
         """
-        batch, length, _ = x.shape
-        q, k, v = (
-            projection(x).reshape(batch, length, -1, self.head_dim) for projection in (self.query, self.key, self.value)
-        )
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.query, self.key, self.value))
         if self.rotary_base is not None:
             if positions is None:
-                positions = jnp.arange(length, dtype=jnp.int32)
-                positions = positions if cache is None else cache.lengths[:, None] + positions
+                positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+                positions = positions if cache is None else cache.lengths[:, None] + positions[None]
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
         if cache is None:

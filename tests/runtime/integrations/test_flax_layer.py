@@ -112,6 +112,13 @@ def test_ragged_sequences_in_a_cache():
         np.testing.assert_allclose(found[b, 0], by_hand(model, whole, **VALUES)[0, -1], atol=1e-5)
 
 
+def test_a_cache_where_jax_promotes_nothing():
+    model = layer()
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found, _ = model(jnp.asarray(X), cache=model.empty_cache(2, 32), **VALUES)
+    np.testing.assert_allclose(found, WANTED, atol=1e-5)
+
+
 def test_packed_sequences():
     model = layer(mask="causal", score=None)
     segments = np.repeat([[0, 1, 2], [0, 0, 1]], 8, axis=1).astype(np.int32)
