@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         use_bias: bool = False, rngs: nnx.Rngs, **linear: Any,
     ) -> None:  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
-        if heads % kv_heads or (head_dim is None and features % heads):
+        if min(heads, kv_heads) < 1 or heads % kv_heads or (head_dim is None and features % heads):
             raise ShapeError(
                 f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key heads, "
                 "and divide the features, unless head_dim is given"
@@ -78,6 +78,8 @@ class Attention(nnx.Module):
         [batch], with a cache, says how many tokens of x are real. `given` goes to the operator: values of the mask's
         and score mod's names, and without a cache its other keywords, `segment_ids` for one.
         """
+        if x.ndim != 3:
+            raise ShapeError(f"x is {list(x.shape)}; it is [batch, length, features]")
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.query, self.key, self.value))
         if self.rotary_base is not None:
             if positions is None:

@@ -151,6 +151,11 @@ def test_products_of_few_bits():
 def test_bad_input():
     with pytest.raises(fk.ShapeError, match="32 features in 5 heads over 5 key heads"):
         Attention(32, heads=5, rngs=nnx.Rngs(0))
+    for heads, kv_heads in ((0, None), (4, 0)):
+        with pytest.raises(fk.ShapeError, match=f"32 features in {heads} heads over 0 key heads"):
+            Attention(32, heads=heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))
+    with pytest.raises(fk.ShapeError, match=r"x is \[24, 32\]; it is \[batch, length, features\]"):
+        layer()(jnp.asarray(X[0]), **VALUES)
     with pytest.raises(fk.ParameterError, match="did you mean 'frisket'"):
         Attention(32, heads=4, operator="friskett", rngs=nnx.Rngs(0))
     with pytest.raises(fk.ParameterError, match="counts are of new tokens for a cache"):
