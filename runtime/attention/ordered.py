@@ -166,15 +166,15 @@ class OrderedAttention(Attention):
 
     def stages(self, q: Any = None, k: Any = None, v: Any = None, **sizes: Any) -> Stages:
         """The stages of the attention that runs, of arrays that are in order; as `Attention.stages`."""
+        q_len = sizes.get("q_len", 4096)
+        kv_len = sizes.get("kv_len") or q_len
         if q is not None:
             axis = LENGTH_AXIS[sizes.get("layout") or NATURAL[framework_of(q) or "torch"]]
             q_len, kv_len = q.shape[axis], k.shape[axis]
-        else:
-            q_len = sizes.get("q_len", 4096)
-            kv_len = sizes.get("kv_len") or q_len
         params = {n: x for n, x in sizes.items() if n in self.program.names}
-        att = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)[1]
-        return att.stages(q, k, v, **self._beside(sizes))
+        order, *both = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)
+        rows = q is not None and order.rows is not None and not sizes.get("backend") and self._reads_rows(q, k, v)
+        return both[rows].stages(q, k, v, **self._beside(sizes))
 
     def plan(self, *lengths: Any, **options: Any) -> Any:
         """Refused: a plan is of arrays that are in order. `Attention.plan` of the attention there makes one."""

@@ -21,6 +21,7 @@ from frisket.runtime.machine.integers import as_int
 
 from .attention import Attention
 from .entry import compile
+from .ordered import OrderedAttention
 
 SIZES = {"q_len": 4096, "kv_len": "q_len", "batch": 1, "heads": 1, "kv_heads": "heads", "head_dim": 64,
          "v_dim": "head_dim", "dtype": "float32"}  # fmt: skip
@@ -130,6 +131,9 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     if why := reason("cpp"):
         yield name, "", why
         return
+    if isinstance(att, OrderedAttention):
+        order, *both = att._at(s["q_len"], s["kv_len"], "cpu", {})
+        att = both[order.rows is not None]  # native kernels find rows by themselves
     call, engine = (_torch_call if torch else _jax_call)(att, s)
     ahead = RECORDS[call.backend].ahead
     if engine is not None and (engine.gradients or not gradients):
@@ -139,7 +143,8 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     else:
         made = compiled(call, att.options)
         for direction in ("forward",) * (engine is None) + ("backward",) * gradients:
-            yield f"{direction} of {name}", ahead(made.work.plan, made.target, call.geometry, s["dtype"], direction), ""
+            how = call.geometry, s["dtype"], direction, att.options.rows is not None
+            yield f"{direction} of {name}", ahead(made.work.plan, made.target, *how), ""
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:

@@ -88,7 +88,7 @@ class Backend:
     target: Lazy | None = None
     call_target: Lazy | None = None
     text: Lazy | None = None  # None: library calls
-    ahead: Lazy | None = None  # (plan, target, geometry, dtype, direction) -> the text of a kernel that is kept on disk
+    ahead: Lazy | None = None  # (plan, target, geometry, dtype, direction, moved) -> the text of a kernel for the disk
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot; and of an engine

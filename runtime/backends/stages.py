@@ -73,7 +73,7 @@ class PlanCompilation:
         ahead = RECORDS[self.backend].ahead
         if ahead is None or self.geometry.kv_dtype or Settings.read().compile != "background":
             return self
-        text = ahead(self.work.plan, self.target, self.geometry, self.dtype, "forward")
+        text = ahead(self.work.plan, self.target, self.geometry, self.dtype, "forward", self.options.rows is not None)
         return self if there(text) else replace(self, backend=library("torch"), awaits=self.backend)
 
 

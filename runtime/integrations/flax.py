@@ -97,5 +97,4 @@ class Attention(nnx.Module):
         return self._joined(found), cache
 
     def _joined(self, heads: Any) -> Any:
-        joined: Any = self.out(heads.reshape(*heads.shape[:2], -1))
-        return joined
+        return self.out(heads.reshape(*heads.shape[:2], -1))

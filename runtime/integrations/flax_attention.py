@@ -48,21 +48,18 @@ def attention_fn(
     that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
     """
     check_name(backend)
-    for name, x in params.items():
-        if traced(x):
-            _refuse_traced(name)
+    _refuse_traced(params)
     made = program_of(mask, score, params)
-    for name, x in made.captured.items():
-        if traced(x):
-            _refuse_traced(name)
+    _refuse_traced(made.captured)
     return AttentionFn(made.mask, made.score, Options(scale, backend=backend), decode)
 
 
-def _refuse_traced(name: str) -> None:
-    raise ParameterError(
-        f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and give "
-        f'the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
-    )
+def _refuse_traced(values: Mapping[str, Any]) -> None:
+    for name in (n for n, x in values.items() if traced(x)):
+        raise ParameterError(
+            f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and "
+            f'give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def text(
     return CppKernel(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
 
 
-def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str) -> str:
-    """The text that calls load whose keys have the dtype of queries."""
-    made = (BackwardKernel if kind == "backward" else CppKernel)(plan, target, g.head_dim, g.v_dim, dtype, named=False)
-    return made.source()
+def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, moved: bool) -> str:
+    """The text that calls load whose keys have the dtype of queries. `moved`: it reads rows by tables."""
+    kernel = BackwardKernel if kind == "backward" else CppKernel
+    return kernel(plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source()

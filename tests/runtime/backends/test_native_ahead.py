@@ -153,6 +153,28 @@ print("done")
     assert machine.runs == runs
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_call_in_an_order_after_warm_starts_no_compiler(machine, framework):
+    jax, att = pytest.importorskip("jax"), in_order()
+    made = fk.warm(att, SHAPE, framework=framework)
+    assert made.good
+    assert made.built == 3
+    runs = machine.runs
+    if framework == "torch":
+        att(*qkv(gradients=True)).sum().backward()
+    else:
+        q = jax.numpy.ones((1, 200, 2, 16))
+        jax.grad(lambda q: att(q, q, q).sum())(q)
+    assert machine.runs == runs
+
+
+def in_order():
+    text = "causal & k % 4 == 0"
+    order = fk.reorder(text, 200, block=(16, 16), moving=0)
+    assert order.gain > 1
+    return fk.compile(text, reorder=order)
+
+
 def test_compilers_run_side_by_side(machine):
     machine.tell("wait")
     told = threading.Thread(target=lambda: fk.warm("causal", SHAPE, {**SHAPE, "dtype": "bfloat16"}))
@@ -261,6 +283,17 @@ def test_library_calls_run_until_the_kernel_is_there(behind):
     runs = behind.runs
     assert torch.equal(att(q, k, v), later)
     assert behind.runs == runs
+
+
+def test_the_stages_of_a_call_in_an_order_say_when_its_kernel_is_there(behind):
+    att, (q, k, v) = in_order(), qkv()
+    with pytest.warns(UserWarning, match="compiled in the background"):
+        first = att(q, k, v)
+    assert att.stages(q, k, v).target.backend == "aten"
+    behind.tell("wait", False)
+    settled()
+    assert not torch.equal(att(q, k, v), first), "bits tell which ran"
+    assert att.stages(q, k, v).target.backend == "cpp"
 
 
 def test_without_the_setting_a_call_waits(machine):
