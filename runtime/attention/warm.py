@@ -141,16 +141,16 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     elif ahead is None:
         yield name, "", f"backend {call.backend!r} has no native kernel"
     else:
-        made = compiled(call, att.options)
-        for direction in ("forward",) * (engine is None) + ("backward",) * gradients:
-            how = call.geometry, s["dtype"], direction, att.options.rows is not None
-            yield f"{direction} of {name}", ahead(made.work.plan, made.target, *how), ""
+        made, moved = compiled(call, att.options), att.options.rows is not None
+        for kind in ("forward",) * (engine is None) + ("backward",) * gradients:
+            yield f"{kind} of {name}", ahead(made.work.plan, made.target, call.geometry, s["dtype"], kind, moved), ""
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
     torch, engine = import_module("torch"), import_module("frisket.runtime.torch.engine")
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
-    call = att.call(Request(*(torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)))
+    qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
+    call = att.call(Request(*qkv)._replace(seed=0))
     proof = engine.engine_call(call, att.options)
     named = proof is not None and call.backend == proof.backend
     return replace(call, backend=automatic("torch", "cpu")) if named else call, proof
@@ -160,5 +160,5 @@ def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
     jax, found = import_module("jax"), []
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
     arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
-    jax.eval_shape(lambda *qkv: found.append(att.call(Request(*qkv))), *arrays)
+    jax.eval_shape(lambda *qkv: found.append(att.call(Request(*qkv)._replace(seed=0))), *arrays)
     return found[0] if att.options.backend else replace(found[0], backend=automatic("jax", "cpu")), None

@@ -154,6 +154,16 @@ print("done")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_dropout_needs_no_seed_and_draws_none(machine, framework):
+    pytest.importorskip("jax")
+    before = torch.get_rng_state()
+    made = fk.warm(fk.compile("causal & window(60)", dropout=0.1), SHAPE, gradients=False, framework=framework)
+    assert made.good
+    assert made.built == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_call_in_an_order_after_warm_starts_no_compiler(machine, framework):
     jax, att = pytest.importorskip("jax"), in_order()
     made = fk.warm(att, SHAPE, framework=framework)
