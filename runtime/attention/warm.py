@@ -111,6 +111,8 @@ def _row(name: str, source: str) -> WarmRow:
 
 
 def _sizes(shape: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(shape, Mapping):
+        raise ParameterError(f"a shape is {shape!r}; it is a dict of sizes, and several shapes are several arguments")
     if unknown := [*(shape.keys() - SIZES)]:
         raise ParameterError(f"a shape has no {unknown[0]!r}; it has {', '.join(SIZES)}")
     found = {n: as_int(shape.get(n, x)) for n, x in SIZES.items()}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from frisket.runtime.machine.extras import extras
@@ -54,10 +55,7 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.mask, self.score, self.rotary_base = mask, score, rotary_base
         self.operator = operations.AttentionRegistry.create(operator, metadata)
-
-        def projection(inside: int, outside: int) -> nnx.Linear:
-            return nnx.Linear(inside, outside, use_bias=use_bias, rngs=rngs, **linear)
-
+        projection: Any = partial(nnx.Linear, use_bias=use_bias, rngs=rngs, **linear)
         self.query = projection(features, heads * head_dim)
         self.key = projection(features, kv_heads * head_dim)
         self.value = projection(features, kv_heads * head_dim)

@@ -222,6 +222,7 @@ def test_what_warm_cannot_compile(machine, monkeypatch):
         (({"qlen": 3},), "a shape has no 'qlen'; it has q_len, kv_len"),
         (({"dtype": "int8"},), "dtype='int8': write float32"),
         (({"q_len": -3},), "q_len=-3: sizes are positive integers"),
+        (([{"q_len": 3}],), r"a shape is \[{'q_len': 3}\]; it is a dict of sizes, and several shapes are several arg"),
     ],
 )
 def test_words_for_wrong_shapes(given, words):
