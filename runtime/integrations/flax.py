@@ -52,8 +52,8 @@ class Attention(nnx.Module):
                 "and divide the features, unless head_dim is given"
             )
         head_dim = features // heads if head_dim is None else head_dim
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.mask, self.score, self.rotary_base = mask, score, rotary_base
+        self.heads, self.kv_heads, self.head_dim, self.rotary_base = heads, kv_heads, head_dim, rotary_base
+        self.mask, self.score = mask, score
         self.operator = operations.AttentionRegistry.create(operator, metadata)
         projection: Any = partial(nnx.Linear, use_bias=use_bias, rngs=rngs, **linear)
         self.query = projection(features, heads * head_dim)
@@ -61,9 +61,9 @@ class Attention(nnx.Module):
         self.value = projection(features, kv_heads * head_dim)
         self.out = projection(heads * head_dim, features)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: Any = jnp.float32) -> KVCache:
-        """A cache for `batch` sequences of up to `capacity` tokens; `dtype` may be one of 8 bits."""
-        return KVCache.create(batch, capacity, self.kv_heads, self.head_dim, dtype=dtype)
+    def empty_cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
+        """A cache for `batch` sequences of up to `capacity` tokens, in the dtype of the projections unless given."""
+        return KVCache.create(batch, capacity, self.kv_heads, self.head_dim, dtype=dtype or self.key.dtype or "float32")
 
     def __call__(
         self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **given: Any

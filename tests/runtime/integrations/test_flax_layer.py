@@ -119,6 +119,17 @@ def test_a_cache_where_jax_promotes_nothing():
     np.testing.assert_allclose(found, WANTED, atol=1e-5)
 
 
+def test_a_cache_of_the_layers_dtype():
+    model = layer(dtype=jnp.bfloat16)
+    cache = model.empty_cache(2, 32)
+    assert cache.k.dtype == jnp.bfloat16
+    found, _ = model(jnp.asarray(X), cache=cache, **VALUES)
+    np.testing.assert_allclose(found.astype(np.float32), model(jnp.asarray(X), **VALUES), atol=1e-2)
+    assert [x.empty_cache(2, 32, *given).k.dtype.name for x, given in ((model, ["int8"]), (layer(), []))] == [
+        "int8", "float32",
+    ]  # fmt: skip
+
+
 def test_packed_sequences():
     model = layer(mask="causal", score=None)
     segments = np.repeat([[0, 1, 2], [0, 0, 1]], 8, axis=1).astype(np.int32)
