@@ -101,10 +101,12 @@ static void give(Worker *worker) {
     free(memory);
 }
 
+const int CHUNKS = (V_STEPS * PAIR + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
+
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
 // between rows of a chunk; of MOVED keys the first row of all, and a table.
 struct Chunks {
-    const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
+    const Stored *at[CHUNKS];
     int64_t stride;
     const int32_t *rows;
     const Stored *row(uint64_t i) const {

@@ -63,7 +63,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
     Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
-    for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
+    for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
             batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
@@ -87,7 +87,8 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     if (tile.slot->tile != name) {
         *tile.slot = {name, UNKNOWN};
         pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, tile.present, V_STEPS * PAIR);
+        const int64_t own = tile.present < BLOCK_K ? tile.present : BLOCK_K;  // what is behind is of the next tile
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_STEPS * PAIR);
     }
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;

@@ -1404,10 +1404,12 @@ static void give(Worker *worker) {
     free(memory);
 }
 
+const int CHUNKS = (V_STEPS * PAIR + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
+
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
 // between rows of a chunk; of MOVED keys the first row of all, and a table.
 struct Chunks {
-    const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
+    const Stored *at[CHUNKS];
     int64_t stride;
     const int32_t *rows;
     const Stored *row(uint64_t i) const {
@@ -1767,7 +1769,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
     Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
-    for (int i = 0; i < (MOVED ? 1 : (BLOCK_K + AHEAD) / CHUNK); i++) {
+    for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
             batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
@@ -1791,7 +1793,8 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     if (tile.slot->tile != name) {
         *tile.slot = {name, UNKNOWN};
         pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, tile.present, V_STEPS * PAIR);
+        const int64_t own = tile.present < BLOCK_K ? tile.present : BLOCK_K;  // what is behind is of the next tile
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_STEPS * PAIR);
     }
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;

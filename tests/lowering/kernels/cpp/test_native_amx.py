@@ -67,6 +67,21 @@ def test_sizes(dim, tile, variant):
             test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("q_len", [205, 12])
+def test_the_next_tile_does_not_matter(q_len, variant):
+    """A tile of 48 keys fills one and a half squares: behind its values are zeros, and no values of hidden keys."""
+
+    def change(q, k, v):
+        v[:, :, 96:] = np.nan
+        return q, k, v
+
+    case = test_cpp_forward.Case("k < 96", q_len=q_len, kv_len=205, dtype="bfloat16", tile=(32, 48))
+    made = test_cpp_forward.problem(case, change)
+    made.want = test_cpp_forward.problem(case).want
+    test_cpp_forward.check(made, made.run(variant=variant))
+
+
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
 def test_sanitizers(sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
