@@ -1626,6 +1626,7 @@ static void hide(Worker &w, Tile &tile, int rows) {
         if (w.from[g] == w.to[g]) continue;
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
+    hi = deep(hi * LANES) * PAIR / LANES;  // the vectors that products read
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
     if (lo >= hi) return;  // every key is visible

@@ -82,6 +82,23 @@ def test_the_next_tile_does_not_matter(q_len, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize(("heads", "q_len"), [(2, 80), (12, 1)])
+def test_hidden_values_beside_visible_ones(heads, q_len, variant):
+    """80 keys are seen, all of their vectors: products go on to the end of a square, at 96."""
+
+    def change(q, k, v):
+        k[:, :, 80:], v[:, :, 80:] = np.nan, np.inf
+        return q, k, v
+
+    origin = (0, 0, 80 - q_len, 0)
+    case = test_cpp_forward.Case(heads=heads, kv_heads=1, q_len=q_len, kv_len=128, dtype="bfloat16", tile=(96, 128),
+                                 origin=origin)  # fmt: skip
+    made = test_cpp_forward.problem(case, change)
+    made.want = test_cpp_forward.problem(case).want
+    test_cpp_forward.check(made, made.run(variant=variant))
+
+
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
 def test_sanitizers(sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
