@@ -130,7 +130,7 @@ struct Worker {
     Real scores[GROUP * BLOCK_K], products[GROUP * BLOCK_K];
     Operand weights[ROWS / PAIR * BLOCK_K], slopes[ROWS / PAIR * BLOCK_K];
 #if AMX
-    Operand turned[BLOCK_K * ROWS / PAIR];  // weights or slopes, a key after the other
+    Operand turned[BLOCK_K * ROWS / PAIR];  // A^T: weights or slopes, a key after the other
 #endif
     Steps by_query[GROUPS], by_key[KEY_GROUPS];  // keys that a group of rows sees, and queries that see a group of keys
     int32_t keys[GROUPS * (BLOCK_K / PAIR)], queries[KEY_GROUPS][ROWS / PAIR];
@@ -329,7 +329,8 @@ static void accumulate(int rows, const Steps *steps, const Operand *a, int64_t a
     });
 }
 
-// The same of weights or slopes, a query after the other, which are turned first: C[keys, WIDE] += A^T B.
+// C[keys, WIDE] += A^T B. A is weights or slopes, a query after the other. A matrix unit does not read A^T in place, so
+// `turned` gets a copy.
 template <int WIDE>
 static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a, const Operand *b, int64_t b_step, Real *c,
                               int64_t c_row, const int32_t *at) {
@@ -355,7 +356,8 @@ INLINE Real half(const Operand *x, int64_t which) {
 }
 template <int WIDE, class Factor>
 static void add_products(Real *to, int64_t count, const Operand *rows, int64_t stride, Factor factor) {
-    const int64_t together = AMX ? 32 : count;  // steps whose sum is added, those of even and of odd steps apart
+    // The unit sums even and odd steps apart, and adds both sums to C every 32 steps.
+    const int64_t together = AMX ? 32 : count;
     for (int64_t i = 0; i < count;) {
         const int64_t end = count - i < together ? count : i + together;
         Real sum[2][WIDE] = {};

@@ -38,7 +38,7 @@ struct Strip {
     Lane begin[GROUP], end[GROUP];  // the interval of keys that a row sees
     bool open[VECTORS];             // whether any row sees a vector
 };
-const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows meanwhile
+const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
 // The memory of one worker, which is kept between calls.
 struct Worker {
@@ -237,7 +237,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     }
 }
 
-// Weights of the same rows.
+// Weights of the same rows. meanwhile(i) is called before the weights of row i.
 template <bool PARTIAL, bool SMALL, class Meanwhile>
 INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
@@ -361,8 +361,8 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 }
 
 #if AMX
-// `weigh` and `add_values` for a tile that is visible throughout. While the weights of some rows are worked out, the
-// matrix unit multiplies the queries of the next ones by keys, and the weights of those before by values.
+// `weigh` and `add_values` for a tile that is visible throughout. While the weights of GROUP rows are computed, the
+// matrix unit multiplies the queries of the next GROUP rows by keys, and weights of the GROUP rows before by values.
 static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
     typedef Product<BLOCK_K, STEPS, false> Keys;
     typedef Product<V_WIDE, V_STEPS, true> Values;

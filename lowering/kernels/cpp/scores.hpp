@@ -7,10 +7,10 @@
 const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of keys
-const int BESIDE = AMX ? 1 : PANEL;                    // those of packed keys that lie beside each other
+const int PANEL = panel(VECTORS);                      // vectors of keys that are multiplied together
+const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a row of packed keys
 
-// Where a vector of packed keys is, and the stride there.
+// Where vector j of packed keys begins, and the stride of packed keys.
 INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
 constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 

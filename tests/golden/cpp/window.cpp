@@ -648,19 +648,20 @@ const int PAIR = 1;
 #endif
 typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
-// The CPU's matrix unit multiplies pairs, 16 at a time. Whoever compiles this says that it may be used.
+// AMX: an Intel CPU's matrix unit multiplies pairs, 16 at a time. The compiler gets -DFRISKET_AMX where the process may
+// use the unit.
 #if PAIRS && defined(FRISKET_AMX)
 #define AMX 1
 #else
 #define AMX 0
 #endif
-const int DEPTH = AMX ? 32 : PAIR;  // numbers along the steps of a product are a multiple of it, with zeros at the end
+const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands that hold them along the steps
-// B in memory: `stride` from a step to the next. On a matrix unit it is squares of 16 steps and 16 columns, each in one
-// piece, those of all steps after each other, and `stride` from 16 columns to the next.
+constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands, zeros included
+// B in memory is rows, a step each, `stride` apart. For a matrix unit, B is squares of 16 steps by 16 columns. A square
+// is contiguous. The squares of the same 16 columns follow each other, and `stride` leads to the next 16 columns.
 constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
 constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
     return AMX ? column / 16 * stride + step * 16 + column % 16 : step * stride + column;
@@ -712,8 +713,8 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
 }
 
 #if AMX
-#if FRISKET_AMX == 1  // 2: somebody else says what the unit does
-struct MatrixUnit {  // set up for a thread, and left as it was found
+#if FRISKET_AMX == 1  // 2: a test has defined the unit in software
+struct MatrixUnit {  // configures the unit for this thread; its destructor restores the configuration
     struct Layout {
         uint8_t palette, start, unused[14];
         uint16_t bytes[16];
@@ -722,7 +723,7 @@ struct MatrixUnit {  // set up for a thread, and left as it was found
     MatrixUnit() { asm volatile("sttilecfg %0\n\tldtilecfg %1" : "=m"(before) : "m"(whole)); }
     ~MatrixUnit() { asm volatile("ldtilecfg %0" : : "m"(before)); }
 };
-__attribute__((constructor)) static void allow() {  // Linux wants to be asked, once for a process
+__attribute__((constructor)) static void allow() {  // a process has to ask Linux for the unit once
     int64_t answer = 158;                           // arch_prctl(ARCH_REQ_XCOMP_PERM, the data of tiles)
     asm volatile("syscall" : "+a"(answer) : "D"(0x1023), "S"(18) : "rcx", "r11", "memory");
 }
@@ -745,8 +746,8 @@ static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_
     UNROLLED for (int i = 0; i < LANES; i++) store(to + i * to_row, square[i]);
 }
 
-// C[ROWS, WIDE] = A[ROWS, steps] B[steps, WIDE], or C + A B, of 16 or 32 rows and one or two vectors: to begin with,
-// for each 16 steps, and at the end.
+// C = A B, or C + A B if ADDED. A has ROWS rows (16 or 32), B has WIDE vectors (1 or 2). begin_squares loads C or zeros
+// into the unit, add_squares adds the products of 16 steps, and end_squares stores C.
 template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *c, int64_t c_row) {
     ADDED ? load_square<0>(c, c_row) : square_of_zeros<0>();
     if (WIDE > 1) ADDED ? load_square<1>(c + 16, c_row) : square_of_zeros<1>();
@@ -774,7 +775,8 @@ static void multiply_squares(const Operand *a, int64_t a_row, const Operand *b, 
     end_squares<ROWS, WIDE>(c, c_row);
 }
 
-// The product of GROUP rows and WIDE columns, in pieces of 16 steps and two vectors that come between other work.
+// The product of GROUP rows and WIDE columns, cut into pieces of 16 steps and two vectors. The caller does other work
+// between two pieces. piece(n) stores the part before, and the caller stores the last one by end(PARTS - 1).
 template <int WIDE, int STEPS, bool ADDED> struct Product {
     static const int PARTS = (WIDE / LANES + 1) / 2, PIECES = PARTS * (STEPS / 16);
     static const bool ODD = WIDE / LANES % 2;
@@ -802,7 +804,7 @@ template <int WIDE, int STEPS, bool ADDED> struct Product {
 struct MatrixUnit {};
 #endif
 
-// The same for `vectors` vectors of B, a number known at run time from 1 to MOST.
+// C = A B, C + A B, or factor * C + A B for `vectors` vectors of B, a number known at run time from 1 to MOST.
 template <int M, Start START>
 INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
                           int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
@@ -1028,7 +1030,6 @@ template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of m
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
 }
 
-
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
 // row, as `Lines` has.
@@ -1243,10 +1244,10 @@ INLINE void interval(const Fixed &fixed, const Row &row, int64_t tile, int64_t k
 const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int VECTORS = BLOCK_K / LANES;
-const int PANEL = panel(VECTORS);                      // vectors of a panel of keys
-const int BESIDE = AMX ? 1 : PANEL;                    // those of packed keys that lie beside each other
+const int PANEL = panel(VECTORS);                      // vectors of keys that are multiplied together
+const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a row of packed keys
 
-// Where a vector of packed keys is, and the stride there.
+// Where vector j of packed keys begins, and the stride of packed keys.
 INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
 constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 
@@ -1341,7 +1342,7 @@ struct Strip {
     Lane begin[GROUP], end[GROUP];  // the interval of keys that a row sees
     bool open[VECTORS];             // whether any row sees a vector
 };
-const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows meanwhile
+const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
 // The memory of one worker, which is kept between calls.
 struct Worker {
@@ -1540,7 +1541,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     }
 }
 
-// Weights of the same rows.
+// Weights of the same rows. meanwhile(i) is called before the weights of row i.
 template <bool PARTIAL, bool SMALL, class Meanwhile>
 INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
@@ -1664,8 +1665,8 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 }
 
 #if AMX
-// `weigh` and `add_values` for a tile that is visible throughout. While the weights of some rows are worked out, the
-// matrix unit multiplies the queries of the next ones by keys, and the weights of those before by values.
+// `weigh` and `add_values` for a tile that is visible throughout. While the weights of GROUP rows are computed, the
+// matrix unit multiplies the queries of the next GROUP rows by keys, and weights of the GROUP rows before by values.
 static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
     typedef Product<BLOCK_K, STEPS, false> Keys;
     typedef Product<V_WIDE, V_STEPS, true> Values;
