@@ -36,8 +36,10 @@ class Lazy:
     @property
     def function(self) -> Callable[..., Any]:
         module, _, name = self.name.partition(":")
-        found: Callable[..., Any] = getattr(sys.modules.get(module) or importlib.import_module(module), name)
-        return found
+        loaded: Any = sys.modules.get(module)
+        if loaded is None or getattr(loaded.__spec__, "_initializing", False):  # in another thread: this waits for it
+            loaded = importlib.import_module(module)
+        return getattr(loaded, name)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         return self.function(*args, **more)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,16 @@ def test_records_name_functions_that_are_there():
     lazy = [x for x in found if isinstance(x, Lazy)]
     assert len(lazy) > 25
     assert all(callable(x.function) for x in lazy)
+
+
+def test_a_function_is_that_of_a_whole_module(tmp_path, monkeypatch):
+    """Threads whose first calls come at once wait for the import of the first."""
+    (tmp_path / "slowly_imported.py").write_text(
+        "import time\ntime.sleep(0.3)\ndef answer(): return AFTER\nAFTER = 42\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(lambda _: Lazy("slowly_imported:answer")(), range(6))] == [42] * 6
 
 
 def test_registering_imports_no_framework():

@@ -649,8 +649,8 @@ const int PAIR = 1;
 typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
 // AMX: an Intel CPU's matrix unit multiplies pairs, 16 at a time. The compiler gets -DFRISKET_AMX where the process may
-// use the unit.
-#if PAIRS && defined(FRISKET_AMX)
+// use the unit; compilers without these headers, g++ 10 for one, do not know its instructions.
+#if PAIRS && defined(FRISKET_AMX) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
 #define AMX 1
 #else
 #define AMX 0
