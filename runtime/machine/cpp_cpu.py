@@ -64,7 +64,7 @@ def lacking(variant: str) -> str:
 def _allowed() -> bool:
     """Whether this process may use the matrix unit. This asks Linux for it, by
     arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA)."""
-    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+    return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)
 
 
 def flags_of(variant: str) -> tuple[str, ...]:
