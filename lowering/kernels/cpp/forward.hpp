@@ -266,11 +266,10 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
         meanwhile(i);
         w.shrink[row] = 1;
         if (peaks[i] > top[i]) {
-            const bool first = top[i] == LOWEST;  // sums are 0 so far
-            w.shrink[row] = first ? 0 : weight((top[i] - peaks[i]) * BASE);
+            w.shrink[row] = top[i] == LOWEST ? 0 : weight((top[i] - peaks[i]) * BASE);
             top[i] = peaks[i];
             w.total[row] *= w.shrink[row];
-            for (int d = 0; d < V_WIDE && AMX && !SMALL && !first; d += LANES) {
+            for (int d = 0; d < V_WIDE && AMX && !SMALL; d += LANES) {
                 Real *acc = w.acc + row * V_WIDE + d;
                 store(acc, load<Vec>(acc) * w.shrink[row]);
             }

@@ -99,6 +99,15 @@ def test_hidden_values_beside_visible_ones(heads, q_len, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.parametrize("variant", HERE)
+def test_the_least_scores_before_others(variant):
+    """Scores of the least float32 weigh nothing beside those of later tiles, as biases of finfo.min have them."""
+    low = np.where(np.arange(150) < 128, np.finfo(np.float32).min, 0).astype(np.float32)
+    case = test_cpp_forward.Case(None, "score + low[k]", {"low": low}, dtype="bfloat16")
+    made = test_cpp_forward.problem(case)
+    test_cpp_forward.check(made, made.run(variant=variant))
+
+
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
 def test_sanitizers(sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
