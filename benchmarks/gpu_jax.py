@@ -99,6 +99,7 @@ def _checked(backend: str, what: str, case: Any, where: str) -> tuple[str, str]:
     from support import attention_cases as cases
     from support.jax import jax_gradients
 
+    from frisket.lowering.derive import backward_of
     from frisket.runtime.backends.base import RECORDS
     from frisket.runtime.backends.registry import target_on
 
@@ -108,7 +109,8 @@ def _checked(backend: str, what: str, case: Any, where: str) -> tuple[str, str]:
     shapes = {n: x.shape for n, x in tables.items()}
     why = run.refuses(made, g, case.dtype, shapes) if run.refuses else ""
     if backward and not why and run.refuses_gradients:
-        why = run.refuses_gradients(made, g, case.dtype, shapes, frozenset("qkv"))
+        wanted = frozenset({*"qkv", *(x.source for x in backward_of(made).gradients)})
+        why = run.refuses_gradients(made, g, case.dtype, shapes, wanted)
     if why:
         return why, ""
     target = target_on(backend, made, g, case.dtype, None, False)
@@ -149,6 +151,9 @@ def peers(mask: str, dry: bool) -> dict[str, Callable[..., Any]]:
     if window is None and not dry:
         try:
             import tokamax
+            from absl import flags
+
+            flags.FLAGS(sys.argv[:1])  # tokamax reads flags, and would take those of this program for its own
         except ImportError:
             return found
         found["tokamax"] = partial(tokamax.dot_product_attention, is_causal=True)

@@ -231,9 +231,8 @@ Without that part of the model frisket's causal kernels are within 5 % in the me
 is 15 % too fast: the ratio of the two would be further off. And L2 delivered 33 bytes a cycle of an SM, for tiles of
 64 x 64 at D 128, where the model has 28.
 
-Documents of 512 tokens at 32,768 tokens and D 128 were not measured. The model has them at 1.06 (Triton 3.6) and 1.09
-(Triton 3.9) of flex_attention's speed. Measured are 12 documents in sequences of 2,048 to 32,768 tokens, which are 170
-to 2,700 tokens each in the mean: 1.48 to 1.56, and 1.38 to 1.56 by Triton's kernels alone.
+The model has the forward of documents of 512 tokens, at 32,768 tokens and D 128, at 1.06 (Triton 3.6) and 1.09 (Triton
+3.9) of flex_attention's speed. An H100 has Triton's kernels at 1.15, and the forward that calls take at 1.25.
 """
 
 UNITS = """\
@@ -374,7 +373,10 @@ results also have engines that frisket calls by name, and a dense formula. A cel
 the mask, or ran out of memory. Causal rows of 2,048 tokens at D 128 were measured with heads one after another; calls
 now start the longest rows of all heads first.
 """
-BACKWARD = "The gradients of q, k and v alone: 10 x head size for each visible pair and head.\n"
+BACKWARD = """\
+The gradients of q, k and v alone: 10 x head size for each visible pair and head. Windows of 128 were measured with
+other tiles than today's, which take 3 to 4 % less time ([tiles](#tiles-on-an-h100)).
+"""
 ONE_QUERY = "Bytes of keys and values that a step must read, as a share of the rate at which the GPU copies memory.\n"
 STEPS = """\
 A row has the queries of a sequence, how keys and values are stored, and the contestant; a column has sequences x tokens
@@ -386,14 +388,13 @@ RIGHT = """\
 Results and gradients (of Gluon's forward, results alone) at head sizes 64 and 128, beside float64. Of the library's 81
 masks and 16 score mods these have not run there:
 
-- all 16 score mods, and one mask on Triton: `topk_indices(index, t, size)`;
-- 33 masks on Gluon;
-- float16 on Triton and Gluon;
+- 12 score mods in float16 on Triton;
+- 25 masks and all score mods in float16 on Gluon;
 - FlashAttention 4;
-- lse, in any row.
+- lse, of the 79 masks on Triton and the 47 on Gluon, in bfloat16, that ran on the first day, and of engines.
 
-These parts of `gpu.py` have never run: `profile`, `cases`, `layout`, `first`, `jax-cases`, `jax-backward` and
-`jax-window`. `python benchmarks/gpu.py left` lists every row that is missing.
+The parts `cases` and `jax-window` of `gpu.py` have not run to their end. `python benchmarks/gpu.py left` lists every
+row that is missing.
 
 """
 TAKEN = """\
@@ -405,7 +406,8 @@ Rows in which a tile took at most 0.97 of the time, and what became of it:
 | forward, documents, D 128 | 64 x 64, 3 stages, the second (0.96); 64 x 32 was not taken |
 | dkv, causal and documents, D 128 | 64 x 64, 2 stages, with Triton 3.6; Triton 3.9 would spill 104 bytes |
 | dkv, causal, D 64 | no |
-| dkv, window 128, D 128 | no |
+| dkv, window 128, D 128 | 64 x 64, 2 stages, with Triton 3.6 (0.96, and 0.96 again on another day) |
+| dq and dkv, window 128, D 64 | 64 x 32 and 32 x 64, 3 stages: together 0.97 (0.747 of 0.773 ms) on another day |
 | forward and dq, window 1024, D 128 | no: windows of more than 768 keys have the tile of causal masks |
 
 Of tiles that are equal within the runs, dq at D 64 under long windows took 64 x 64 with 2 stages.
@@ -427,7 +429,7 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
         if found := rates({n.partition(": ")[2]: x for n, x in speed.items() if n.startswith(way)}):
             yield f"### {way.capitalize()}, torch, on an H100\n\n{text}"
             yield from of_rows(found, "tflops")
-            yield from of_softcap(found)
+            yield from of_softcap(found) if way == "forward" else ()
     if steps := {n: x for n, x in speed.items() if n.startswith("decode")}:
         yield f"### One query over 32,768 keys on an H100\n\n{ONE_QUERY}"
         yield from of_rows(steps, "share of bandwidth")
@@ -457,9 +459,9 @@ def softcap_shares(rows: dict[str, Any]) -> dict[str, float]:
 
 def of_softcap(rows: dict[str, Any]) -> Iterator[str]:
     if shares := softcap_shares(rows):
-        said = ", ".join(f"{x:.2f} at {int(n.rpartition(', ')[2]):,}" for n, x in shares.items())
-        yield f"Causal attention with a soft cap reaches this share of the rate without one: {said} tokens. The goal "
-        yield f"is {SOFTCAP:g}.\n"
+        said = ", ".join(f"{x:.2f} ({n.removeprefix('softcap, causal, ')})" for n, x in shares.items())
+        yield f"Causal attention with a soft cap reaches this share of the rate without one: {said}. The goal is "
+        yield f"{SOFTCAP:g}.\n"
 
 
 SOFTCAP = 0.85  # of the rate without a soft cap, at least: a goal between two rows of the forward

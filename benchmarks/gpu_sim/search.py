@@ -79,6 +79,8 @@ MEASURED = {
     Cell("sm_90", "forward", "long", 64): Tile(64, 64, 4, 3),
     Cell("sm_90", "forward", "medium", 128): Tile(64, 64, 4, 3, 1),
     Cell("sm_90", "dq", "long", 64): Tile(64, 64, 4, 2, 1),
+    Cell("sm_90", "dq", "short", 64): Tile(64, 32, 4, 3, 1),
+    Cell("sm_90", "dkv", "short", 64): Tile(32, 64, 4, 3),
 }
 
 

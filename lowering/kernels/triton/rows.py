@@ -145,17 +145,17 @@ class RowKernel(TritonWriter):
 
     def tiles(self) -> list[dict[str, Any]]:
         """The holes of both loops of a skeleton over tiles: partial tiles first, then full ones."""
-        edge = {"which": "The ragged edge: a last tile that is not full.", "tile": "tile", "range": "full_hi, hi"}
-        if self.plan.mask is not None:  # without a mask, a loop over one ragged tile takes fewer registers
+        # A loop from full_hi to hi has one tile at most: ptxas would see that, and make products of gradients wait.
+        edge = {"which": "The ragged edge: a last tile that is not full.", "range": "hi - full_hi"}
+        if self.plan.mask is not None:
             which = "Border tiles, before and behind the full ones: the mask is a predicate."
-            edge = {"which": which, "tile": "j", "range": "lo, hi - full_hi + full_lo"}
+            edge = {"which": which, "range": "lo, hi - full_hi + full_lo"}
         full = {"which": "Full tiles: every position is visible.", "tile": "tile", "range": "full_lo, full_hi"}
         if self.parted:
-            first = "lo" if self.plan.mask is not None else "full_hi"
-            edge["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
+            edge["range"] = "lo + bounded(begin, border), lo + bounded(end, border)"
             full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         return [
-            {**edge, "border": True, **self.tile("inside")},
+            {**edge, "tile": "j", "border": True, **self.tile("inside")},
             {**full, "border": False, **self.tile("")},
         ]
 

@@ -56,9 +56,9 @@ def target(
 
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     """Whether the forward is faster than Triton's. On an H100 (benchmarks/results/gpu.json) Triton's takes 1.15 to 1.33
-    times as long at head dim 128 where queries see more than MEDIUM keys, 1.07 times with 12 documents in 32,768
-    tokens, and less time under shorter windows, with shorter documents, and at head dim 64. Score mods with tables by
-    key have not been measured, nor has it run on Blackwell."""
+    times as long at head dim 128 where queries see more than MEDIUM keys or most of those before them, 1.07 times with
+    12 documents in 32,768 tokens, and less time under shorter windows, with shorter documents, and at head dim 64.
+    Score mods with tables by key have not been measured, nor has it run on Blackwell."""
     import torch
 
     if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
@@ -74,8 +74,10 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     if mask is None:
         return True
     keys, closed = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))
-    if closed or g.kv_len < LONG:
-        return closed and keys > triton_tiles.MEDIUM
+    if closed or triton_tiles.grows(mask, keys):
+        return keys > triton_tiles.MEDIUM
+    if g.kv_len < LONG:
+        return False
     rows = plan.rows((128, keys_of(plan, g, "sm_90")))  # long ones among them Triton's forward divides
     return not (isinstance(rows, Spans) and row_parts(rows, torch.cuda.get_device_properties(0).multi_processor_count))
 

@@ -188,7 +188,7 @@ def _precise(target: Target, dtype: str) -> Target:
     asked = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
     if dtype != "float32":
         return target if asked == "highest" else triton_tiles.with_tanh(target, architecture())
-    return triton_tiles.in_tf32(target) if asked in TF32 else target
+    return target.everywhere(precision="tf32") if asked in TF32 else target
 
 
 # -- what kernels take and give -----------------------------------------------------------------------

@@ -52,7 +52,8 @@ def attention_forward(
     lo, full_lo = 0, 0
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)
     # The ragged edge: a last tile that is not full.
-    for tile in range(full_hi, hi):
+    for j in range(hi - full_hi):
+        tile = full_hi + j
         inside = columns < kv_len - tile * BLOCK_K
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)

@@ -18,7 +18,7 @@ from_numpy, to_numpy = torch.from_numpy, torch.Tensor.numpy
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device("cuda")
-    torch.from_numpy = lambda array: from_numpy(array).to("cuda")
+    torch.from_numpy = lambda array: from_numpy(array).to(torch.get_default_device())
     torch.Tensor.numpy = lambda self, **options: to_numpy(self.detach().cpu(), **options)
     torch.Tensor.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.numpy(), dtype)
 

@@ -78,6 +78,7 @@ def attention_dkv(
                     $include after_border
                 for $tile in range($range):
                     tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                    tile = full_hi + j  $if border and not masked
                     edge = tile  $if border
                     inside = tile * BLOCK_Q + rows < q_len  $if border
                     at = tl.cast(tile * BLOCK_Q, tl.int64)

@@ -60,6 +60,7 @@ def attention_dq(
                 $include after_border
             for $tile in range($range):
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                tile = full_hi + j  $if border and not masked
                 edge = tile  $if border
                 inside = tile * BLOCK_K + columns < kv_len  $if border
                 $if described:

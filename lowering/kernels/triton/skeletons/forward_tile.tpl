@@ -1,5 +1,6 @@
 $# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+tile = full_hi + j  $if border and not masked
 inside = $within  $if border
 at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged and not described
 at = tile * BLOCK_K + columns  $if numbered

@@ -9,6 +9,7 @@ from support.attention_cases import DOC, EMPTY_ROWS, STEEP, STEEP_BOUNDS, Case, 
 from support.torch import torch_gradients
 from support.torch.torch_gradients import learned
 from support.triton import triton_bf16
+from torch.utils._pytree import tree_map_only
 from triton.runtime.interpreter import interpreter_builder
 
 import frisket as fk
@@ -115,10 +116,19 @@ WAYS = {"diagonal": DIAGONAL, "plane": PLANE, "scatter": SCATTER}
 ALL = {f"{way}, {name}": case for way, cases in WAYS.items() for name, case in cases.items()}
 
 
+def on_the_cpu(*given, **more):
+    """The library's forward, whose results return to the device where tensors are made by default: for tests on a
+    GPU."""
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        given, more = tree_map_only(torch.Tensor, torch.Tensor.cpu, (given, more))
+        return [x.to(device) for x in aten.forward(*given, **more)]
+
+
 class Tables(torch_gradients.Both):
     """The gradients of the tables alone, from the library's forward."""
 
-    forward, deterministic = staticmethod(aten.forward), True
+    forward, deterministic = staticmethod(on_the_cpu), True
 
     @property
     def source(self):
@@ -282,12 +292,14 @@ def test_deterministic_is_handed_on(deterministic, everywhere, want, monkeypatch
     torch.use_deterministic_algorithms(everywhere)
     try:
         for backend in ("triton", "aten"):
-            table = torch.from_numpy(learned(60)).requires_grad_()
+            device = torch.get_default_device() if backend == "triton" else "cpu"
+            table, *qkv = (x.to(device) for x in (torch.from_numpy(learned(60)), *arrays))
+            table.requires_grad_()
             said = {"mask": "causal", "score": "score + t[q // 2 + k]", "backend": backend}
             att = fk.compile(**said, deterministic=deterministic, t=table)
-            att(*arrays).square().sum().backward()
-            fk.attention(*arrays, **said, deterministic=deterministic, t=table).square().sum().backward()
-            grads.append(table.grad)
+            att(*qkv).square().sum().backward()
+            fk.attention(*qkv, **said, deterministic=deterministic, t=table).square().sum().backward()
+            grads.append(table.grad.cpu())
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [want, want]

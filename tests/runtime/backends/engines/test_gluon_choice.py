@@ -41,6 +41,7 @@ def documents(length, of):
     {"mask": None}, {"mask": "causal"}, {"mask": "causal & window(1024)"}, {"mask": "causal", "length": 1024},
     {"mask": "causal", "score": "softcap(50)"}, {"mask": "causal", "score": "score + slope[h] * (k - q)"},
     {"mask": "causal & same(doc)"}, {"mask": "causal", "dim": 96}, {"mask": "causal", "dtype": "float16"},
+    {"mask": "causal | k < 256", "length": 2048},
 ])  # fmt: skip
 def test_calls_that_take_it(given):
     more = {"slope": np.ones(4, np.float32)} if "slope" in (given.get("score") or "") else {}
@@ -54,6 +55,7 @@ def test_calls_that_take_it(given):
     {"mask": "causal & window(128)"}, {"mask": "causal & window(768)"}, {"mask": "causal", "dropout": 0.1},
     {"mask": "causal", "score": "score + bias[q - k]", "bias": np.ones(LENGTH, np.float32)},
     {"mask": "causal & same(doc)", "length": 8192, "doc": documents(8192, 2048)},
+    {"mask": "causal & (window(1024) | k < 4)", "length": 8192}, {"mask": "causal & k % 2 == 0", "length": 8192},
     {"mask": "window(256) | k < 64 | q < 64"},  # long rows, which Triton's forward divides
 ])  # fmt: skip
 def test_calls_that_do_not(given):
