@@ -150,9 +150,9 @@ def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
 
 def in_turn(part: str, names: Sequence[str], folder: Path) -> list[str]:
     """Rows in the order in which they run: those that no machine has measured first, then those whose results lack what
-    is asked today, then the others."""
-    known = results(part, folder).get("rows", {})
-    return sorted(names, key=lambda n: 0 if n not in known else 1 + PARTS[part].whole(known[n]))
+    is asked today, then the others; those last for which something is not installed here."""
+    known, own = results(part, folder).get("rows", {}), PARTS[part]
+    return sorted(names, key=lambda n: (own.waits(n), 0 if n not in known else 1 + own.whole(known[n])))
 
 
 def lacking(part: str, names: Sequence[str], folder: Path) -> list[str]:

@@ -188,7 +188,7 @@ def cases(row: str, scale: Scale) -> Measure:
 
 PARTS = {
     "smoke": Part(gpu_smoke.rows, gpu_smoke.smoke, minutes=3, limit=60),
-    "right": Part(gpu_right.rows, gpu_right.right, whole=gpu_right.whole),
+    "right": Part(gpu_right.rows, gpu_right.right, whole=gpu_right.whole, waits=gpu_right.waits),
     "tune": Part(tune_rows, tune),
     "speed": Part(speed_rows, speed, 5),
     "serving": Part(gpu_serving.rows, gpu_serving.serving),

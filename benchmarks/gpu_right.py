@@ -38,19 +38,24 @@ def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
 
 
 def rows(scale: Scale) -> list[str]:
-    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's, in one dtype after the other; then
-    engines, of masks they know. JAX's splash attention is for TPUs alone."""
+    """Engines of torch, of masks they know: once their lse is compared too, they take part in the choice of calls. Then Triton's kernels and the forward of Gluon, whose gradients are Triton's, in one dtype after the other; then
+    FlashAttention 4. JAX's splash attention is for TPUs alone."""
     there = fk.backends()
     kernels = [(backend, dtype) for dtype in DTYPES for backend in ("triton", "gluon")]
     if scale.dry:
         kernels = [("triton", "float32"), *[("gluon", "float16")] * (not there["gluon"])]
     engines = {n: x for n, x in DRY_ENGINES.items() if not there[n]} if scale.dry else ENGINES
-    return [
-        f"{backend}, {name}, {dtype}" for backend, dtype in kernels for name in entries(scale)
-    ] + [
+    own = [f"{backend}, {name}, {dtype}" for backend, dtype in kernels for name in entries(scale)]
+    theirs = [
         f"{engine}, {name}, {dtype}" for engine, dtypes in engines.items() for dtype, known in dtypes.items()
         for name in entries(scale) if not known or name in known
     ]  # fmt: skip
+    return sorted([*theirs, *own], key=lambda row: row.startswith("flash"))
+
+
+def waits(row: str) -> bool:
+    """Whether other rows run first: what runs this one is not installed here."""
+    return torch.cuda.is_available() and bool(fk.backends()[row.partition(",")[0]])
 
 
 def whole(found: dict[str, Any]) -> bool:

@@ -44,7 +44,7 @@ DRY = Scale((48,), (16,), 48, 32, 96, (1,), 512, 2, torch.float32, "cpu")
 class Part:
     """`rows` are its names; `prepare` compiles a row and returns what measures it. `together`: how many rows compile
     side by side, 0: as many as there are workers. A row that prepares or measures for `limit` seconds hangs. `whole`
-    says whether the results of a row are all that is asked today."""
+    says whether the results of a row are all that is asked today, and `waits` whether all other rows run first."""
 
     rows: Callable[[Scale], Iterable[str]]
     prepare: Callable[[str, Scale], Measure]
@@ -52,6 +52,7 @@ class Part:
     minutes: float = 7.5
     limit: float = 150
     whole: Callable[[dict[str, Any]], bool] = lambda found: True
+    waits: Callable[[str], bool] = lambda row: False
 
 
 # -- times ----------------------------------------------------------------------------------------------
