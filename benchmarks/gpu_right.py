@@ -38,7 +38,8 @@ def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
 
 
 def rows(scale: Scale) -> list[str]:
-    """Engines of torch, of masks they know: once their lse is compared too, they take part in the choice of calls. Then Triton's kernels and the forward of Gluon, whose gradients are Triton's, in one dtype after the other; then
+    """Engines of torch, of masks they know: once their lse is compared too, they take part in the choice of calls. Then
+    Triton's kernels and the forward of Gluon, whose gradients are Triton's, in one dtype after the other; then
     FlashAttention 4. JAX's splash attention is for TPUs alone."""
     there = fk.backends()
     kernels = [(backend, dtype) for dtype in DTYPES for backend in ("triton", "gluon")]
