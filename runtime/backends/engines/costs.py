@@ -60,7 +60,7 @@ HALVES = ("float16", "bfloat16")
 FLEX = (
     "PyTorch's post FlexAttention + FlashAttention-4: 1.6 to 3.2 times flex_attention's Triton kernels forward and "
     "1.85 to 2.3 times backward on a GB200; on Hopper and Blackwell 1.2 times or more where arithmetic takes the time. "
-    "On an H100 ours are 1.1 to 2.7 times flex_attention's (docs/performance.md)"
+    "On an H100 ours are 1.0 to 4.1 times flex_attention's (docs/performance.md)"
 )
 CUDNN = "with fewer than 1,024 queries, head dims other than 64 and 128, and on GPUs before Hopper"
 FLASH = "with fewer than 2,048 queries, and head dims other than 64 and 128"
