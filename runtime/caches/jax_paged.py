@@ -162,11 +162,15 @@ class PagedKVCache(JaxCache):
 
 
 def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
-    """(from, to), as long as a power of 2, so that few lengths are compiled; copies beyond the pool are none."""
-    n = 1 << (len(copies) - 1).bit_length()
-    rest = [(0, pages + i) for i in range(n - len(copies))]
-    source, target = np.array(copies + rest, np.int32).T
-    return source, target
+    """(from, to), as long as a power of 2, so that few lengths are compiled; copies beyond the pool are none. All are
+    done at once: what is copied on, by a later call of the pool, comes from where it was first."""
+    origin: dict[int, int] = {}
+    for source, target in copies:
+        origin[target] = origin.get(source, source)
+    n = 1 << (len(origin) - 1).bit_length()
+    origin |= {pages + i: 0 for i in range(n - len(origin))}
+    targets, sources = np.array([*origin.items()], np.int32).T
+    return sources, targets
 
 
 def _copy(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:

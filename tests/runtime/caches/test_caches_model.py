@@ -141,6 +141,26 @@ def test_drafts_on_shared_pages_are_not_moved(of, called):
 
 
 @pytest.mark.parametrize("of", [OfTorch, OfJax])
+def test_copies_of_several_calls_are_done_one_after_another(of, called):
+    """A copy is copied on, a page is freed and written again, and all are given to one `seat`."""
+    cache, pool = of("paged", "float32"), PagePool(PAGES, PAGE)
+    pool.allocate("a", 9)
+    cache.seat(pool, ["a", None], [9, 0], [])
+    cache.attention([list(range(9)), []])
+    copies = []
+    for parent, child, left in (("a", "b", None), ("b", "c", "b"), ("c", "d", None)):
+        pool.fork(parent, child)
+        copies += pool.own({child: 0})
+        if left:
+            pool.free(left)
+    assert copies == [(0, 1), (1, 2), (2, 1)]
+    cache.seat(pool, ["c", "d"], 1, copies + pool.append({"c": 1, "d": 1}))
+    out = cache.attention([[30], [31]])
+    for b, last in enumerate((30, 31)):
+        Run(cache, 0).compare(out[b, :1], [*range(9), last], 1)
+
+
+@pytest.mark.parametrize("of", [OfTorch, OfJax])
 def test_a_fork_from_before_a_keep_is_refused(of, called):
     """It was seated in no row, so its drafts were on the pages on which they were moved."""
     cache, pool = forked(of)
