@@ -171,9 +171,6 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
     config, told = module.config, _positions(rest) is not None
     window = getattr(config, "sliding_window", None)
     own = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
-    key = "requests", kind, window, own, told
-    if key in att.ready:
-        return
     if why := not_served(att, values):
         raise ParameterError(f"continuous batching, `generate_batch`: {why}")
     if kind == SLIDING:
@@ -191,4 +188,3 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
                 "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
                 f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"
             )
-    att.ready[key] = True

@@ -140,6 +140,12 @@ def test_masks_that_have_no_place_among_requests():
     ours.config.frisket_mask = "window(4)"
     with pytest.raises(ParameterError, match=r"has to be causal: a prompt that is read in chunks"):
         first(ours)
+    ours.config.frisket_mask, ours.config.frisket_params = "q + ahead >= k & q - k < back", {"ahead": 0, "back": 4}
+    first(ours)
+    for value, why in (({"ahead": 1}, "has to be causal"), ({"back": 40}, "looks behind the cache")):  # of a later step
+        ours.config.frisket_params = {"ahead": 0, "back": 4} | value
+        with pytest.raises(ParameterError, match=why):
+            first(ours)
     behind = transformers_paged.SymbolicMask("q >= k", 1, 4, 4)  # of a model that leaves its window to the cache
     with pytest.raises(ParameterError, match=r"the mask of this model looks behind the cache of a sliding-window"):
         first(hf_models.pair("mistral")[1], behind)
