@@ -85,7 +85,7 @@ class Front:
         with self.torch._C.DisableTorchFunction():
             wish = self._wish(value)
             type_ = self._type(value, wish)
-            shape = tuple(value.shape)
+            shape = tuple(map(int, value.shape))  # one that is open in an exported program becomes this number there
             if not shape and id(value) in self.made:
                 return Symbol(lit(_literal(value)))
             place = id(value) if self.read is None else value.data_ptr()

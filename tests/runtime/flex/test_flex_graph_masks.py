@@ -279,3 +279,24 @@ def test_exported_with_a_mask_made_inside(strict):
     program = torch.export.export(model, (q, torch.arange(S)), strict=strict)
     limit = torch.arange(S) - 2
     torch.testing.assert_close(program.module()(q, limit), model(q, limit))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_for_any_length(strict):
+    """Without `strict`, lengths that a mask or a captured tensor has become those of the example."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, doc):
+            n = q.shape[2]
+            mask = ours.create_block_mask(lambda b, h, x, y: doc[x] == doc[y], None, None, n, n, "cpu", BLOCK)
+            return attend(q, mask) + ours.flex_attention(q, q, q, lambda s, b, h, x, y: s - doc[y])
+
+    q, length = data(0)[0], torch.export.Dim("length", max=999)
+    asked = {"args": (q, torch.arange(S) // 7), "dynamic_shapes": ({2: length}, {0: length}), "strict": strict}
+    if not strict:
+        with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
+            torch.export.export(Model(), **asked)
+        return
+    program, q = torch.export.export(Model(), **asked), torch.cat((q, q), 2)
+    doc = torch.arange(2 * S) // 9
+    torch.testing.assert_close(program.module()(q, doc), Model()(q, doc))
