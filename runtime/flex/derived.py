@@ -85,8 +85,7 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
 
 def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
     """A mask read from a pickle."""
-    live = LiveMask(mod.expr, values)
-    made = kind.of(live, state["_lengths"], state["_block"], state["_batch"], state["_device"])
+    made = kind.of(LiveMask(mod.expr, values), state["_lengths"], state["_block"], state["_batch"], state["_device"])
     made.__dict__.update(state)
     return made
 

@@ -20,10 +20,13 @@ from frisket.dsl.from_python.trace import LIBRARIES
 from frisket.grammar.memo import memo
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
-REFLECTION = "getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv".split()
+REFLECTION = """getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv
+is_grad_enabled is_inference_mode_enabled is_autocast_enabled get_default_dtype get_num_threads""".split()
 FOREIGN = LIBRARIES - {"__main__"}
 STATELESS = (object, ModuleType, SimpleNamespace, Generic, Protocol, ABC)  # foreign, with all they hold in `__dict__`
 PARTS = ("_parameters", "_buffers", "_modules")  # where a torch.nn.Module keeps its attributes
+UNNAMED = frozenset({"__call__", "forward", "_forward_hooks", "_forward_pre_hooks"})  # read by a call of an object
+QUIET = ("__repr__", "__str__", "__setattr__", "__delattr__")  # special methods that read nothing for a score
 Names = frozenset[str]
 
 
@@ -36,7 +39,7 @@ def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
     values. None where something is reached that may change unseen, so that every trace has to be made anew."""
     reader = _StateReader()
     try:
-        return reader.value(fn, frozenset({"__call__", "forward"})), reader.tensors
+        return reader.value(fn, UNNAMED), reader.tensors
     except (UnknownState, RecursionError, ValueError):  # ValueError: an empty cell
         return None
 
@@ -61,8 +64,6 @@ class _StateReader:
             return self.function(x, names)
         if isinstance(x, BuiltinFunctionType | Enum) or (isinstance(x, type | ModuleType) and _foreign(x)):
             return x
-        if isinstance(x, ModuleType):
-            return x, self.members(x, vars(x), names)
         if kind in (list, tuple):
             return kind, self.each(x, names)
         if kind in (dict, OrderedDict):
@@ -72,8 +73,8 @@ class _StateReader:
         if kind is MethodType:
             mine = names | (_names(x.__func__.__code__) if type(x.__func__) is FunctionType else names)
             return self.value(x.__func__, names), self.value(x.__self__, mine)
-        if isinstance(x, type):
-            return x, self.members(x, {}, names | {"forward"})
+        if isinstance(x, type | ModuleType):
+            return x, self.members(x, {} if isinstance(x, type) else vars(x), names)
         return kind, self.members(x, getattr(x, "__dict__", None), names)
 
     def each(self, values: Iterable[Any], names: Names) -> tuple[Any, ...]:
@@ -89,8 +90,7 @@ class _StateReader:
             raise UnknownState
         names = names | mine
         said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
-        if fn.__defaults__ or fn.__kwdefaults__:
-            said.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
+        said.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
         if not library:
             scope = fn.__globals__
             said += [self.value(scope[n], names) for n in sorted(mine) if n in scope]
@@ -99,17 +99,19 @@ class _StateReader:
     def members(self, x: Any, held: Mapping[str, Any] | None, names: Names) -> Any:
         """An object, class or module by the attributes and methods that the code reads."""
         cls = x if isinstance(x, type) else type(x)
-        module = isinstance(x, torch.nn.Module)
-        strange = not module and cls is not x and any(_foreign(c) for c in cls.__mro__ if c not in STATELESS)
+        library = any(_foreign(c) for c in cls.__mro__ if c not in STATELESS and c is not torch.nn.Module)
+        strange = not _foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
         own = [vars(c) for c in cls.__mro__ if not _foreign(c)]
-        if held is None or strange or any("__getattr__" in of for of in own):
+        if held is None or strange or any({"__getattr__", "__getattribute__"} & of.keys() for of in (*own, held)):
             raise UnknownState
-        names, methods = _reached(own, names)
+        special = {n for of in own for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
+        names, methods = _reached(own, names | (special if cls is x else special - {"__init__", "__new__"}))
         if (id(x), names) in self.seen:
             return id(x)
         self.seen.add((id(x), names))
-        parts = [held, *(held[p] for p in PARTS if module and p in held)]
-        said = [(n, self.value(part[n], names)) for part in parts for n in sorted(names & part.keys())]
+        parts = [held, *(held[p] for p in PARTS if p in held and isinstance(x, torch.nn.Module))]
+        read = names.union(*parts[1:], (n for n in held if n[0] != "_")) if library else names  # by code of its own
+        said = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
         return tuple(said), tuple([self.value(m, names) for m in methods])
 
 
@@ -121,18 +123,20 @@ def _foreign(x: Any) -> bool:
 @memo(1024)
 def _names(code: CodeType) -> Names:
     """Every name that the code, and functions written inside it, read from modules and objects."""
-    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
     """The names that are read once the methods and properties among `names` run, and what the classes have of them."""
-    found: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     while True:
-        for name in names - found.keys():
-            one = next((of[name] for of in own if name in of), None)
-            found[name] = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
-        more = names.union(*(_names(f.__code__) for f in found.values() if isinstance(f, FunctionType)))
+        for name in names - found.keys():  # in every class: `super()` reaches those behind the first
+            ones = [x for of in own if (x := of.get(name)) is not None]
+            found[name] = [x.fget if isinstance(x, property) else getattr(x, "__func__", x) for x in ones]
+        methods = tuple(x for n in sorted(found) for x in found[n])
+        if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
+            raise UnknownState
+        more = names.union(*(_names(x.__code__) for x in methods if isinstance(x, FunctionType)))
         if more == names:
-            return names, tuple(found[n] for n in sorted(found) if found[n] is not None)
+            return names, methods
         names = more

@@ -309,20 +309,87 @@ class Numbers(list):
     """Lists of a class of one's own."""
 
 
-@pytest.mark.parametrize("kind", ["class", "module", "list", "environment"])
+class Width:
+    """Its number is read by what runs without a name in the score mod."""
+
+    def __init__(self):
+        self.wide = Settings.wide
+
+    def __getitem__(self, _):
+        return self.wide
+
+    def __float__(self):
+        return self.wide
+
+    def of(self):
+        return self.wide
+
+
+class Below(Width):
+    def of(self):
+        return super().of()
+
+
+class Class(type):
+    width = property(lambda cls: Settings.wide)
+
+
+class Named(metaclass=Class):
+    def __getattribute__(self, name):
+        return Settings.wide
+
+
+class Layer(torch.nn.Module):
+    wide = 1.0
+
+    def forward(self, score, b, h, q, k):
+        return score + self.wide * (k - q)
+
+
+class Descriptor:
+    def __get__(self, held, _):
+        return held.wide
+
+
+@pytest.mark.parametrize(
+    "kind",
+    "class module list environment item float super descriptor metaclass attribute made layers hook mode".split(),
+)
 def test_what_holds_numbers_may_change(kind, monkeypatch):
-    module, numbers = types.ModuleType("settings"), Numbers([1.0])
+    module, numbers, below, layer = types.ModuleType("settings"), Numbers([1.0]), Below(), Layer()
+    layers, named, Below.width = torch.nn.ModuleList([layer]), Named(), Descriptor()
     mods = {
         "class": lambda score, b, h, q, k: score + Settings.wide * (k - q),
         "module": lambda score, b, h, q, k: score + module.wide * (k - q),
         "list": lambda score, b, h, q, k: score + numbers[0] * (k - q),
         "environment": lambda score, b, h, q, k: score + float(os.environ["WIDE"]) * (k - q),
+        "item": lambda score, b, h, q, k: score + below[0] * (k - q),
+        "float": lambda score, b, h, q, k: score + float(below) * (k - q),
+        "super": lambda score, b, h, q, k: score + below.of() * (k - q),
+        "descriptor": lambda score, b, h, q, k: score + below.width * (k - q),
+        "metaclass": lambda score, b, h, q, k: score + Named.width * (k - q),
+        "attribute": lambda score, b, h, q, k: score + named.width * (k - q),
+        "made": lambda score, b, h, q, k: score + Width().wide * (k - q),
+        "layers": lambda score, b, h, q, k: layers[0](score, b, h, q, k),
+        "hook": Layer(),
+        "mode": lambda score, b, h, q, k: score + (1.0 if torch.is_grad_enabled() else 3.0) * (k - q),
     }
     for wide in (1.0, 3.0):
         monkeypatch.setattr(Settings, "wide", wide)
         monkeypatch.setenv("WIDE", str(wide))
-        module.wide = numbers[0] = wide
-        torch.testing.assert_close(flex_attention(Q, K, V, mods[kind], mask_of()), dense(wide * distance()))
+        module.wide = numbers[0] = below.wide = layer.wide = wide
+        if wide > 1:
+            mods["hook"].register_forward_hook(lambda layer, given, score: score + 2.0 * (given[4] - given[3]))
+        with torch.set_grad_enabled(wide == 1):
+            torch.testing.assert_close(flex_attention(Q, K, V, mods[kind], mask_of()), dense(wide * distance()))
+
+
+def test_objects_that_are_compared_are_not_traced_anew(traces):
+    below, layers = Below(), torch.nn.ModuleList([Layer()])
+    for _ in range(3):
+        mod = lambda score, b, h, q, k: layers[0](score * below[0] * below.of(), b, h, q, k)  # noqa: E731
+        flex_attention(Q, K, V, mod, mask_of())
+    assert len(traces) == 1
 
 
 WRITES = {  # which torch does not count
