@@ -18,11 +18,12 @@ from frisket.runtime.torch.jagged import closed_all, opened
 from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError
+from .function_state import state_of
 from .kernel_options import options_of, read
 from .nested import NAMES, check_total, local, local_live, visible_inside
 from .pair import pair_of
 from .score_mod import scored, traced
-from .tile_tensors import columns_of, kinds_of
+from .tile_tensors import LISTS, columns_of, kinds_of
 
 
 @overload
@@ -125,8 +126,7 @@ def compiled(
         else:
             mask_mod = block_mask.mask_mod
         if not ours or block_mask._given is not None:
-            names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-            lists = {n: getattr(block_mask, n) for n in names}
+            lists = {n: getattr(block_mask, n) for n in LISTS[:4]}
             kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
             said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
@@ -186,11 +186,11 @@ def attend(
 
 def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
-    it. Kept with it, until an attribute is replaced."""
-    held = vars(theirs)
-    state = tuple((n, id(x), version_of(x) if isinstance(x, Tensor) else None) for n, x in held.items())
+    it. Kept with it, until an attribute is replaced or mask_mod reads something else."""
+    held, (said, tensors) = vars(theirs), state_of(theirs.mask_mod) or (object(), [])
+    state = said, *map(id, tensors), *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in held.values())
     kept: dict[Any, tuple[BlockMask, Any]] = beside(theirs, "ours", dict)
     if state not in kept:
         kept.clear()
-        kept[state] = BlockMask(**held), tuple(held.values())  # which live as long: no other object has their id
+        kept[state] = BlockMask(**held), (*held.values(), *tensors)  # which live as long: no other object has their id
     return kept[state][0]

@@ -437,8 +437,13 @@ def test_values_that_the_trace_read_are_watched(traces):
 def test_torchs_mask_with_another_mask_mod():
     block_mask = theirs.create_block_mask(causal, None, None, 24, 24, device="cpu")
     flex_attention(Q, K, V, None, block_mask)
-    block_mask.mask_mod = lambda b, h, q, k: q == k
-    torch.testing.assert_close(flex_attention(Q, K, V, None, block_mask), V)
+    behind = torch.tensor(0)
+    block_mask.mask_mod = lambda b, h, q, k: q == k + behind
+    for change in (lambda: None, lambda: behind.add_(1), lambda: None):  # the same tensor, and then another one
+        change()
+        found = flex_attention(Q, K, V, None, block_mask)
+        torch.testing.assert_close(found, torch.nn.functional.pad(V, (0, 0, int(behind), 0))[:, :, :24])
+        behind = behind if behind == 0 else torch.tensor(2)
 
 
 def test_names_of_mask_and_score_mod_do_not_meet():
