@@ -89,7 +89,7 @@ class Front:
             if not shape and id(value) in self.made:
                 return Symbol(lit(_literal(value)))
             place = id(value) if self.read is None else value.data_ptr()
-            key = (place, shape, value.stride(), value.dtype, value.requires_grad)
+            key = (place, shape, value.stride(), value.dtype, value.requires_grad, value.is_neg())
             name = self.naming(wish, self.seen.setdefault(key, value))
         return table(name, shape, type_) if shape else Symbol(ir.param(name, type_))
 

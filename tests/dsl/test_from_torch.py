@@ -76,6 +76,13 @@ def test_a_trace_says_which_values_it_looked_at():
     assert trace(lambda score, q: score + table[q] * scale).read == ()
 
 
+def test_views_of_one_memory_that_differ_by_their_signs():
+    both = torch.complex(torch.zeros(24), torch.arange(24.0))
+    one, other = both.imag, both.conj().imag
+    found = trace(lambda score, q, k: score + one[q] * other[k])
+    assert [t.resolve_neg().sum() for t in found.tables.values()] == [276, -276]
+
+
 def test_a_trace_of_tensors_without_values():
     table, factor = torch.ones(24, device="meta"), torch.ones((), device="meta")
     found = trace(lambda score, q: score + table[q] * factor.item(), valueless=True)
