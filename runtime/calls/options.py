@@ -114,7 +114,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         return None
     if framework_of(sinks) not in ("torch", "jax") and not traced(sinks):
         sinks = np.asarray(sinks)
-        sinks = sinks.astype(sinks.dtype.newbyteorder("="), copy=False)
+        sinks = sinks.astype(np.float64 if "float" in sinks.dtype.name else sinks.dtype.newbyteorder("="), copy=False)
     shape, kind = tuple(sinks.shape), str(sinks.dtype).removeprefix("torch.")
     if not kind.startswith(("float", "bfloat", "int", "uint")) or shape not in ((), (heads,)):
         raise ShapeError(

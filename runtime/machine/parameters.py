@@ -79,8 +79,8 @@ def as_value(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ParameterError(f"`{name}` is not an array: {error}") from None
     if isinstance(value, np.ndarray):
-        if value.dtype.name == "bfloat16" or not value.dtype.isnative:  # of a file for another machine
-            value = value.astype(np.float32 if value.dtype.isnative else value.dtype.newbyteorder("="))
+        others = {"bfloat16": np.float32, np.dtype(np.longdouble).name: np.float64}  # which frameworks do not read
+        value = value.astype(others.get(value.dtype.name, value.dtype.newbyteorder("=")), copy=False)  # of any machine
         if value.ndim and value.flags.writeable:
             value = value.copy()
             value.flags.writeable = False

@@ -60,12 +60,15 @@ def test_results_come_in_one_order():
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_arrays_of_files_for_other_machines(framework):
-    """In the other order of bytes, as tables, captured arrays and sinks."""
+    """In the other order of bytes, and of more bits than a framework reads: as tables, captured arrays and sinks."""
     q, k, v = arrays(framework)
     doc, bias = (np.arange(q.shape[2 if framework == "torch" else 1]) // n for n in (7, 9))
     big = doc.astype(">i4"), bias.astype(">f8"), SINKS.astype(">f4")
     want = fk.attention(q, k, v, "same(doc)", "score + bias[k]", doc=doc, bias=bias * 1.0, sinks=SINKS)
-    close(fk.attention(q, k, v, "same(doc)", "score + bias[k]", doc=big[0], bias=big[1], sinks=big[2]), want)
+    long = doc * np.longdouble(1), bias.astype(np.dtype(np.longdouble).newbyteorder(">")), SINKS.astype(np.longdouble)
+    for given in (big, long):
+        found = fk.attention(q, k, v, "same(doc)", "score + bias[k]", doc=given[0], bias=given[1], sinks=given[2])
+        close(found, want)
     close(fk.attention(q, k, v, lambda q, k: big[0][q] == big[0][k], "score + bias[k]", bias=bias, sinks=SINKS), want)
 
 
