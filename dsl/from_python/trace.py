@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
@@ -237,9 +237,8 @@ class _Tracer:
         if isinstance(fn, functools.partial):
             parameters = list(inspect.signature(fn.func).parameters)
             args = [self.value(a, n) for a, n in zip(fn.args, parameters)]
-            return functools.partial(
-                self.copied(fn.func), *args, **{n: self.value(v, n) for n, v in fn.keywords.items()}
-            )
+            keywords = {n: self.value(v, n) for n, v in fn.keywords.items()}
+            return functools.partial(self.copied(fn.func), *args, **keywords)
         if isinstance(fn, MethodType):
             return MethodType(self.copied(fn.__func__), fn.__self__)
         if isinstance(fn, FunctionType):
@@ -260,16 +259,15 @@ class _Tracer:
         cells = tuple(CellType() for _ in fn.__closure__ or ())  # of a library too: and_masks holds the user's masks
         scope = fn.__globals__ if library else dict(fn.__globals__)
         copy = FunctionType(fn.__code__, scope, fn.__name__, None, cells)
+        vars(copy).update(vars(fn))
         self.copies[id(fn)] = copy
         self.kept.append(fn)
         for name in () if library else _global_names(fn.__code__):
             if name in scope:
                 scope[name] = self.value(scope[name], name)
         for cell, old, name in zip(cells, fn.__closure__ or (), fn.__code__.co_freevars):
-            try:
+            with suppress(ValueError):  # an empty cell stays empty
                 cell.cell_contents = self.value(old.cell_contents, name)
-            except ValueError:  # an empty cell stays empty
-                continue
         count = fn.__code__.co_argcount - len(fn.__defaults__ or ())
         names = fn.__code__.co_varnames[count:]
         copy.__defaults__ = tuple(self.value(d, n) for d, n in zip(fn.__defaults__ or (), names)) or None
@@ -307,8 +305,7 @@ class _Tracer:
 
 def _global_names(code: CodeType) -> set[str]:
     """The names that the code, and functions written inside it, may read from the module."""
-    inner = (_global_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*(_global_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _autograd_function(value: Any) -> type[Any] | None:

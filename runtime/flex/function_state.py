@@ -62,8 +62,10 @@ class _StateReader:
             return kind, x
         if kind is FunctionType:
             return self.function(x, names)
-        if isinstance(x, BuiltinFunctionType | Enum) or (isinstance(x, type | ModuleType) and _foreign(x)):
+        if isinstance(x, type | ModuleType) and _foreign(x):
             return x
+        if isinstance(x, BuiltinFunctionType | Enum):  # of an object, as `held.get` is
+            return x, self.each((x._value_, kind) if isinstance(x, Enum) else (x.__self__,), names)
         if kind in (list, tuple):
             return kind, self.each(x, names)
         if kind in (dict, OrderedDict):
@@ -86,9 +88,9 @@ class _StateReader:
             return fn
         self.seen.add((fn, names))
         mine = _names(fn.__code__)
-        if not mine.isdisjoint(REFLECTION):
-            raise UnknownState
         names = names | mine
+        if not mine.isdisjoint(REFLECTION) or not names.isdisjoint(vars(fn)):
+            raise UnknownState
         said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
         said.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
         if not library:
@@ -136,7 +138,7 @@ def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tup
         methods = tuple(x for n in sorted(found) for x in found[n])
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
-        more = names.union(*(_names(x.__code__) for x in methods if isinstance(x, FunctionType)))
+        more = names.union(*(_names(x.__code__) for x in methods if isinstance(x, FunctionType) and not _foreign(x)))
         if more == names:
             return names, methods
         names = more

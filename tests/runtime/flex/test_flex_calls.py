@@ -6,6 +6,7 @@ import gc
 import os
 import types
 import weakref
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -346,6 +347,13 @@ class Layer(torch.nn.Module):
         return score + self.wide * (k - q)
 
 
+class Member(Enum):
+    ONE = "one"
+
+    def width(self):
+        return Settings.wide
+
+
 class Descriptor:
     def __get__(self, held, _):
         return held.wide
@@ -353,11 +361,14 @@ class Descriptor:
 
 @pytest.mark.parametrize(
     "kind",
-    "class module list environment item float super descriptor metaclass attribute made layers hook mode".split(),
+    "class module list environment item float super descriptor metaclass attribute made layers hook mode member bound "
+    "attribute_of_a_function".split(),
 )
 def test_what_holds_numbers_may_change(kind, monkeypatch):
     module, numbers, below, layer = types.ModuleType("settings"), Numbers([1.0]), Below(), Layer()
     layers, named, Below.width = torch.nn.ModuleList([layer]), Named(), Descriptor()
+    member, got = Member.ONE, [1.0]
+    get = got.__getitem__
     mods = {
         "class": lambda score, b, h, q, k: score + Settings.wide * (k - q),
         "module": lambda score, b, h, q, k: score + module.wide * (k - q),
@@ -372,12 +383,15 @@ def test_what_holds_numbers_may_change(kind, monkeypatch):
         "made": lambda score, b, h, q, k: score + Width().wide * (k - q),
         "layers": lambda score, b, h, q, k: layers[0](score, b, h, q, k),
         "hook": Layer(),
+        "member": lambda score, b, h, q, k: score + member.width() * (k - q),
+        "bound": lambda score, b, h, q, k: score + get(0) * (k - q),
+        "attribute_of_a_function": lambda score, b, h, q, k: score + distance.wide * (k - q),
         "mode": lambda score, b, h, q, k: score + (1.0 if torch.is_grad_enabled() else 3.0) * (k - q),
     }
     for wide in (1.0, 3.0):
         monkeypatch.setattr(Settings, "wide", wide)
         monkeypatch.setenv("WIDE", str(wide))
-        module.wide = numbers[0] = below.wide = layer.wide = wide
+        module.wide = numbers[0] = below.wide = layer.wide = got[0] = distance.wide = wide
         if wide > 1:
             mods["hook"].register_forward_hook(lambda layer, given, score: score + 2.0 * (given[4] - given[3]))
         with torch.set_grad_enabled(wide == 1):
@@ -437,13 +451,12 @@ def test_values_that_the_trace_read_are_watched(traces):
 def test_torchs_mask_with_another_mask_mod():
     block_mask = theirs.create_block_mask(causal, None, None, 24, 24, device="cpu")
     flex_attention(Q, K, V, None, block_mask)
-    behind = torch.tensor(0)
-    block_mask.mask_mod = lambda b, h, q, k: q == k + behind
-    for change in (lambda: None, lambda: behind.add_(1), lambda: None):  # the same tensor, and then another one
-        change()
+    held = {"behind": torch.tensor(0)}
+    block_mask.mask_mod = lambda b, h, q, k: q == k + held["behind"]
+    for behind in range(3):  # another number in the same tensor, and then another tensor
+        held["behind"] = held["behind"].fill_(behind) if behind < 2 else torch.tensor(behind)
         found = flex_attention(Q, K, V, None, block_mask)
-        torch.testing.assert_close(found, torch.nn.functional.pad(V, (0, 0, int(behind), 0))[:, :, :24])
-        behind = behind if behind == 0 else torch.tensor(2)
+        torch.testing.assert_close(found, torch.nn.functional.pad(V, (0, 0, behind, 0))[:, :, :24])
 
 
 def test_names_of_mask_and_score_mod_do_not_meet():
