@@ -40,7 +40,7 @@ def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
     reader = _StateReader()
     try:
         return reader.value(fn, UNNAMED), reader.tensors
-    except (UnknownState, RecursionError, ValueError):  # ValueError: an empty cell
+    except (UnknownState, RuntimeError, ValueError):  # a tensor without memory, an empty cell
         return None
 
 
@@ -49,12 +49,14 @@ class _StateReader:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.tables: dict[Any, int] = {}
         self.seen: set[Any] = set()
 
     def value(self, x: Any, names: Names) -> Any:
         if isinstance(x, torch.Tensor):
             self.tensors.append(x)
-            return x.shape, x.dtype, x.requires_grad, x.device
+            key = x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad, x.is_neg()  # a trace takes these for one
+            return x.shape, x.dtype, x.requires_grad, x.device, self.tables.setdefault(key, len(self.tables))
         kind = type(x)
         if kind is float:
             return kind, x.hex()  # 0.0 and -0.0 differ
@@ -87,8 +89,7 @@ class _StateReader:
         if (library and not fn.__closure__) or (fn, names) in self.seen:
             return fn
         self.seen.add((fn, names))
-        mine = _names(fn.__code__)
-        names = names | mine
+        names = names | (mine := _names(fn.__code__))
         if not mine.isdisjoint(REFLECTION) or not names.isdisjoint(vars(fn)):
             raise UnknownState
         said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]

@@ -243,6 +243,20 @@ def test_one_code_over_other_tensors_is_traced_once(traces):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_tables_that_were_one_tensor_may_differ_later(view, traces):
+    one, two = torch.full((24,), 1.0), torch.full((24,), 2.0)
+
+    def mod(x, y):
+        return lambda score, b, h, q, k: score * x[k] + y[k] * k
+
+    shared = (one[:], one[:]) if view else (one, one)
+    for x, y in (shared, (one, two), (two, one), (two, two), (one, two)):
+        want = dense((Q @ K.mT / 4) * (x[0] - 1) + y[0] * torch.arange(24.0))
+        torch.testing.assert_close(flex_attention(Q, K, V, mod(x, y), mask_of()), want)
+    assert len(traces) <= 2  # of one table, and of two
+
+
 def test_numbers_that_change_are_seen(traces):
     slopes, factor, held = torch.ones(4), 0.5, {"shift": 1.0}
 
