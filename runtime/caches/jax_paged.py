@@ -74,9 +74,9 @@ class PagedKVCache(JaxCache):
                 f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
                 "there is at least one row of one page"
             )
-        none = jnp.zeros(batch, jnp.int32)
         arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
-        return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=none, lengths=none,
+        room, lengths = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)  # two, or they could not be donated
+        return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=room, lengths=lengths,
                    overflowed=jnp.zeros(batch, bool), rows=jnp.asarray(empty_rows(batch)))  # fmt: skip
 
     page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")

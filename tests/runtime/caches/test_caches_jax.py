@@ -213,6 +213,17 @@ def test_forks_share_pages_until_one_writes():
         np.testing.assert_allclose(out[b : b + 1], ref, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_of_pages_is_donated_before_it_is_seated(dtype):
+    first, second = (PagedKVCache.create(8, 16, B, 3, G, D, V, dtype) for _ in range(2))
+    held = jax.jit(lambda cache: cache, donate_argnums=0)(first)
+    assert held.lengths.tolist() == held.room.tolist() == [0] * B
+    pool = PagePool(8, 16)
+    pool.allocate("a", 9)
+    pool.fork("a", "b")
+    assert second.seat(pool, ["a", "b"], 9, pool.own({"b": 0})).room.tolist() == [16, 16]
+
+
 def test_pages_that_are_not_there():
     pool = PagePool(2, 16)
     pool.allocate("a", 16)
