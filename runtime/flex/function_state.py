@@ -19,7 +19,7 @@ import torch
 from frisket.dsl.from_python.trace import LIBRARIES
 from frisket.grammar.memo import memo
 
-CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
+CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 REFLECTION = """getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv
 is_grad_enabled is_inference_mode_enabled is_autocast_enabled get_default_dtype get_num_threads""".split()
 FOREIGN = LIBRARIES - {"__main__"}
@@ -68,8 +68,8 @@ class _StateReader:
             return x
         if isinstance(x, BuiltinFunctionType | Enum):  # of an object, as `held.get` is
             return x, self.each((x._value_, kind) if isinstance(x, Enum) else (x.__self__,), names)
-        if kind in (list, tuple):
-            return kind, self.each(x, names)
+        if kind in (list, tuple, slice):  # slices have no hash before Python 3.12
+            return kind, self.each((x.start, x.stop, x.step) if kind is slice else x, names)
         if kind in (dict, OrderedDict):
             return kind, tuple(x), self.each(x.values(), names)
         if kind is functools.partial:

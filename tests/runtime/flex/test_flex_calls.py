@@ -284,6 +284,15 @@ class Held(torch.nn.Module):
         return score + self.width * (k - q) + self.bias[h]
 
 
+def test_a_slice_that_is_captured_may_change(traces):
+    table, part = torch.arange(48.0), slice(24)
+    mod = lambda score, b, h, q, k: score + table[part][k]  # noqa: E731
+    for part in (slice(24), slice(None, 24), slice(24, None)):
+        want = dense(torch.arange(24.0) + (part.start or 0))
+        torch.testing.assert_close(flex_attention(Q, K, V, mod, mask_of()), want)
+    assert len(traces) == 2
+
+
 def test_attributes_that_change_are_seen(traces):
     held = Held()
     for wide in (2.0, 2.0, 5.0):
