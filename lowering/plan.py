@@ -172,11 +172,12 @@ class LoopPlan:
 @dataclass(frozen=True)
 class Target:
     """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
-    of the backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0:
-    as many as fill the machine. With `descriptors` the arrays that a kernel reads come as tensor descriptors, where
-    kernel and strides allow them: the GPU copies a tile by itself, without addresses in registers. With `words` the
-    forward tests bits of 32 keys in border tiles, which NVIDIA's GPUs make with one instruction. `square` is the most
-    queries and keys of a tile in the kernels of captured gradients."""
+    of the backward kernels and `decode` of decoding, None: as the forward's; with a `dv`, values have a kernel of their
+    own. `splits` are those of the keys of a short query, 0: as many as fill the machine. With `descriptors` the arrays
+    that a kernel reads come as tensor descriptors, where kernel and strides allow them: the GPU copies a tile by
+    itself, without addresses in registers. With `words` the forward tests bits of 32 keys in border tiles, which
+    NVIDIA's GPUs make with one instruction. `square` is the most queries and keys of a tile in the kernels of captured
+    gradients."""
 
     backend: str
     block_q: int
@@ -193,11 +194,12 @@ class Target:
     arch: str = "sm_90"  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None
+    dv: Target | None = None
     decode: Target | None = None
 
     def everywhere(self, **fields: Any) -> Target:
         """The target with these fields, and with them in the targets of its other kernels."""
-        parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "decode") for x in [getattr(self, n)]}
+        parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)
 
 

@@ -127,7 +127,5 @@ def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
             first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
             bounds, count, slice_of = bounds[first], count[first], place[slice_of]
     return Spans(
-        np.ascontiguousarray(bounds, np.int32),
-        np.ascontiguousarray(count, np.int32),
-        slice_of.astype(np.int32),
+        np.ascontiguousarray(bounds, np.int32), np.ascontiguousarray(count, np.int32), slice_of.astype(np.int32)
     )

@@ -68,7 +68,7 @@ class Stages:
             lines = [f"{t.backend}: {_launch(t)}"]
             if self.awaits:
                 lines[0] += f", until the kernel of {self.awaits} is compiled"
-            lines += [f"    {name}: {_launch(part)}" for name, part in (("dq", t.dq), ("dkv", t.dkv)) if part]
+            lines += [f"    {n}: {_launch(part)}" for n in ("dq", "dkv", "dv") if (part := getattr(t, n))]
             return "\n".join(lines)
         shown = str(getattr(self, name))
         if name == "simplified" and self.rules:

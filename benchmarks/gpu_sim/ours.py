@@ -17,7 +17,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import report
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import of_kernel, ordered
+from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
 
 from .compiled import Compiled, kept
 
@@ -131,7 +131,13 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
         backend="triton", arch=ours.arch, q_len=mask.length, kv_len=mask.length, heads=HEADS,
         kv_heads=HEADS // ours.group, head_dim=ours.dim, dtype=ours.dtype,
     )  # fmt: skip
-    return made.plan, made.target
+    if made.target.dv is None:
+        return made.plan, made.target
+    block_q, block_k, warps, stages, described = TABLE[ours.arch]["dkv"]["long"][str(ours.dim)]
+    both = Target(
+        "triton", block_q, block_k, warps, stages, descriptors=bool(described)
+    )  # one kernel: what is searched
+    return made.plan, replace(made.target, dkv=both, dv=None)
 
 
 def chosen(ours: Ours) -> Tile:

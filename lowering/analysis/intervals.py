@@ -267,9 +267,7 @@ def _monotone(e: Expr) -> Range:
 def _float(e: Expr) -> Range:
     r = ends(e.args[0])
     return Range(
-        None if r.lo is None else build("float", r.lo),
-        None if r.hi is None else build("float", r.hi),
-        r.attained,
+        None if r.lo is None else build("float", r.lo), None if r.hi is None else build("float", r.hi), r.attained
     )
 
 

@@ -169,10 +169,7 @@ def grid_of(
     """The grid with one slice for every (b, h) the mask can tell apart."""
     b0, h0, q0, k0 = origin
     used = uses(expr)
-    shifts = (
-        np.broadcast_to(np.asarray(q0, np.int64), (batch,)),
-        np.broadcast_to(np.asarray(k0, np.int64), (batch,)),
-    )
+    shifts = (np.broadcast_to(np.asarray(q0, np.int64), (batch,)), np.broadcast_to(np.asarray(k0, np.int64), (batch,)))
     apart = "b" in used or any((s != s[0]).any() for s in shifts)
     nb, nh = batch if apart else 1, heads if "h" in used else 1
     b, h = np.divmod(np.arange(nb * nh), nh)

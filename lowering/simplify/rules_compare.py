@@ -168,12 +168,7 @@ def _absolute_equal(rel: str, inner: Expr, value: Expr) -> Expr:
 
 def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
     first, stop = lit(bound * d), lit((bound + 1) * d)
-    return {
-        "ge": a >= first,
-        "le": a < stop,
-        "eq": conj(a >= first, a < stop),
-        "ne": disj(a < first, a >= stop),
-    }[rel]
+    return {"ge": a >= first, "le": a < stop, "eq": conj(a >= first, a < stop), "ne": disj(a < first, a >= stop)}[rel]
 
 
 RULES = [

@@ -168,12 +168,7 @@ class XlaTiles:
         batches = jnp.arange(self.static.batches, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         queries = start + jnp.arange(self.static.block_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         b0, h0, q0, k0 = (x.reshape(-1, 1, 1, 1, 1) for x in self.numbers.origin)
-        env = {
-            **self.constants,
-            "b": b0 + b + batches,
-            "h": h0 + h + heads,
-            "q": self._per_batch(q0 + queries, b),
-        }
+        env = {**self.constants, "b": b0 + b + batches, "h": h0 + h + heads, "q": self._per_batch(q0 + queries, b)}
         return TileRow(b, h, h // self.group, start, env, self._per_batch(k0, b))
 
     def _per_batch(self, x: Array, b: Array) -> Array:

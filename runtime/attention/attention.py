@@ -20,16 +20,7 @@ from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
 from frisket.runtime.backends.stages import PlanCompilation
-from frisket.runtime.calls.arrays import (
-    Array,
-    Arrays,
-    arrays,
-    device_of,
-    framework_of,
-    in_graph,
-    shared,
-    symbolic,
-)
+from frisket.runtime.calls.arrays import Array, Arrays, arrays, device_of, framework_of, in_graph, shared, symbolic
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of

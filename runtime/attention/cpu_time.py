@@ -20,10 +20,7 @@ LANES = {"avx2": 8, "neon": 4, "scalar": 1}  # others have 16
 # Nanoseconds of each kind of `work`, and of a row of q, k, v or the result that moves; forward, D64, float32, one
 # thread: `python benchmarks/reorder.py costs` measures them.
 KINDS = ("pairs of full tiles", "border tiles", "scores of border tiles", "values of border tiles", "rows moved")
-TIMES = {
-    "avx512": (2.58, 5932.7, 1.25, 1.31, 15.3),
-    "avx2": (2.78, 7064.59, 1.97, 0.62, 18.12),
-}
+TIMES = {"avx512": (2.58, 5932.7, 1.25, 1.31, 15.3), "avx2": (2.78, 7064.59, 1.97, 0.62, 18.12)}
 
 
 def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:

@@ -47,7 +47,7 @@ class Tuning:
         if self == AS_CHOSEN:
             return target
         target = target.everywhere(precision=self.precision or target.precision, tanh=self.tanh or target.tanh)
-        alone = replace(target, dq=None, dkv=None, decode=None)
+        alone = replace(target, dq=None, dkv=None, decode=None, dv=target.dv if self.dkv == LaunchOptions() else None)
         theirs = (x or alone for x in (target.dq, target.dkv))
         few = target.decode and self.forward.applied(target.decode)
         splits = target.splits if self.splits is None else self.splits

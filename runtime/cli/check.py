@@ -94,10 +94,7 @@ def add_check(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     level.add_argument("--case", type=named, metavar="CASE", help="one of them, by the name that a mismatch prints")
     which.add_argument(
-        "--backend",
-        nargs="+",
-        metavar="B",
-        help="these; default: all that run here without an interpreter",
+        "--backend", nargs="+", metavar="B", help="these; default: all that run here without an interpreter"
     )
     which.add_argument("--dtype", nargs="+", choices=DTYPES, help="these; default: float32 and one of 16 bits")
     examples(

@@ -57,12 +57,7 @@ def from_runs(
 
 
 def _spread(
-    row: NDArray[np.int64],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    step: int,
-    rows: int,
-    columns: int,
+    row: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64], step: int, rows: int, columns: int
 ) -> NDArray[np.int64]:
     """How many of the tiles `[start, stop)` of each row fall into each cell."""
     # tiles of a run left of x grow linearly with x: count them as `min(stop, x) - min(start, x)` through
@@ -155,12 +150,7 @@ def _levels(grid: CellCounts) -> NDArray[np.int64]:
 
 
 def picture(
-    grid: CellCounts,
-    block: tuple[int, int],
-    origin: tuple[int, int] = (0, 0),
-    *,
-    ink: Ink = UNICODE,
-    width: int = 80,
+    grid: CellCounts, block: tuple[int, int], origin: tuple[int, int] = (0, 0), *, ink: Ink = UNICODE, width: int = 80
 ) -> Text:
     """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
     query and key of the layout, `width` the columns there are."""

@@ -29,12 +29,7 @@ SLIDES = 256  # steps of a slider, about
 LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 
 # what names mean in the library: a share of the queries (as n // so many), or a number of its own
-SHARES = (
-    ("w|window|left|right|radius", 32),
-    ("p|prefix|offset|shift|q0|far_back", 8),
-    ("k0|c", 4),
-    ("s", 2),
-)
+SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_back", 8), ("k0|c", 4), ("s", 2))
 NUMBERS: tuple[tuple[str, float], ...] = (
     ("g|stride.*|dilation.*|frames|t5", 4),
     ("kernel_frames", 3),

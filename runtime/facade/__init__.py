@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from frisket import operations as operations
     from frisket import parallel as parallel
     from frisket import sharding as sharding
-    from frisket.dsl.errors import (
-        BackendError as BackendError,
-    )
+    from frisket.dsl.errors import BackendError as BackendError
     from frisket.dsl.errors import BudgetError as BudgetError
     from frisket.dsl.errors import CapacityError as CapacityError
     from frisket.dsl.errors import EvaluationError as EvaluationError

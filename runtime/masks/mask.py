@@ -193,12 +193,7 @@ class Mask(BoundExpr):
 
     @counting
     def check_tables(
-        self,
-        q_len: int,
-        kv_len: int,
-        batch: int = 1,
-        heads: int = 1,
-        sizes: tuple[int, int, int, int] | None = None,
+        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, sizes: tuple[int, int, int, int] | None = None
     ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""

@@ -375,10 +375,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
     """Refuse a mask other than the deal's: keys travel by the mask of the deal, and some would be missing."""
     mine = att.program.mask
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
-    marks = [
-        ("", (batch, heads)),
-        *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in given.items()),
-    ]
+    marks = [("", (batch, heads)), *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in given.items())]
     kept = att.shards
     known = kept.get("mask")
     if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):

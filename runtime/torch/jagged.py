@@ -132,11 +132,7 @@ def is_jagged(x: Any) -> bool:
 
 
 def opened(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    names: tuple[str, str, str] = ("q", "k", "v"),
-    error: type[ShapeError] = ShapeError,
+    q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v"), error: type[ShapeError] = ShapeError
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Ragged]:
     """Packed q, k and v [1, heads, tokens, dim], of nested ones [sequences, heads, j, dim]."""
     import torch

@@ -311,10 +311,7 @@ class _GpuKeyGradients(_GpuKernel):
             sums=totals,
             accumulate=[f"{totals} = added({totals}, {', '.join(factors)})"],
             zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-            results=[
-                *["key[wg] = (dk * SCALE).astype(key.dtype)"] * dk,
-                *["value[wg] = dv.astype(value.dtype)"] * dv,
-            ],
+            results=[*["key[wg] = (dk * SCALE).astype(key.dtype)"] * dk, *["value[wg] = dv.astype(value.dtype)"] * dv],
             stored=[
                 *["plgpu.copy_smem_to_gmem(key.at[wg], dk_ref.at[here])"] * dk,
                 *["plgpu.copy_smem_to_gmem(value.at[wg], dv_ref.at[here])"] * dv,

@@ -212,10 +212,7 @@ class _TpuKernel:
             f"wide({n}[{own}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
         )
         refs = {n: f"{n}_ref[0, {part if n in ('q', 'dout') else 0}]" for n in ("q", "k", "v", "dout")}
-        lines = [
-            *pallas_inputs.here(self.plan, self.inputs),
-            f"s = rows_by_rows({refs[one]}, {refs[two]}) * SCALE",
-        ]
+        lines = [*pallas_inputs.here(self.plan, self.inputs), f"s = rows_by_rows({refs[one]}, {refs[two]}) * SCALE"]
         lines += self._named("m", "s" if self.plan.score is None else self.plan.score, "y")
         lines += ["if partial:  # the mask", *_indented(self._hide())]
         lines.append(f"p = jnp.exp(m - {lse})")

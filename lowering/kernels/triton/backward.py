@@ -1,8 +1,9 @@
 """Writes the Triton backward kernels of a LoopPlan, by the formulas of `lowering.derive`.
 
 `attention_delta` works out three numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
-`attention_dkv` owns a tile of keys of one key head and walks tiles of queries. Both work the scores out anew: seven
-products where five would do, but no entry is added to by two programs, and results repeat bit for bit.
+`attention_dkv` owns a tile of keys of one key head and walks tiles of queries; where registers do not hold the sums of
+both, it has dk alone, and `attention_dv` the rest. All work the scores out anew: seven products, or eight, where five
+would do, but no entry is added to by two programs, and results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ def kernels(
     found = [delta_kernel(plan, dims, dlse)]
     if "q" in wanted or "q" in along:
         found += _DqKernel(plan, target.dq or target, dims, wanted, "attention_dq" in listed).kernels()
+    apart = target.dv if {"k", "v"} <= set(wanted) else None
     if {"k", "v"} & set(wanted) or "k" in along:
-        found += _DkvKernel(plan, target.dkv or target, dims, wanted, "attention_dkv" in listed).kernels()
+        both = set(wanted) - {"v"} if apart else wanted
+        found += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
+    if apart:
+        found += _DkvKernel(plan, apart, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
     return found
 
 
@@ -103,11 +108,13 @@ class _DqKernel(GradientKernel):
 
 
 class _DkvKernel(GradientKernel):
-    """The kernel of dk and dv, and of sums of captured gradients over queries."""
+    """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False
-    ) -> None:
+        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False,
+        name: str = "attention_dkv",
+    ) -> None:  # fmt: skip
+        self.name = name
         self.dk, self.dv = "k" in wanted, "v" in wanted
         self.listed = self.parted = listed
         known = arguments(plan)
@@ -132,12 +139,13 @@ class _DkvKernel(GradientKernel):
 
     def kernels(self) -> list[TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
-        found = launched("attention_dkv", text, grid, self.target, swapped=True)
-        return [found, *[self.part.kernel("attention_dkv_sums", "kv_len", self.buffers())] * self.listed]
+        found = launched(self.name, text, grid, self.target, swapped=True)
+        return [found, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
             **super().holes(),
+            "name": self.name,
             "dk": self.dk,
             "dv": self.dv,
             "dout": self.dv or self.inner,

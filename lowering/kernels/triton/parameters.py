@@ -19,7 +19,7 @@ QUERY = var("q")
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
-attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine
+attention_forward attention_delta attention_dq attention_dkv attention_dv attention_decode attention_combine
 Q K V Out Lse Low Top Sinks DOut DQ DK DV Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH NEAR b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record used
@@ -38,7 +38,7 @@ q_full k_full k_free v_full v_free slot phase before before_phase left borders n
 SCORES SUMS ROWS COLUMNS HALF EACH LAYOUT blackwell multiply columns_of seen_as weights_in
 s_full p_full o_full scores sums key grown some every of_sequences behind exp2_polynomial exponent biased rest whole
 any_grown
-of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums
+of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums attention_dv_sums
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]

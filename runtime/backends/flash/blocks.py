@@ -77,10 +77,7 @@ def write_order(tensors: BlockSparseTensors, columns: int) -> tuple[Tensor, Tens
 
     mask, full = (
         _marked(c, i, columns)
-        for c, i in (
-            (tensors.mask_block_cnt, tensors.mask_block_idx),
-            (tensors.full_block_cnt, tensors.full_block_idx),
-        )
+        for c, i in ((tensors.mask_block_cnt, tensors.mask_block_idx), (tensors.full_block_cnt, tensors.full_block_idx))
     )
     either = (mask | full).int()
     turn = (either.cumsum(-2) - either).int()  # of [B, H, key tiles, query tiles]

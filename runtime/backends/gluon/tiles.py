@@ -50,7 +50,7 @@ def target(
     groups, rows = groups_of(found, g.head_dim, g.v_dim)
     block = tile or (groups * rows, keys_of(plan, g, found))
     own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=found)
-    more = {n: getattr(theirs, n) for n in ("order", "dq", "dkv", "precision", "tanh")}
+    more = {n: getattr(theirs, n) for n in ("order", "dq", "dkv", "dv", "precision", "tanh")}
     return replace(own, **more)
 
 

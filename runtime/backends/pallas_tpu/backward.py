@@ -168,13 +168,7 @@ def _loaded(
 
 @memo(group="kernels")
 def _by_position(
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    number: int,
-    strided: bool,
-    search: bool,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool, search: bool
 ) -> Callable[..., Array]:
     """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
     in that order, so that results repeat bit for bit."""
@@ -206,13 +200,7 @@ def _by_position(
                 return lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(x, b, 1, 0), head, 1, axis)
 
             at = (origin[0] + b, origin[1] + h, *(x[b] for x in vectors))
-            arrays = [
-                of(q, h),
-                of(k, h // group),
-                of(v, h // group),
-                of(dout, h),
-                *(of(x, h, 1) for x in (lse, delta)),
-            ]
+            arrays = [of(q, h), of(k, h // group), of(v, h // group), of(dout, h), *(of(x, h, 1) for x in (lse, delta))]
             place = walk._replace(slice_of=walk.slice_of[n % walk.slice_of.shape[0]][None])
             zeros = jnp.zeros((1, 1, *padded), jnp.float32)
             (terms,) = entry(*arrays, place, at, sizes, slots, tables, zeros=zeros, interpret=interpret)

@@ -19,7 +19,8 @@ from . import decode as triton_decode
 from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
-from .rows import RowLaunches, RowParts, of_call
+from .rows import WALKED, RowLaunches, RowParts, of_call
+from .tiles import of_kernel
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
@@ -49,7 +50,7 @@ def backward(
         return {n: x.zero_() for n, x in found.items()} | _zeros(values, tables, lse)
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
-        tiles = (DELTA, target.dq or target, target.dkv or target, square(target))
+        tiles = (DELTA, target.dq or target, target.dkv or target, target.dv or target, square(target))
         rows = max(side for t in tiles for side in (t.block_q, t.block_k))
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     own = bound(plan, spans, g, target, q, k)
@@ -80,7 +81,7 @@ def backward(
 def _described(own: Bound, *arrays: Tensor) -> bool:
     """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
     target = own.target
-    wanted = any((t or target).descriptors for t in (target.dq, target.dkv))
+    wanted = any((t or target).descriptors for t in (target.dq, target.dkv, target.dv or target.dkv))
     return wanted and all(x.data_ptr() & 15 == 0 for x in arrays) and own.describes(*arrays)
 
 
@@ -111,7 +112,10 @@ class _Launches:
         processors = triton_decode.processors(own.device)
         parts = {
             "attention_dq": of_call(plan, spans, g, target.dq or target, processors),
-            "attention_dkv": of_call(plan, spans, g, target.dkv or target, processors, walked=True),
+            **{
+                n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
+                for n in WALKED[: 2 if target.dv else 1]
+            },
         }
         listed = frozenset(n for n, x in parts.items() if x is not None)
         self.made, self.sums = _made(plan, target, dims, wanted, dlse, listed)

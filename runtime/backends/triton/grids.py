@@ -56,10 +56,14 @@ class LaunchStep:
 def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
     """The launches of a backward in their order: those of the `kernels` that the module has."""
     dq, dkv = target.dq or target, target.dkv or target
+    dv = target.dv or dkv
     steps = (
         LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
         LaunchStep("attention_dq", dq, of_forward(g, dq), "rows"),
-        LaunchStep("attention_dkv", dkv, grid_of(-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch, dkv), "columns"),
+        *(
+            LaunchStep(name, tile, grid_of(-(-g.kv_len // tile.block_k), g.kv_heads, g.batch, tile), "columns")
+            for name, tile in (("attention_dkv", dkv), ("attention_dv", dv))
+        ),
     )
     return [s for s in steps if s.name in kernels]
 

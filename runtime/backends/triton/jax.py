@@ -111,8 +111,9 @@ def backward(
     if dlse is not None:
         given["DLse"] = dlse.astype(np.float32)
     source, totals = _backward(own, target, dims, wanted, dlse is not None)
-    results = _results(g, {n: x.dtype for n, x in arrays.items() if n in wanted}, totals)
-    for step in of_backward(g, target, kernels_of(source)):
+    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in wanted}
+    results = _results(g, dtypes, totals, "attention_dv" in names)
+    for step in of_backward(g, target, names):
         tile, plain = step.tile, None if step.side else triton_backward.bare(own)
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
         given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
@@ -216,8 +217,8 @@ def _backward(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str]
     return triton_backward.emit(plan, target, dims, wanted, dlse=dlse), sums(plan, wanted)
 
 
-def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> dict[str, dict[str, Any]]:
-    """(shape, dtype) of what each kernel of a backward writes."""
+def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], apart: bool) -> dict[str, dict[str, Any]]:
+    """(shape, dtype) of what each kernel of a backward writes; `apart` says that values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
     keys = g.batch, g.kv_len, g.kv_heads
     shapes = {"q": (g.batch, g.q_len, g.heads, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
@@ -226,7 +227,8 @@ def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> d
     return {
         "attention_delta": {"Stats": ((*rows, 4), np.float32)},
         "attention_dq": arrays.get("q", {}) | along["q"],
-        "attention_dkv": arrays.get("k", {}) | arrays.get("v", {}) | along["k"],
+        "attention_dkv": arrays.get("k", {}) | ({} if apart else arrays.get("v", {})) | along["k"],
+        "attention_dv": arrays.get("v", {}),
     }
 
 

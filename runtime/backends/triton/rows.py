@@ -20,6 +20,7 @@ from frisket.runtime.calls.arrays import uploaded
 from .arguments import GRID, Access, Bound, Launch, Made, Values, span_tables
 from .decode import BLOCKS, NO_VALUES, NOTHING
 from .grids import grid_of
+from .tiles import of_kernel
 
 Tensor = Any
 # A row is divided where it has LONG times the tiles of a share: of what each program of those that run at a time has in
@@ -93,13 +94,15 @@ def of_call(
     return made if made is not None and made.programs.shape[1] <= GRID else None
 
 
+WALKED = ("attention_dkv", "attention_dv")  # the kernels that walk queries
+
+
 def listed_kernels(
     plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int
 ) -> frozenset[str]:
     """The kernels of a call for whose programs there is a table."""
-    tiles = {"attention_forward": target, "attention_dq": target.dq or target, "attention_dkv": target.dkv or target}
-    walked = "attention_dkv"
-    made = {n: of_call(plan, spans, g, t, processors, walked=n == walked) for n, t in tiles.items()}
+    tiles = {n: of_kernel(n, target) for n in ("attention_forward", "attention_dq", *WALKED[: 2 if target.dv else 1])}
+    made = {n: of_call(plan, spans, g, t, processors, walked=n in WALKED) for n, t in tiles.items()}
     return frozenset(n for n, parts in made.items() if parts is not None)
 
 
@@ -115,7 +118,7 @@ class RowLaunches:
         """`names` are the kernels. `inputs` are the tensors that the first one reads, `results` those that both write,
         and `sums` the float32 arrays that hold what it leaves of parts, with the shapes of a query or key."""
         g, device = own.geometry, own.device
-        walked = names[0] == "attention_dkv"
+        walked = names[0] in WALKED
         rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
         self.shapes = [(parts.places, rows, *shape) for shape in sums.values()]
         partial: dict[str, Access] = dict.fromkeys(sums, "")

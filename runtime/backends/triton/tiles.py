@@ -69,8 +69,15 @@ TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
 # position. This one spills 24 bytes at most, outside the loops. On an H100 gradients take 11 % less time with them
 # under a causal mask, 6 % less with documents, and 4 % less under a window of 128 keys.
 OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
-    ("3.6", "sm_90"): dict.fromkeys([("dkv", w, 128) for w in ("long", "medium", "short")], (64, 64, 4, 2, 1)),
+    ("3.6", "sm_90"): {
+        ("dkv", w, dim): tile
+        for w in ("long", "medium", "short")
+        for dim, tile in ((128, (64, 64, 4, 2, 1)), (256, (32, 128, 8, 2, 1)))
+    }
 }
+# Tiles of dk and of dv where one kernel of both has too few registers for a tile of more than 16 queries, by
+# architecture and padded head size. By the model of benchmarks/gpu_sim both take 0.4 of its time together.
+APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8, 2, 0), (64, 128, 8, 2, 1))}
 LIKE = {  # architectures that are not in the table, and the one whose tiles they take
     "sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942",
 }  # fmt: skip
@@ -140,6 +147,8 @@ def default_target(
         for n in SINGLE
     }
     cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
+    if dtype != "float32" and reads != "each" and (arch, dim) in APART:
+        tiles["dkv"], tiles["dv"] = APART[arch, dim]
     if descriptors and dtype != "float32" and reads == "axis" and not curved:
         measured = OF_TRITON.get((triton_version(), arch), {})
         tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
@@ -147,9 +156,9 @@ def default_target(
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
-    forward, dq, dkv = (
+    forward, dq, dkv, *dv = (
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
-        for block_q, block_k, warps, stages, described in (made[n] for n in SINGLE)
+        for block_q, block_k, warps, stages, described in made.values()
     )
     plain = tiles["forward"]
     if curved and dtype != "float32":  # a score mod costs few queries little: their tiles are those of no score mod
@@ -164,7 +173,7 @@ def default_target(
         most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
     side = SQUARE.get((LIKE.get(arch, arch), dim), 64)
-    return replace(forward, dq=dq, dkv=dkv, decode=few, words=has_words(arch), square=side)
+    return replace(forward, dq=dq, dkv=dkv, dv=dv[0] if dv else None, decode=few, words=has_words(arch), square=side)
 
 
 @memo(1)
@@ -218,16 +227,17 @@ def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
     """The tile of a call, halved along the program's own axis while the call has at most half of its positions."""
     block_q, block_k, warps, stages, described = tile
-    side, length = (block_k, g.kv_len) if kernel == "dkv" else (block_q, g.q_len)
+    swapped = kernel in ("dkv", "dv")
+    side, length = (block_k, g.kv_len) if swapped else (block_q, g.q_len)
     while side > 16 and side >= 2 * length:
         side, warps = side // 2, max(4, warps // 2)
-    return (block_q, side, warps, stages, described) if kernel == "dkv" else (side, block_k, warps, stages, described)
+    return (block_q, side, warps, stages, described) if swapped else (side, block_k, warps, stages, described)
 
 
 def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
     own = {
-        "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv,
+        "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv, "attention_dv": target.dv,
         "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
     }  # fmt: skip
     found = own.get(name.removesuffix("_sums")) or target

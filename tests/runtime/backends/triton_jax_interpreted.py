@@ -40,8 +40,8 @@ def forward(case, made=None, sinks=None, spans=None, **target):
     )  # fmt: skip
 
 
-def gradients(case, made=None, **options):
-    target = Target("triton", *case.block)
+def gradients(case, made=None, dv=None, **options):
+    target = Target("triton", *case.block, dv=dv)
     return jax_gradients.run(triton_jax.backward, case, target, made, **options)
 
 
@@ -71,6 +71,15 @@ ALL = {**CASES, **{f"learned {n}": case for n, case in LEARNED.items()}}
 def test_every_gradient(name):
     case = smaller(ALL[name])
     compare(*gradients(case.but(batch=min(case.batch, 2), heads=min(case.heads, 4))))
+
+
+@pytest.mark.parametrize("name", ["full", "gqa", "v-wider", "learned by-column"])
+def test_values_in_a_kernel_of_their_own(name, monkeypatch):
+    ran = []
+    run = triton_jax_call.JaxTritonCall.run
+    monkeypatch.setattr(triton_jax_call.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2]) or go(*a, **m))
+    compare(*gradients(smaller(ALL[name]).but(batch=1), dv=Target("triton", 16, 64)))
+    assert ran == ["attention_delta", "attention_dq", "attention_dkv", "attention_dv"]
 
 
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "softcap"])

@@ -1,7 +1,7 @@
 $# dk, dv, and sums of captured gradients over queries. Tensors are [keys, queries]: so neither p nor ds has to be
 $# transposed before it is multiplied.
 $jit
-def attention_dkv(
+def $name(
     $arrays,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
     $arrays,  # [batch, heads, length, dim], any strides  $if not described
     Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
@@ -134,7 +134,7 @@ def attention_dkv(
 
         $include part_sums
         if sums >= 0:
-            # The sums of a part: attention_dkv_sums adds those of a row up, in their order.
+            # The sums of a part: ${name}_sums adds those of a row up, in their order.
             part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
             $partial
             return

@@ -17,7 +17,9 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.backends.triton import backward as triton_backward
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle; `tiles` are those of dq and of dk and dv."""
+    """A case run by the kernels and by the oracle; `tiles` are those of dq and of dk and dv, or of each of them."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 
@@ -36,8 +38,8 @@ class Both(torch_gradients.Both):
         super().__init__(case, **options)
         self.spans = Source(case)
         self.sinks = None if self.sinks is None else self.sinks.float()
-        dq, dkv = (Target("triton", *t) for t in tiles) if tiles else (None, None)
-        self.target = Target("triton", *case.block, dq=dq, dkv=dkv).everywhere(descriptors=descriptors)
+        parts = {n: Target("triton", *t) for n, t in zip(("dq", "dkv", "dv"), tiles or ())}
+        self.target = Target("triton", *case.block, **parts).everywhere(descriptors=descriptors)
 
 
 small = Case(window, q_len=90, kv_len=90, block=(32, 32))
@@ -51,6 +53,31 @@ GROUPS = Case(
 def test_every_case(name):
     case = CASES[name]
     Both(case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)) if case.sizes is None else case).check()
+
+
+APART = [(16, 32), (32, 16), (16, 64)]  # tiles of dq, of dk and of dv
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "documents-by-batch", "gqa", "empty-rows", "holes", "softcap", "v-wider"]
+)
+def test_values_in_a_kernel_of_their_own(name):
+    case = CASES[name]
+    both = Both(
+        case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)), tiles=APART, dropout=0.2, sinks=True
+    )
+    both.check()
+    text = emit(both.plan, both.target, Dims(case.dim, case.v_dim, case.dtype, case.heads // case.kv_heads), set("qkv"))
+    assert [n for n in ("dkv", "dv") if f"def attention_{n}(" in text] == ["dkv", "dv"]
+    both.wanted = frozenset("qk")
+    both.check()
+    both.wanted = frozenset("v")
+    both.check()
+
+
+def test_values_in_a_kernel_of_their_own_beside_captured_gradients():
+    for name in ("by row", "by column, gqa", "learned softcap"):
+        Both(MODS[name].but(q_len=70, kv_len=60), tiles=APART).check()
 
 
 @pytest.mark.parametrize("tiles", [1, 2])

@@ -1,5 +1,7 @@
 """Run by test_triton_rows.py with TRITON_INTERPRET=1: long rows of tiles in parts, against the oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,13 @@ def test_gradients_of_long_rows(name, order, divided):
     assert dq.rows[..., 2].max() > 1
     assert name != "GLOBAL" or dkv.rows[..., 2].max() > 1
     assert all(torch.equal(x, first[n]) for n, x in both.again().items())
+
+
+def test_values_in_a_kernel_of_their_own(everywhere, divided):
+    both = Both(GLOBAL.but(v_dim=40), sinks=True)
+    both.target = replace(both.target, dv=Target("triton", 16, 32, order=both.target.order))
+    both.check()
+    assert [x is not None for x in divided] == [True] * 4
 
 
 CAPTURED = ["gain per head", "by row", "by row, clamped", "by column", "by column, gqa", "slot", "two sites"]
