@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,13 +119,31 @@ def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     assert row_of(tiles.default_target(g, "bfloat16").dkv) == dkv
-    other = [{"descriptors": False}, {"curved": True}, {"reads": "each"}, {"arch": "sm_80"}, {"keys": 128}]
+    other = [{"descriptors": False}, {"curved": True}, {"reads": "each"}, {"arch": "sm_80"}]
     for given in other:
         made = tiles.default_target(g, "bfloat16", **given)
         monkeypatch.setattr(tiles, "OF_TRITON", {})
         assert made == tiles.default_target(g, "bfloat16", **given), given
         monkeypatch.undo()
         monkeypatch.setattr(tiles, "triton_version", lambda: installed)
+
+
+@pytest.mark.parametrize("installed", ["3.6", "3.9"])
+def test_values_have_a_kernel_of_their_own_where_registers_do_not_hold_both(monkeypatch, installed):
+    monkeypatch.setattr(tiles, "triton_version", lambda: installed)
+    g = Geometry(1, 8, 8, 4096, 4096, 256, 256, 0.1)
+    for given in ({}, {"keys": 128}, {"keys": 512}):
+        made = tiles.default_target(g, "bfloat16", **given)
+        assert row_of(made.dkv) == [32, 128, 8, 2, int(installed == "3.6")]
+        assert row_of(made.dv) == [64, 128, 8, 2, 1]
+    few = tiles.default_target(replace(g, kv_len=50), "bfloat16")
+    assert (few.dkv.block_k, few.dv.block_k) == (64, 64)
+    assert Tuning(dkv=LaunchOptions(num_stages=3)).applied(made).dv is None  # the caller's tile is that of both
+    assert Tuning(dq=LaunchOptions(num_stages=3)).applied(made).dv == made.dv
+    for given in ({"reads": "each"}, {"arch": "sm_80"}, {"arch": "sm_100"}):
+        assert tiles.default_target(g, "bfloat16", **given).dv is None
+    assert tiles.default_target(g, "float32").dv is None
+    assert tiles.default_target(replace(g, head_dim=128, v_dim=128), "bfloat16").dv is None
 
 
 def row_of(t):

@@ -82,7 +82,7 @@ def test_tables_per_position_do_not_spill(row, mask, mod, dim):
         assert (found.spills, found.fits) == (0, True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, "causal", "causal & window(128)", "causal | k < 256", "causal & same(doc)"])
 def test_products_run_beside_other_instructions(mask, dim, tmp_path):
     """ptxas says where it makes each WGMMA wait for its end: gradients without a mask took 1.3 times as long so."""
@@ -90,7 +90,8 @@ def test_products_run_beside_other_instructions(mask, dim, tmp_path):
     sizes = {"q_len": 512, "kv_len": 512, "heads": 8, "kv_heads": 8, "head_dim": dim, "dtype": "bfloat16"}
     made = fk.compile(mask, **more).stages(backend="triton", arch="sm_90", **sizes)
     kernels, ptx = vars(load(made.source)), tmp_path / "kernel.ptx"
-    for name in ("attention_forward", "attention_dq", "attention_dkv"):
+    assert ("attention_dv" in kernels) == (dim == 256)
+    for name in ("attention_forward", "attention_dq", "attention_dkv", *["attention_dv"] * (dim == 256)):
         own = of_kernel(name, made.target)
         ptx.write_text(compiled_for("sm_90", kernels[name], made.plan, own, Dims(dim, dim, "bfloat16")).asm["ptx"])
         command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
