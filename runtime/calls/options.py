@@ -131,7 +131,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 
     if not isinstance(sinks, torch.Tensor) and not shape:  # written on the device: nothing waits for a copy
         return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
-    have = sinks if isinstance(sinks, torch.Tensor) else uploaded(sinks, device)
+    have = sinks if isinstance(sinks, torch.Tensor) else uploaded(np.asarray(sinks, real), device)
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
 
 

@@ -79,8 +79,8 @@ def as_value(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ParameterError(f"`{name}` is not an array: {error}") from None
     if isinstance(value, np.ndarray):
-        others = {"bfloat16": np.float32, np.dtype(np.longdouble).name: np.float64}  # which frameworks do not read
-        value = value.astype(others.get(value.dtype.name, value.dtype.newbyteorder("=")), copy=False)  # of any machine
+        narrow, wide = value.dtype.name.startswith(("bfloat16", "float8")), value.dtype.type is np.longdouble
+        value = value.astype("f4" if narrow else "f8" if wide else value.dtype.newbyteorder("="), copy=False)
         if value.ndim and value.flags.writeable:
             value = value.copy()
             value.flags.writeable = False

@@ -72,6 +72,17 @@ def test_arrays_of_files_for_other_machines(framework):
     close(fk.attention(q, k, v, lambda q, k: big[0][q] == big[0][k], "score + bias[k]", bias=bias, sinks=SINKS), want)
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", [np.longdouble, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_arrays_of_dtypes_that_torch_cannot_take_from_numpy(framework, dtype):
+    q, k, v = arrays(framework)
+    bias, sinks = (np.arange(n).astype(np.float32).astype(dtype) for n in (16, 4))
+    given = {"bias": bias.astype(np.float32), "sinks": sinks.astype(np.float32)}
+    want = fk.attention(q, k, v, "causal", "score + bias[k // 3]", **given)
+    close(fk.attention(q, k, v, "causal", "score + bias[k // 3]", bias=bias, sinks=sinks), want)
+    close(fk.compile("causal", "score + bias[k // 3]", bias=bias)(q, k, v, sinks=sinks), want)
+
+
 def test_float64_sinks_stay_so():
     sinks = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     _, lse = fk.reference(*np.zeros((3, 1, 4, 2, 8)), "k < 0", sinks=sinks, layout="bhsd", return_lse=True)
