@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import as_value, traced
+from frisket.runtime.machine.parameters import as_value, names_of, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -56,12 +58,12 @@ def problem(
     array = mask if is_array(mask) else None
     made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
     made = made.without(values)
-    masks, flags = [made.mask], _flags(causal, window)
-    scores = [made.score]
+    masks, flags = [m for m in (made.mask,) if m is not None], _flags(causal, window)
+    scores = [s for s in (made.score,) if s is not None]
     if positions is not None:
         at = _by_place(tables, "positions", positions, lengths, moved)
-        masks = [None if m is None else m.at(**at) for m in masks]
-        scores = [None if s is None else s.at(**at) for s in scores]
+        masks = [m.at(**at) for m in masks]
+        scores = [s.at(**at) for s in scores]
         flags = [m.at(**at) for m in flags]
     elif lengths[2] != lengths[3] and not moved:
         flags = [m.at(q=f"q + {lengths[3] - lengths[2]}") for m in flags]
@@ -75,12 +77,9 @@ def problem(
         scores.append(as_score("softcap(c)", c=float(soft_cap)))
     if bias is not None:
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
-    whole: Any = None
-    for m in (m for m in masks if m is not None):
-        whole = m if whole is None else whole & m
-    chain: Any = None
-    for s in (s for s in scores if s is not None):
-        chain = s if chain is None else chain.then(s)
+    whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
+    read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
+    tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
     return OpCall(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
 
 

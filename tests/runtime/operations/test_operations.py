@@ -343,6 +343,8 @@ CASES = {  # keywords: the same as texts
     "two segments": (
         {"segment_ids": (SEGMENTS, SEGMENTS[:1])}, "t[b, q] == t[0, k] & t[b, q] >= 0", None, {"t": SEGMENTS},
     ),
+    "positions of keys alone": ({"positions": PLACES, "mask": "k < 20"}, "t[b, k] < 20", None, {"t": PLACES}),
+    "positions that nothing reads": ({"positions": PLACES, "bias": BIAS}, None, "score + t[0, h, q, k]", {"t": BIAS}),
     "positions": (
         {"positions": PLACES, "mask": "window(w)", "w": 9, "score": "score - 0.1 * (q - k)", "causal": True},
         "0 <= t[b, q] - t[b, k] & t[b, q] - t[b, k] < 9", "score - 0.1 * (t[b, q] - t[b, k])", {"t": PLACES},
