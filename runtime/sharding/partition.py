@@ -183,11 +183,12 @@ class PartitionManager:
     @staticmethod
     def fit(spec: Iterable[MeshAxes], shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
         """A spec as `mesh` and `shape` can have it: see `resolve`. A shorter spec leaves the last dimensions whole."""
-        taken: set[str] = set()
-        kept = []
+        kept: list[MeshAxes] = []
         for i, axes in enumerate(spec):
+            if shape is not None and i >= len(shape):
+                raise ShapeError(f"a spec of more axes than the array has, {list(shape)}: {spec}")
+            taken = {name for known in kept for name in names_of(known)}
             kept.append(fitting(mesh.shape, axes, None if shape is None else shape[i], taken))
-            taken |= {*names_of(kept[-1])}
         return _spec(*kept)  # type: ignore[no-any-return]
 
     def shard(

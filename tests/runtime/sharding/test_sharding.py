@@ -228,6 +228,7 @@ def test_the_manager_at_hand():
     assert s.current_partition_manager() is None
 
 
+ONE = s.PartitionManager(mesh=jax.make_mesh((1,), ("dp",)))
 BAD = {
     "no semantic axis": (lambda: s.PartitionManager().resolve(["__HEADS__"], s.MODE_TRAIN), "no semantic axis '__HEA"),
     "no mode": (lambda: s.PartitionAxis().resolve_axis([s.BATCH], "train"), "no runtime mode 'train'; modes are '__tr"),
@@ -235,6 +236,8 @@ BAD = {
     "no shape": (lambda: s.PartitionManager().resolve(s.AttnQSharding), r"mode 1 is told .* shape=x\.shape"),
     "no dimension": (lambda: s.PartitionManager().resolve([s.BATCH], 3, shape=(4,)), "mode 3 is no dimension"),
     "rank": (lambda: s.PartitionManager().resolve(s.AttnQSharding, shape=(4, 4)), "4 axes, .* of 2 dimensions"),
+    "too many": (lambda: ONE.place(np.ones(3), P("dp", None)), r"a spec of more axes than the array has, \[3\]: P"),
+    "too many to fit": (lambda: s.PartitionManager.fit([None, "dp"], (4,), ONE.mesh), "a spec of more axes"),
     "a number": (lambda: s.PartitionAxis(head_axis=3), "head_axis is 3; it is the name of a mesh axis"),
     "no mesh": (lambda: s.PartitionManager().shard(np.ones(3), [s.BATCH], s.MODE_TRAIN), "there is no mesh to split"),
     "not an axis": (lambda: s.PartitionManager("tp"), "paxis is 'tp'; it is a PartitionAxis"),
