@@ -81,14 +81,12 @@ class AttentionImpl(BaseOperation, ABC):
             if wrong:
                 raise ShapeError(f"index {wrong[0]} is no axis of {state_ps}{f' and {clone_ps}' if clone_ps else ''}")
             state_ps = _spec(*(source[i] if i in preserved_indices else None for i in range(len(state_ps))))
-        mesh = self.metadata.mesh
-        if tensor is None or mesh is None:
+        if tensor is None or self.metadata.mesh is None:
             return state_ps
-        return self.metadata.partition_manager.fit(state_ps, tensor.shape, mesh)
+        return self.metadata.partition_manager.fit(state_ps, tensor.shape, self.metadata.mesh)
 
     def placed(self, x: Any, spec: PartitionSpec) -> Any:
         """`x` split over the mesh as far as its shape goes; `x` itself without a mesh of several devices."""
-        mesh = self.metadata.mesh
-        if x is None or mesh is None or mesh.size == 1 or not any(map(names_of, spec)):
+        if x is None or (mesh := self.metadata.mesh) is None or mesh.size == 1 or not any(map(names_of, spec)):
             return x
         return self.metadata.partition_manager.place(jax.numpy.asarray(x), spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self
@@ -225,13 +226,10 @@ class AttentionMetadata(Record):
 def _dtype(name: str, x: Any) -> Any:
     if x is None:
         return None
-    try:
-        found = jnp.dtype(x)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise ParameterError(f"{name} is {x!r}; it is a floating dtype, as 'bfloat16'")
-    return found
+    with suppress(TypeError):
+        if jnp.issubdtype(found := jnp.dtype(x), jnp.floating):
+            return found
+    raise ParameterError(f"{name} is {x!r}; it is a floating dtype, as 'bfloat16'")
 
 
 def _member(kind: Any, name: str, x: Any) -> Any:

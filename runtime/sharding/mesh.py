@@ -8,8 +8,9 @@ import jax
 from jax._src.mesh import thread_resources  # JAX has no public word for the mesh of `with mesh:`
 
 
-def current_mesh() -> Any:
-    """The mesh of `jax.set_mesh(mesh)` or `with mesh:`, inside of `jax.jit` too; None without one.
+def current_mesh(own: Any = None) -> Any:
+    """The mesh `own`, or that of `jax.set_mesh(mesh)` or `with mesh:`, inside of `jax.jit` too; None without one.
+    Within `jax.shard_map` it is the mesh there, which knows the axes that are split already.
 
     >>> mesh = jax.make_mesh((1, 1), ("dp", "tp"))
     >>> with jax.set_mesh(mesh):
@@ -17,6 +18,8 @@ def current_mesh() -> Any:
     True
     """
     abstract = jax.sharding.get_abstract_mesh()
+    if own is not None and not abstract.manual_axes:
+        return own
     if not abstract.empty:
         try:
             return jax.sharding.get_mesh()

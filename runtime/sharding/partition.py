@@ -177,18 +177,19 @@ class PartitionManager:
         if shape is not None and len(shape) != len(axes):
             raise ShapeError(f"{len(axes)} axes, {list(axes)}, for an array of {len(shape)} dimensions, {list(shape)}")
         found = self.paxis.resolve_axis([*axes], _told(mode, shape) if isinstance(mode, int) else mode)
-        mesh = self.mesh if self.mesh is not None else current_mesh()
+        mesh = current_mesh(self.mesh)
         return self.fit(found, shape, mesh) if mesh is not None else _spec(*found)
 
     @staticmethod
     def fit(spec: Iterable[MeshAxes], shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
         """A spec as `mesh` and `shape` can have it: see `resolve`. A shorter spec leaves the last dimensions whole."""
+        sizes = {n: size for n, size in mesh.shape.items() if n not in mesh.manual_axes}  # shard_map has split these
         kept: list[MeshAxes] = []
         for i, axes in enumerate(spec):
             if shape is not None and i >= len(shape):
                 raise ShapeError(f"a spec of more axes than the array has, {list(shape)}: {spec}")
             taken = {name for known in kept for name in names_of(known)}
-            kept.append(fitting(mesh.shape, axes, None if shape is None else shape[i], taken))
+            kept.append(fitting(sizes, axes, None if shape is None else shape[i], taken))
         return _spec(*kept)  # type: ignore[no-any-return]
 
     def shard(
@@ -200,7 +201,7 @@ class PartitionManager:
 
     def place(self, x: Any, spec: PartitionSpec) -> Any:
         """`x` split by a spec, fitted to its shape."""
-        mesh = self.mesh if self.mesh is not None else current_mesh()
+        mesh = current_mesh(self.mesh)
         if mesh is None:
             raise ParameterError(
                 "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
@@ -208,7 +209,7 @@ class PartitionManager:
             )
         sharding = NamedSharding(mesh, self.fit(spec, x.shape, mesh))
         if isinstance(x, jax.core.Tracer):
-            explicit = all(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)
+            explicit = all(t != jax.sharding.AxisType.Auto for t in mesh.axis_types)
             return _reshard(x, sharding) if explicit else _constrain(x, sharding)
         return jax.device_put(x, sharding)
 

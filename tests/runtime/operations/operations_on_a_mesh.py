@@ -181,6 +181,27 @@ def explicit():
             close(loss(lambda *a: fk.attention(*a, "causal"))(q, k, v), wanted, 1e-4)
 
 
+def inside_shard_map():
+    """Axes that `jax.shard_map` has split already are no more to split, the others are; values and gradients."""
+    q, k, v = map(jnp.asarray, arrays())
+    wanted = jax.grad(lambda *a: (fk.attention(*a, "causal") ** 2).sum(), (0, 1, 2))(q, k, v)
+    whole, part = (P("fsdp", None, "tp"), {"fsdp", "tp"}), (P("fsdp"), {"fsdp"})
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("fsdp", "tp"), axis_types=(kind,) * 2)
+        args = [jnp.repeat(x, 4 // n, 2) for x, n in ((q, 4), (k, 2), (v, 2))]
+        for given, (spec, split) in ((mesh, whole), (None, whole), (mesh, part)):
+
+            def attend(q, k, v, given=given):
+                op = AttentionRegistry.create("frisket-xla", AttentionMetadata(mesh=given))
+                return s.PartitionManager(mesh=given).shard(op(q, k, v, causal=True).attention_outputs, s.AttnQSharding)
+
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+            with jax.set_mesh(mesh):
+                run = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names=split)
+                found = jax.jit(jax.grad(lambda *a, run=run: (run(*a) ** 2).sum(), (0, 1, 2)))(*placed)
+            close((found[0], *(np.asarray(x).reshape(4, LENGTH, 2, 2, 8).sum(3) for x in found[1:])), wanted, 1e-4)
+
+
 def partial_fit():
     """Six heads over four devices of an axis of two and one of three: the axis that divides is kept."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -191,6 +212,6 @@ def partial_fit():
 
 
 if __name__ == "__main__":
-    for check in (managers, modes, rings, explicit, *((gradients, partial_fit) if ALL else ())):
+    for check in (managers, modes, rings, explicit, inside_shard_map, *((gradients, partial_fit) if ALL else ())):
         check()
         print(check.__name__.replace("_", " "))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("operations_on_a_mesh.py")
-USUAL = ["managers", "modes", "rings", "explicit"]
+USUAL = ["managers", "modes", "rings", "explicit", "inside shard map"]
 
 
 @pytest.mark.parametrize(
