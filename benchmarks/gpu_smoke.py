@@ -48,10 +48,10 @@ def versions(scale: Scale) -> dict[str, str]:
 
 
 def of_torch(backend: str, what: str, scale: Scale) -> None:
-    """A call on tensors: `what` is "forward", "backward", "decode" or "table"."""
+    """A call on tensors: `what` is "forward", "backward", "decode" or "table", and a head size behind it."""
     att, arrays, want = case(what, scale)
     own = [torch.from_numpy(x).to(scale.device, scale.dtype) for x in arrays]
-    learns = what == "backward"
+    learns = what.startswith("backward")
     own = [x.requires_grad_(learns) for x in own]
     with torch.set_grad_enabled(learns):
         got = att(backend)(*own, **({} if what != "decode" else {"origin": (0, 0, own[1].shape[2] - 1, 0)}))
@@ -99,7 +99,8 @@ def case(what: str, scale: Scale) -> tuple[Callable[[str], fk.Attention], Arrays
     n = 80 if scale.dry else 1000
     queries, heads = (1, 4) if what == "decode" else (n, 2)
     draw = np.random.default_rng(0)
-    dim = scale.dims[0] if scale.dry else DIM
+    what, _, dim = what.partition(", D ")
+    dim = scale.dims[0] if scale.dry else int(dim or DIM)
     shapes = [(1, heads, queries, dim), (1, 2, n, dim), (1, 2, n, dim)]
     arrays = [draw.standard_normal(s, np.float32) for s in shapes]
     arrays = [torch.from_numpy(x).to(scale.dtype).float().numpy() for x in arrays]  # as the device reads them
@@ -123,7 +124,10 @@ def compared(got: np.ndarray, want: np.ndarray) -> None:
 DIRECTIONS = ("forward", "backward")
 CALLS: dict[str, Callable[[Scale], Any]] = {
     "versions": versions,
-    **{f"torch, triton, {what}": partial(of_torch, "triton", what) for what in (*DIRECTIONS, "decode", "table")},
+    **{
+        f"torch, triton, {what}": partial(of_torch, "triton", what)
+        for what in (*DIRECTIONS, "backward, D 256", "decode", "table")
+    },
     "torch, triton, table on the device": planned,
     "torch, triton, torch.compile": partial(compiled, "forward"),
     "torch, gluon, forward": partial(of_torch, "gluon", "forward"),
