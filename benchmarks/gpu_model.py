@@ -44,7 +44,7 @@ from gpu_sim import full, measured, mosaic, report, search, specialised, units
 from gpu_sim.compiled import ROOT, Compiled, disassembled, folder, resources, triton_version
 from gpu_sim.loops import LoopFigures, figures
 from gpu_sim.machine import GPUS, Gpu
-from gpu_sim.ours import KERNELS, Ours, Tile, chosen, compiled
+from gpu_sim.ours import APART, KERNELS, Ours, Tile, chosen, compiled
 from gpu_sim.sass import parse
 from gpu_sim.search import Cell
 from store import keep, shown
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     one = commands.add_parser("loops", help="the steady loops of one of our kernels")
     one.add_argument("mask", help="a name in gpu_sim.ours.MASKS, or a mask's text")
     one.add_argument("dim", type=int)
-    one.add_argument("kernel", choices=KERNELS)
+    one.add_argument("kernel", choices=(*KERNELS, *APART))
     one.add_argument("--tiles", help="queries,keys,warps,stages;…")
     one.add_argument("--dtype", default="bfloat16")
     one.add_argument("--group", type=int, default=1, help="query heads of a key head")

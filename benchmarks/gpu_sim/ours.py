@@ -24,7 +24,9 @@ from .compiled import Compiled, kept
 LENGTH, HEADS = 8192, 16
 DRAWN = "12 documents"  # of benchmarks/gpu.py
 KERNELS = ("forward", "dq", "dkv")
-FLOPS = {"forward": 4, "dq": 6, "dkv": 8}  # of the products that a kernel makes, by head size, for a pair
+APART = ("dk", "dv")  # in the place of dkv, where calls have a kernel for each
+# of the products that a kernel makes, by head size, for a pair
+FLOPS = {"forward": 4, "dq": 6, "dkv": 8, "dk": 6, "dv": 4}
 
 
 @dataclass(frozen=True, order=True)
@@ -117,6 +119,11 @@ class Ours:
     listed: bool = False
 
     @property
+    def part(self) -> str:
+        """The field of a target that holds the tile: that of dkv holds dk's where values have a kernel of their own."""
+        return "dkv" if self.kernel == "dk" else self.kernel
+
+    @property
     def flops(self) -> int:
         """FLOP for a pair of query and key."""
         return FLOPS[self.kernel] * self.dim
@@ -131,8 +138,10 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
         backend="triton", arch=ours.arch, q_len=mask.length, kv_len=mask.length, heads=HEADS,
         kv_heads=HEADS // ours.group, head_dim=ours.dim, dtype=ours.dtype,
     )  # fmt: skip
-    if made.target.dv is None:
+    if (made.target.dv is not None) == (ours.kernel in APART):
         return made.plan, made.target
+    if made.target.dv is None:
+        raise ValueError(f"calls of head size {ours.dim} have one kernel of dk and dv on {ours.arch}: ask for dkv")
     block_q, block_k, warps, stages, described = TABLE[ours.arch]["dkv"]["long"][str(ours.dim)]
     both = Target(
         "triton", block_q, block_k, warps, stages, descriptors=bool(described)
@@ -142,7 +151,7 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
 
 def chosen(ours: Ours) -> Tile:
     """The tile that frisket takes by itself."""
-    target = of_kernel(f"attention_{ours.kernel}", planned(ours)[1])
+    target = of_kernel(f"attention_{ours.part}", planned(ours)[1])
     return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages, int(target.descriptors))
 
 
@@ -158,16 +167,16 @@ def together(ours: Ours, length: int, places: int) -> int:
 def compiled(ours: Ours, tile: Tile) -> Compiled:
     """The kernel with this tile, compiled by the Triton that is installed."""
     plan, target = planned(ours)
-    own = of_kernel(f"attention_{ours.kernel}", target)
+    own = of_kernel(f"attention_{ours.part}", target)
     mine = replace(
         own, block_q=tile.block_q, block_k=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
         descriptors=bool(tile.descriptors),
     )  # fmt: skip
-    whole = replace(target, **{ours.kernel: mine}) if ours.kernel != "forward" else replace(
+    whole = replace(target, **{ours.part: mine}) if ours.kernel != "forward" else replace(
         mine, dq=target.dq, dkv=target.dkv, decode=target.decode
     )  # fmt: skip
     dims = Dims(ours.dim, ours.dim, ours.dtype, ours.group)
-    source, name = _emitted(ours.kernel if ours.listed else "", plan, whole, dims), f"attention_{ours.kernel}"
+    source, name = _emitted(ours.part if ours.listed else "", plan, whole, dims), f"attention_{ours.part}"
     kernel = vars(load(source))[name]
     key = (_one(source, name), report.signature(kernel, plan, mine, dims), mine, dims)
     found = kept(name, ours.arch, tile.warps, key, lambda: report.compiled_for(ours.arch, kernel, plan, mine, dims))

@@ -112,15 +112,15 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
     """The sinks as an array [heads] of the call's framework, in float32, or float64 beside float64."""
     if sinks is None:
         return None
-    if framework_of(sinks) not in ("torch", "jax") and not traced(sinks):
-        sinks = np.asarray(sinks)
-        sinks = sinks.astype(np.float64 if "float" in sinks.dtype.name else sinks.dtype.newbyteorder("="), copy=False)
-    shape, kind = tuple(sinks.shape), str(sinks.dtype).removeprefix("torch.")
+    host = framework_of(sinks) not in ("torch", "jax") and not traced(sinks)
+    sinks = np.asarray(sinks) if host else sinks
+    shape, kind = tuple(sinks.shape), sinks.dtype.name if host else str(sinks.dtype).removeprefix("torch.")
     if not kind.startswith(("float", "bfloat", "int", "uint")) or shape not in ((), (heads,)):
         raise ShapeError(
             f"sinks are {kind}{list(shape)}; they are one number, or one for each of the {heads} query heads"
         )
     real = "float64" if dtype == "float64" else "float32"
+    sinks = sinks.astype(real, copy=False) if host else sinks  # of any order of bytes, and what frameworks do not read
     if framework == "numpy":
         return np.broadcast_to(_copied(sinks), (heads,)).astype(real)
     if framework == "jax":
@@ -131,7 +131,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 
     if not isinstance(sinks, torch.Tensor) and not shape:  # written on the device: nothing waits for a copy
         return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
-    have = sinks if isinstance(sinks, torch.Tensor) else uploaded(np.asarray(sinks, real), device)
+    have = sinks if isinstance(sinks, torch.Tensor) else uploaded(sinks, device)
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gpu_sim import full
 from gpu_sim.machine import H100
-from gpu_sim.ours import Ours, Tile, planned
+from gpu_sim.ours import Ours, Tile, chosen, planned
 from gpu_sim.published import BANDS, ROWS, band, case, name
 from gpu_sim.report import FIGURES, MODEL
 from gpu_sim.sass import parse
@@ -209,3 +209,14 @@ def test_memory_bounds_a_kernel(kernel):
     work = full.Work(np.ones(132, int), np.ones(132, int))
     slow = full.kernel_time([(kernel, work)], 1, H100, 1e10)
     assert slow.seconds == pytest.approx(1e10 / H100.hbm + full.SECONDS_A_LAUNCH)
+
+
+def test_dk_and_dv_are_kernels_where_calls_have_one_for_each():
+    both, dk, dv = (Ours(n, dim=256) for n in ("dkv", "dk", "dv"))
+    assert [planned(x)[1].dv is None for x in (both, dk, dv)] == [True, False, False]
+    assert (both.flops, dk.flops, dv.flops) == (8 * 256, 6 * 256, 4 * 256)  # the scores are computed in each
+    target = planned(dk)[1]
+    tiles = [(t.block_q, t.block_k) for t in (target.dkv, target.dv)]
+    assert [(t.block_q, t.block_k) for t in map(chosen, (dk, dv))] == tiles
+    with pytest.raises(ValueError, match="have one kernel of dk and dv on sm_90: ask for dkv"):
+        planned(Ours("dv", dim=128))

@@ -19,7 +19,7 @@ from . import decode as triton_decode
 from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
-from .rows import WALKED, RowLaunches, RowParts, of_call
+from .rows import RowLaunches, RowParts, of_call, walking_queries
 from .tiles import of_kernel
 
 Tensor = Any
@@ -114,7 +114,7 @@ class _Launches:
             "attention_dq": of_call(plan, spans, g, target.dq or target, processors),
             **{
                 n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
-                for n in WALKED[: 2 if target.dv else 1]
+                for n in walking_queries(target)
             },
         }
         listed = frozenset(n for n, x in parts.items() if x is not None)

@@ -94,15 +94,18 @@ def of_call(
     return made if made is not None and made.programs.shape[1] <= GRID else None
 
 
-WALKED = ("attention_dkv", "attention_dv")  # the kernels that walk queries
+def walking_queries(target: Target) -> tuple[str, ...]:
+    """The kernels of a target that own keys and walk tiles of queries."""
+    return ("attention_dkv", "attention_dv") if target.dv else ("attention_dkv",)
 
 
 def listed_kernels(
     plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int
 ) -> frozenset[str]:
     """The kernels of a call for whose programs there is a table."""
-    tiles = {n: of_kernel(n, target) for n in ("attention_forward", "attention_dq", *WALKED[: 2 if target.dv else 1])}
-    made = {n: of_call(plan, spans, g, t, processors, walked=n in WALKED) for n, t in tiles.items()}
+    walked = walking_queries(target)
+    names = "attention_forward", "attention_dq", *walked
+    made = {n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=n in walked) for n in names}
     return frozenset(n for n, parts in made.items() if parts is not None)
 
 
@@ -118,7 +121,7 @@ class RowLaunches:
         """`names` are the kernels. `inputs` are the tensors that the first one reads, `results` those that both write,
         and `sums` the float32 arrays that hold what it leaves of parts, with the shapes of a query or key."""
         g, device = own.geometry, own.device
-        walked = names[0] in WALKED
+        walked = names[0] in ("attention_dkv", "attention_dv")
         rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
         self.shapes = [(parts.places, rows, *shape) for shape in sums.values()]
         partial: dict[str, Access] = dict.fromkeys(sums, "")

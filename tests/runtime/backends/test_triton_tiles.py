@@ -119,6 +119,9 @@ def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     assert row_of(tiles.default_target(g, "bfloat16").dkv) == dkv
+    assert row_of(tiles.default_target(g, "bfloat16", keys=128).dkv) == (
+        dkv if installed == "3.6" else [32, 64, 4, 3, 1]
+    )
     other = [{"descriptors": False}, {"curved": True}, {"reads": "each"}, {"arch": "sm_80"}]
     for given in other:
         made = tiles.default_target(g, "bfloat16", **given)

@@ -334,7 +334,7 @@ class Numbers(list):
 
 
 class Width:
-    """Its number is read by what runs without a name in the score mod."""
+    """A number that is read by special methods, which a score mod calls without naming them."""
 
     def __init__(self):
         self.wide = Settings.wide
