@@ -89,6 +89,12 @@ def array_function(func: Any, args: Any, kwargs: Any) -> Any:
     return fail(f"np.{name} has no counterpart in the language")
 
 
+def element(array: Any) -> Type | None:
+    """The type of an array's entries, None where they are no numbers of the language."""
+    kind = array.dtype.kind
+    return FLOAT if kind == "V" and array.dtype.name.startswith(("bfloat16", "float8")) else ELEMENT.get(kind)
+
+
 class TracedTable:
     """A stand-in for a captured array during the trace. Indexing with positions makes lookups; everything else sees the
     array."""
@@ -101,7 +107,8 @@ class TracedTable:
 
     def symbol(self) -> Symbol:
         """The whole array, as Exprs."""
-        return table(self._naming(self._name, self.array), self.array.shape, ELEMENT[self.array.dtype.kind])
+        kind: Any = element(self.array)
+        return table(self._naming(self._name, self.array), self.array.shape, kind)
 
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
@@ -111,7 +118,7 @@ class TracedTable:
 
     def _again(self, value: Any) -> Any:
         """A new table of values computed from a table."""
-        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in ELEMENT:
+        if isinstance(value, np.ndarray) and value.ndim and element(value):
             return TracedTable(self._naming, value, self._name)
         return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
 

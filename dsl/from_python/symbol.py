@@ -82,7 +82,7 @@ def symbol_of(value: Any) -> Symbol | None:
     if isinstance(value, Symbol):
         return value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
+        value = float(value) if value.dtype.type is np.longdouble else value.item()
     if isinstance(value, bool | int | float):
         return Symbol(lit(value))
     if context.front is not None and (found := context.front.lift(value)) is not None:
@@ -311,7 +311,10 @@ class Symbol:
         return found.__index__()  # type: ignore[no-any-return]
 
     def __float__(self) -> float:
-        return float(self._number("float() of a position: leave it out, Int and Float mix freely"))
+        why = (
+            "float() of a position: leave it out, Int and Float mix freely; math.tanh(x) calls it, np.tanh(x) does not"
+        )
+        return float(self._number(why))
 
     def __int__(self) -> int:
         return int(self._number("int() of a position: leave it out, or write np.floor(x) to round"))

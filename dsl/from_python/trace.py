@@ -33,7 +33,7 @@ from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
-from .numpy_functions import BUILTINS, ELEMENT, TracedTable
+from .numpy_functions import BUILTINS, TracedTable, element
 from .symbol import Symbol, shown, symbol_of, what_is
 from .user_line import fail
 
@@ -278,7 +278,7 @@ class _Tracer:
         if isinstance(value, np.ndarray):
             if value.ndim == 0:
                 return value.item()
-            if value.dtype.kind not in ELEMENT:
+            if element(value) is None:
                 raise TraceError(f"`{name}` is an array of {value.dtype}; tables hold bool, int or float")
             return TracedTable(self.name_table, value, name)
         if isinstance(value, np.generic):

@@ -56,10 +56,17 @@ class PagePool:
 
     @classmethod
     def of(cls, pages: int, page: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
-        """A pool with these pages and this number of tokens of every sequence."""
+        """A pool with these pages and this number of tokens of every sequence, which fit each other."""
         pool = cls(pages, page)
         for sequence, (its, tokens) in sequences.items():
-            pool._held[sequence], pool._lengths[sequence] = list(its), tokens
+            its, tokens = [_whole("pages", i) for i in its], _whole("tokens", tokens)
+            needed = max(-(-tokens // pool.page), 0)
+            if tokens < 0 or not len({*its}) == len(its) == needed or not {*its} <= {*range(pool.pages)}:
+                raise ShapeError(
+                    f"{tokens} tokens of the sequence {sequence!r} on the pages {its}; they are on {needed} different "
+                    f"pages of 0 to {pool.pages - 1}, of {pool.page} tokens each"
+                )
+            pool._held[sequence], pool._lengths[sequence] = its, tokens
             pool.ledger.new(sequence)
             for i in its:
                 pool._users[i] += 1

@@ -68,8 +68,8 @@ def as_value(name: str, value: Any) -> Any:
             f"`{name}` is traced by jax.jit or another transform, and this takes values; compile the mask without it "
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
+    refuse_other(name, value)
     if hasattr(value, "detach"):
-        refuse_meta(name, value)
         value = value.detach().cpu()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
         value = (value.float() if narrow else value).resolve_neg().numpy()
@@ -94,12 +94,20 @@ def as_value(name: str, value: Any) -> Any:
     return value
 
 
-def refuse_meta(name: str, value: Any) -> None:
-    """Raise where a tensor has a shape and no values."""
+def refuse_other(name: str, value: Any) -> None:
+    """Raise where an array has entries that are not there as numbers: meta, sparse, nested, quantized, masked."""
+    if np.ma.is_masked(value):
+        raise ParameterError(f"`{name}` has masked entries; say what they are: {name}.filled(0)")
     if getattr(value, "is_meta", False):
         raise ParameterError(
             f"`{name}` is a meta tensor, which has no values; give values, or q, k, v and every table on meta"
         )
+    if getattr(value, "is_nested", False):
+        raise ParameterError(f"`{name}` is a nested tensor; give a dense one, torch.nested.to_padded_tensor({name}, 0)")
+    if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
+        raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
+    if getattr(value, "is_quantized", False):
+        raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
 
 
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:

@@ -25,7 +25,7 @@ from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
-from frisket.runtime.machine.parameters import names_of, refuse_meta, traced
+from frisket.runtime.machine.parameters import names_of, refuse_other, traced
 
 from .compiled import UNDRAWN
 from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
@@ -40,6 +40,8 @@ def divided(
     """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, arrays of
     `framework` (of any, when None) that gradients may flow to, being `learnable`, and, where `flat` asks for the
     flat planner, every table of a framework. `flat=False` keeps all on the host but what requires a gradient."""
+    for n, x in params.items():
+        refuse_other(n, x)
     stays = {n for n, x in params.items() if _stays(x, flat, n in learnable, framework)}
     return {n: x for n, x in params.items() if n not in stays}, {n: params[n] for n in stays}
 
@@ -272,8 +274,6 @@ def device_plan(
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests on the device that tables declared sorted are."""
     check_used(arrays, program.names)
-    for n, x in arrays.items():
-        refuse_meta(n, x)
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")

@@ -178,7 +178,8 @@ def _of_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
 
 def _bits(x: Any) -> Any:
     """The entries of a host's table as numbers of their bits; None where they cannot be looked at so."""
-    if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.dtype.itemsize in WORDS:
+    dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
+    if dense and x.dtype.itemsize in WORDS:
         return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
     if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:
         return None if x.nbytes > COPIED else x.view(f"u{x.itemsize}")
@@ -281,7 +282,9 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:
-    return name in att.program.learnable and hasattr(x, "requires_grad") and x.is_floating_point()
+    if name not in att.program.learnable or not hasattr(x, "requires_grad") or x.is_nested:
+        return False
+    return x.is_floating_point() and x.layout is torch.strided
 
 
 def _stays(x: Any, device: Any) -> bool:

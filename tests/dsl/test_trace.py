@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import math
 
 import numpy as np
 import pytest
@@ -119,6 +120,7 @@ REFUSED = [
     (lambda q, k: k > 2 if q >= k else k > 3, "write `np.where(condition, a, b)`"),
     (lambda q, k: 0 <= q - k < 4, "write `(a <= x) & (x < b)` for `a <= x < b`"),
     (lambda q, k: float(q) > k, "float() of a position"),
+    (lambda q, k: math.tanh(q) > k, "math.tanh(x) calls it, np.tanh(x) does not"),
     (lambda q, k: int(q) > k, "int() of a position"),
     (lambda q, k: sum(range(q)) > k, "no range()"),
     (lambda q, k: [1, 2][q] > k, "no Python indexing"),

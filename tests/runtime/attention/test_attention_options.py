@@ -81,6 +81,9 @@ def test_arrays_of_dtypes_that_torch_cannot_take_from_numpy(framework, dtype):
     want = fk.attention(q, k, v, "causal", "score + bias[k // 3]", **given)
     close(fk.attention(q, k, v, "causal", "score + bias[k // 3]", bias=bias, sinks=sinks), want)
     close(fk.compile("causal", "score + bias[k // 3]", bias=bias)(q, k, v, sinks=sinks), want)
+    one, nothing = bias[1], np.zeros((), dtype)
+    captured = fk.compile("causal", lambda score, b, h, q, k: score * one + (bias[k // 3] + nothing))
+    close(captured(q, k, v, sinks=sinks), want)
 
 
 def test_float64_sinks_stay_so():

@@ -7,6 +7,8 @@ import torch
 
 import frisket as fk
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
+
 
 def t(*shape, **more):
     return torch.zeros(shape, **more)
@@ -267,3 +269,49 @@ def test_refused(name):
     assert isinstance(error.value, fk.FrisketError)
     if text is not None:
         assert str(error.value) == text
+
+
+TABLE = torch.zeros(8, 8)
+STRANGE = {
+    "nested": (lambda: torch.nested.nested_tensor(list(TABLE)), "is a nested tensor; give a dense one"),
+    "sparse": (TABLE.to_sparse, "is a tensor of layout torch.sparse_coo; give a dense one, bias.to_dense()"),
+    "mkldnn": (TABLE.to_mkldnn, "is a tensor of layout torch._mkldnn; give a dense one, bias.to_dense()"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(TABLE, 0.1, 0, torch.qint8),
+        "is of torch.qint8; give its numbers, bias.dequantize()",
+    ),
+    "masked": (
+        lambda: np.ma.array(TABLE.numpy(), mask=np.eye(8)),
+        "has masked entries; say what they are: bias.filled(0)",
+    ),
+}  # fmt: skip
+ATT = fk.compile(score="score + bias[q, k]")
+ENTRIES = {
+    "call": lambda x: ATT(Q, K, K, bias=x),
+    "plan": lambda x: ATT.plan(8, 8, bias=x),
+    "table of a mask": lambda x: fk.attention(Q, K, K, "bias[q, k] > 0", bias=x),
+    "value of a mask": lambda x: fk.mask("bias[q, k] > 0", bias=x),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tables_without_plain_entries_are_refused(kind, entry):
+    ENTRIES[entry](TABLE)  # what is remembered of a dense one does not let another in
+    made, text = STRANGE[kind]
+    with pytest.raises(fk.ParameterError) as error:
+        ENTRIES[entry](made())
+    assert str(error.value).startswith("`bias` " + text)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "masked"])
+def test_sinks_and_origins_without_plain_entries_are_refused(kind):
+    x = {"sparse": torch.ones(1).to_sparse, "masked": lambda: np.ma.array([1], mask=[1])}.get(kind, STRANGE[kind][0])()
+    for name, given in (("sinks", {"sinks": x}), ("origin", {"origin": (0, 0, x, 0)})):
+        with pytest.raises(fk.ParameterError, match=f"`{name}` "):
+            fk.attention(Q, K, K, "causal", **given)
+
+
+def test_masked_arrays_that_hide_nothing_are_arrays():
+    bias = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    assert torch.equal(ATT(Q, K, K, bias=np.ma.array(bias)), ATT(Q, K, K, bias=bias))

@@ -125,6 +125,15 @@ def test_a_pool_as_it_was():
         stored.check()
 
 
+UNFIT = [([0, 1], 4), ([0], 5), ([0, 0], 8), ([4], 4), ([-1], 4), ([], -3), ([0.5], 1)]
+
+
+@pytest.mark.parametrize(("pages", "tokens"), UNFIT)
+def test_a_pool_of_pages_and_lengths_that_do_not_fit_is_refused(pages, tokens):
+    with pytest.raises(ShapeError):
+        PagePool.of(4, 4, {"a": (pages, tokens)})
+
+
 def test_a_shared_page_is_copied_by_who_writes_first():
     pool = PagePool(6, 4)
     pool.allocate("a", 6)
