@@ -39,7 +39,7 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = unit_of(call);
-    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
+    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
@@ -55,6 +55,10 @@ static void begin(Worker &w, const Item &item) {
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+#if AMX
+    for (int step = 0; step < STEPS && all == 16; step += 16)
+        turn_square(w.turned + step * 16, 16, w.query + step, QUERY);
+#endif
 }
 
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
@@ -109,10 +113,12 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (PARTIAL)
         for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
-    if (FEW && item.rows() <= FEW) {
+    if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
-        add_few_values<PARTIAL>(w, tile, item.rows());
-        return;
+#if AMX
+        if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
+#endif
+        return add_few_values<PARTIAL>(w, tile, item.rows());
     }
     pack(w, item, tile, number);
 #if AMX
@@ -154,7 +160,9 @@ static void finish(Worker &w, const Item &item) {
         }
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
-        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+        const bool split = SPLIT && item.rows() > FEW && item.rows() <= SQUARE;
+        for (int d = 0; d < V_DIM; d++)
+            out[d] = rounded(acc[split ? (d & ~31) | (d & 1) << 4 | (d & 31) >> 1 : d] * factor);
     }
 }
 
