@@ -10,33 +10,24 @@ from frisket.runtime.machine.extras import extras
 with extras():
     # torch does not document these four; programs import them beside the public names
     from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE as _DEFAULT_SPARSE_BLOCK_SIZE
-    from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
-    from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
-    from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions
     from torch.nn.attention.flex_attention import _identity as _identity
     from torch.nn.attention.flex_attention import _mask_mod_signature as _mask_mod_signature
     from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
 
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
-from frisket.runtime.flex.attention import flex_attention as flex_attention
-from frisket.runtime.flex.block_mask import BlockMask as BlockMask
-from frisket.runtime.flex.create import and_masks as and_masks
-from frisket.runtime.flex.create import create_block_mask as create_block_mask
-from frisket.runtime.flex.create import create_mask as create_mask
-from frisket.runtime.flex.create import create_nested_block_mask as create_nested_block_mask
-from frisket.runtime.flex.create import noop_mask as noop_mask
-from frisket.runtime.flex.create import or_masks as or_masks
+from frisket.runtime.flex.attention import flex_attention
+from frisket.runtime.flex.block_mask import BlockMask
+from frisket.runtime.flex.create import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    create_nested_block_mask,
+    noop_mask,
+    or_masks,
+)
 
 __all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BlockMask",
-    "FlexKernelOptions",
-    "and_masks",
-    "create_block_mask",
-    "create_mask",
-    "create_nested_block_mask",
-    "flex_attention",
-    "noop_mask",
-    "or_masks",
-]
+    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "and_masks", "create_block_mask", "create_mask",
+    "create_nested_block_mask", "flex_attention", "noop_mask", "or_masks",
+]  # fmt: skip

@@ -10,37 +10,27 @@
 from frisket.runtime.machine.extras import extras
 
 with extras():
-    from frisket.runtime.modeling.kv_cache import concatenate_to_cache as concatenate_to_cache
+    from frisket.runtime.modeling.kv_cache import concatenate_to_cache
 
-from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits
-from frisket.runtime.modeling.kv_cache import init_cache as init_cache
-from frisket.runtime.modeling.layers import add_start_docstrings as add_start_docstrings
-from frisket.runtime.modeling.layers import canonicalize_dtype as canonicalize_dtype
-from frisket.runtime.modeling.layers import get_gradient_checkpoint_policy as get_gradient_checkpoint_policy
-from frisket.runtime.modeling.meshes import create_mesh as create_mesh
-from frisket.runtime.modeling.meshes import get_names_from_partition_spec as get_names_from_partition_spec
-from frisket.runtime.modeling.meshes import get_ranks_and_size as get_ranks_and_size
-from frisket.runtime.modeling.meshes import names_in_mesh as names_in_mesh
-from frisket.runtime.modeling.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
-from frisket.runtime.modeling.rotary import repeat_kv_bnsh as repeat_kv_bnsh
-from frisket.runtime.modeling.rotary import repeat_kv_bsnh as repeat_kv_bsnh
-from frisket.runtime.modeling.rotary import rotary_tables as rotary_tables
-from frisket.runtime.modeling.rotary import rotate_half as rotate_half
+from frisket.runtime.modeling.dot_general import get_dot_general_by_bits
+from frisket.runtime.modeling.kv_cache import init_cache
+from frisket.runtime.modeling.layers import add_start_docstrings, canonicalize_dtype, get_gradient_checkpoint_policy
+from frisket.runtime.modeling.meshes import (
+    create_mesh,
+    get_names_from_partition_spec,
+    get_ranks_and_size,
+    names_in_mesh,
+)
+from frisket.runtime.modeling.rotary import (
+    apply_rotary_pos_emb,
+    repeat_kv_bnsh,
+    repeat_kv_bsnh,
+    rotary_tables,
+    rotate_half,
+)
 
 __all__ = [
-    "add_start_docstrings",
-    "apply_rotary_pos_emb",
-    "canonicalize_dtype",
-    "concatenate_to_cache",
-    "create_mesh",
-    "get_dot_general_by_bits",
-    "get_gradient_checkpoint_policy",
-    "get_names_from_partition_spec",
-    "get_ranks_and_size",
-    "init_cache",
-    "names_in_mesh",
-    "repeat_kv_bnsh",
-    "repeat_kv_bsnh",
-    "rotary_tables",
-    "rotate_half",
-]
+    "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache", "create_mesh",
+    "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec", "get_ranks_and_size",
+    "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables", "rotate_half",
+]  # fmt: skip

@@ -14,24 +14,12 @@ with extras():
     from frisket.runtime.operations import operators as operators  # registered by being imported
 
 from frisket.runtime.operations import ring as ring
-from frisket.runtime.operations.attention import AttentionImpl as AttentionImpl
-from frisket.runtime.operations.base import AttentionRegistry as AttentionRegistry
-from frisket.runtime.operations.base import BaseOperation as BaseOperation
-from frisket.runtime.operations.base import OperationRegistry as OperationRegistry
-from frisket.runtime.operations.metadata import AttentionMetadata as AttentionMetadata
-from frisket.runtime.operations.metadata import Backend as Backend
-from frisket.runtime.operations.metadata import OperationMetadata as OperationMetadata
-from frisket.runtime.operations.metadata import Platform as Platform
-from frisket.runtime.operations.output import AttentionOutput as AttentionOutput
+from frisket.runtime.operations.attention import AttentionImpl
+from frisket.runtime.operations.base import AttentionRegistry, BaseOperation, OperationRegistry
+from frisket.runtime.operations.metadata import AttentionMetadata, Backend, OperationMetadata, Platform
+from frisket.runtime.operations.output import AttentionOutput
 
 __all__ = [
-    "AttentionImpl",
-    "AttentionMetadata",
-    "AttentionOutput",
-    "AttentionRegistry",
-    "Backend",
-    "BaseOperation",
-    "OperationMetadata",
-    "OperationRegistry",
-    "Platform",
-]
+    "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation",
+    "OperationMetadata", "OperationRegistry", "Platform",
+]  # fmt: skip

@@ -5,10 +5,8 @@
 1.0
 """
 
-from frisket.runtime.parallel.attend import attend as attend
-from frisket.runtime.parallel.deal import Deal as Deal
-from frisket.runtime.parallel.deal import deal as deal
-from frisket.runtime.parallel.schedule import Step as Step
-from frisket.runtime.parallel.schedule import steps as steps
+from frisket.runtime.parallel.attend import attend
+from frisket.runtime.parallel.deal import Deal, deal
+from frisket.runtime.parallel.schedule import Step, steps
 
 __all__ = ["Deal", "Step", "attend", "deal", "steps"]

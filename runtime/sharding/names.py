@@ -190,3 +190,15 @@ class ExpertActivations(DynamicShardingAxes):
 
 class ExpertActivationsAlt(DynamicShardingAxes):
     form = [DP, SP, [TP, FSDP]], MODE_TRAIN
+
+
+__all__ = [
+    "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY", "EMPTY_VAL",
+    "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL", "GENERATION_MODES", "HEAD",
+    "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE", "MODES", "MODE_DECODE",
+    "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH", "SEQUENCE_PARALLEL", "SP",
+    "TENSOR_PARALLEL", "TP", "VOCAB", "AttnKVSharding", "AttnQSharding", "ColumnWise", "DynamicShardingAxes",
+    "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise", "ExpertColumnWiseAlt", "ExpertRowWise",
+    "ExpertRowWiseAlt", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise", "SRowWise",
+    "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
+]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh as Mesh
+from jax.sharding import Mesh
 
 Array = jax.Array
 PRNGKey = jax.Array
@@ -17,3 +17,7 @@ AxisIdxes = tuple[int, ...]
 AxisNames = tuple[str, ...]
 AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
 RUNTIME_MODE_TYPES = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
+
+__all__ = [
+    "RUNTIME_MODE_TYPES", "Array", "AxisIdxes", "AxisNames", "AxisType", "DType", "Mesh", "PRNGKey", "Shape",
+]  # fmt: skip
