@@ -33,13 +33,9 @@ def exactly(x: Any) -> Array:
 
 
 def coordinates(
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
+    batch: int, heads: int, q_len: int, kv_len: int, origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
     sizes: tuple[int, int, int, int] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Values of `b h q k B H Q_LEN KV_LEN` over a crop, shaped to broadcast as [batch, heads, q, k].
 
     The q and k entries of `origin` may be vectors with one entry per batch.

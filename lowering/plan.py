@@ -253,21 +253,11 @@ class SpanSource(Protocol):
 
 
 def make_plan(
-    mask: Expr | None,
-    score: Expr | None,
-    text: str = "",
-    *,
-    bounds: Bounds | None = None,
-    rows_nonempty: bool = False,
-    score_finite: bool = False,
-    limits: Mapping[str, float] | None = None,
-    dropout: bool = False,
-    at: tuple[Expr, ...] | None = None,
-    weight: Expr | None = None,
-    pages: Pages | None = None,
-    unwritten: bool = False,
+    mask: Expr | None, score: Expr | None, text: str = "", *, bounds: Bounds | None = None, rows_nonempty: bool = False,
+    score_finite: bool = False, limits: Mapping[str, float] | None = None, dropout: bool = False,
+    at: tuple[Expr, ...] | None = None, weight: Expr | None = None, pages: Pages | None = None, unwritten: bool = False,
     facts: frozenset[Fact] = frozenset(),
-) -> LoopPlan:
+) -> LoopPlan:  # fmt: skip
     """The plan of a simplified mask and score mod, reductions written out.
 
     `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the

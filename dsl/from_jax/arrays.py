@@ -33,13 +33,9 @@ class Array:
     __slots__ = ("_element", "_known", "_seen", "_values", "pieces", "shape", "source")
 
     def __init__(
-        self,
-        shape: Shape,
-        element: Element,
-        known: Callable[[], Any] | None = None,
-        source: str = "",
+        self, shape: Shape, element: Element, known: Callable[[], Any] | None = None, source: str = "",
         pieces: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape, self._element, self._known = shape, element, known
         self.source, self.pieces = source, pieces
         self._seen: dict[Indices, Expr] = {}

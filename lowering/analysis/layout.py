@@ -78,21 +78,10 @@ def swap(e: Expr) -> Expr:
 
 
 def analyse(
-    mask: Expr | None,
-    *,
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    block: tuple[int, int] = (128, 128),
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-    params: Mapping[str, Any] | None = None,
-    tables: Mapping[str, Any] | None = None,
-    work: int = WORK,
-    look: bool = True,
-    transposed: bool = False,
-) -> Analysis:
+    mask: Expr | None, *, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] = (128, 128),
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, params: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Any] | None = None, work: int = WORK, look: bool = True, transposed: bool = False,
+) -> Analysis:  # fmt: skip
     """The spans of `mask` over queries `[q, q + q_len)` and keys `[k, k + kv_len)` of the whole problem.
 
     `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to

@@ -84,15 +84,10 @@ def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
 
 
 def printed(
-    roots: Iterable[Expr],
-    table: Mapping[str, str],
-    leaf: Callable[[Expr, list[Text]], Text | None],
-    name: Callable[[Expr, int], str],
-    backend: str,
-    inner: Collection[Expr] = (),
-    when: Mapping[str, int] = LEVELS,
+    roots: Iterable[Expr], table: Mapping[str, str], leaf: Callable[[Expr, list[Text]], Text | None],
+    name: Callable[[Expr, int], str], backend: str, inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS,
     early: Collection[Expr] = (),
-) -> Printed:
+) -> Printed:  # fmt: skip
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
     Raises LoweringError for an operator without a row."""

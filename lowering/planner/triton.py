@@ -35,20 +35,8 @@ TRITON = {
 }  # fmt: skip
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
 HEAD = (
-    "Bounds",
-    "Count",
-    "Left",
-    "Work",
-    "Place",
-    "line_count",
-    "rows",
-    "q_len",
-    "kv_len",
-    "bq",
-    "bk",
-    "room",
-    "records",
-)
+    "Bounds", "Count", "Left", "Work", "Place", "line_count", "rows", "q_len", "kv_len", "bq", "bk", "room", "records",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

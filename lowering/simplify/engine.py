@@ -13,20 +13,8 @@ from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, ru
 from .pattern import Rule
 from .rules_order import LONGEST
 
-RULES: tuple[Rule, ...] = tuple(
-    r
-    for family in (
-        rules_order,
-        rules_arithmetic,
-        rules_division,
-        rules_compare,
-        rules_boolean,
-        rules_select,
-        rules_whole,
-    )
-    for r in family.RULES
-    if isinstance(r, Rule)
-)
+_FAMILIES = rules_order, rules_arithmetic, rules_division, rules_compare, rules_boolean, rules_select, rules_whole
+RULES: tuple[Rule, ...] = tuple(r for family in _FAMILIES for r in family.RULES)
 _STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
 _WORK = 1 << 20  # pairs of operands that rules may compare, some seconds; past it a node stays as it is
 

@@ -29,24 +29,11 @@ Array = Any  # a jax.Array, traced or not
 
 @usual_promotion()
 def backward(
-    plan: LoopPlan,
-    spans: Spans | DeviceSpans,
-    geometry: Geometry,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    slots: Mapping[str, Any],
-    tables: Mapping[str, Any],
-    target: Target,
-    *,
-    wanted: frozenset[str],
-    sinks: jax.Array | None = None,
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
+    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None,
     low: jax.Array | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, jax.Array]:  # fmt: skip
     """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
     `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside

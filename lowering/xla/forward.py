@@ -26,19 +26,10 @@ if TYPE_CHECKING:
 
 @usual_promotion()
 def forward(
-    plan: LoopPlan,
-    spans: Spans | DeviceSpans,
-    geometry: Geometry,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    slots: Mapping[str, Any],
-    tables: Mapping[str, Any],
-    target: Target,
-    *,
-    sinks: jax.Array | None = None,
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
     low: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
     `top` is the largest visible score, and with `low` a fourth array is what rounding took from lse: lse + low is what

@@ -74,15 +74,9 @@ def compile(
     """
     check_name(backend)
     options = Options(
-        scale,
-        enable_gqa,
-        backend,
-        check_tile(tile),
-        rate_of(dropout),
-        sinks,
-        deterministic=flag(deterministic),
+        scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic),
         engines=engines_named(engines),
-    )
+    )  # fmt: skip
     program = program_of(mask, score, params)
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
 

@@ -49,19 +49,10 @@ OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only
 
 @usual_promotion()
 def forward(
-    plan: LoopPlan,
-    spans: Spans | DeviceSpans | SpanSource,
-    geometry: Geometry,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    slots: Mapping[str, Any],
-    tables: Mapping[str, Any],
-    target: Target,
-    backend: str,
-    *,
+    plan: LoopPlan, spans: Spans | DeviceSpans | SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array,
+    v: jax.Array, slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, backend: str, *,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] and sinks [heads], on a backend with spans for `target`, or of any tile. Without a
     TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking only. Gradients flow to q, k, v, sinks, and

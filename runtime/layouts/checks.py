@@ -21,14 +21,9 @@ _LONGEST = 1 << 48  # tokens
 
 
 def check_reach(
-    mask: Expr,
-    readers: Sequence[Expr],
-    scalars: Mapping[str, Any],
-    tables: Mapping[str, Array],
-    lengths: Sizes,
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-) -> None:
+    mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None,
+) -> None:  # fmt: skip
     """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
     `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
     stops = dict(zip("bhqk", whole(origin, lengths), strict=True))

@@ -58,21 +58,10 @@ class Tiling:
     nothing."""
 
     def __init__(
-        self,
-        mask: Expr,
-        params: Mapping[str, Any],
-        tables: Mapping[str, Table],
-        q_len: int,
-        kv_len: int,
-        batch: int,
-        heads: int,
-        block: tuple[int, int],
-        origin: Origin,
-        sizes: Sizes | None,
-        exact: bool,
-        written: Expr,
+        self, mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table], q_len: int, kv_len: int, batch: int,
+        heads: int, block: tuple[int, int], origin: Origin, sizes: Sizes | None, exact: bool, written: Expr,
         budget: int = WORK,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.mask, self.written = mask, written  # simplified, and as the user wrote it
         self.params, self.tables = params, tables
         self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block

@@ -173,17 +173,9 @@ class Layout(Tiling):
 
 
 def make_layout(
-    mask: BoundExpr,
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    block: tuple[int, int] | int = (128, 128),
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-    exact: bool = True,
-    budget: int | None = None,
-) -> Layout:
+    mask: BoundExpr, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] | int = (128, 128),
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, exact: bool = True, budget: int | None = None,
+) -> Layout:  # fmt: skip
     """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
 
     `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. `budget` are the steps that the

@@ -107,13 +107,9 @@ class Plan:
         return self.program.scalars
 
     def engines(
-        self,
-        head_dim: int = 64,
-        kv_heads: int | None = None,
-        dtype: str = "float32",
-        framework: str = "torch",
+        self, head_dim: int = 64, kv_heads: int | None = None, dtype: str = "float32", framework: str = "torch",
         device: str = "cpu",
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The engine that runs calls with this plan on such arrays, and why each other does not, a line each:
         `sdpa: causal, window 255 to the left: SDPA has no window`."""
         g = Geometry(

@@ -42,16 +42,8 @@ def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     tile = None if o.tile is None else tuple(map(int, o.tile))
     scale = float(o.scale) if isinstance(o.scale, np.generic) else o.scale
     options = (
-        scale,
-        o.enable_gqa,
-        o.backend,
-        tile,
-        o.dropout,
-        o.tuning.given,
-        o.deterministic,
-        o.engines,
-        program.unwritten,
-    )
+        scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.given, o.deterministic, o.engines, program.unwritten,
+    )  # fmt: skip
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
     return HEAD.format(*options, -1, tuple(map(len, places))) + text_of(program, learned) + "".join(places)

@@ -73,15 +73,9 @@ def with_tiles(target: Target) -> Target:
 
 
 def dq(
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    wanted: Collection[str],
-    strided: bool = True,
-    together: int = 1,
-    search: bool = False,
-) -> Source | None:
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
+    together: int = 1, search: bool = False,
+) -> Source | None:  # fmt: skip
     """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
     arrays = {"q"} & set(wanted)
@@ -93,14 +87,9 @@ def dq(
 
 
 def dkv(
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    wanted: Collection[str],
-    strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
     search: bool = False,
-) -> Source | None:
+) -> Source | None:  # fmt: skip
     """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
     arrays = {"k", "v"} & set(wanted)
@@ -112,14 +101,9 @@ def dkv(
 
 
 def terms(
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    number: int,
-    strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True,
     search: bool = False,
-) -> Source:
+) -> Source:  # fmt: skip
     """The kernel of the shares of all positions in the gradient of this number."""
     gradients = {number: backward_of(plan).gradients[number]}
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()

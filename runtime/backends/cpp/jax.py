@@ -163,16 +163,9 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 
 
 def _form(
-    plan: LoopPlan,
-    geometry: Geometry,
-    target: Target,
-    literals: Sequence[float],
-    sinks: Any,
-    rows: Rows | None,
-    dlse: Any = None,
-    norm: Any = None,
-    wanted: Sequence[bool] = (),
-) -> tuple[int, ...]:
+    plan: LoopPlan, geometry: Geometry, target: Target, literals: Sequence[float], sinks: Any, rows: Rows | None,
+    dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = (),
+) -> tuple[int, ...]:  # fmt: skip
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
@@ -180,16 +173,8 @@ def _form(
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     return (
-        *flags,
-        *origins,
-        len(floating),
-        len(plan.tables),
-        *pages,
-        target.block_q,
-        *floating,
-        *ranks,
-        *map(int, wanted),
-    )
+        *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks, *map(int, wanted),
+    )  # fmt: skip
 
 
 def _count(x: Any) -> int:

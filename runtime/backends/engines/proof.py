@@ -153,15 +153,9 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any,
-    geometry: Geometry,
-    dtype: str,
-    framework: str,
-    device: str,
-    generated: str,
-    options: Options,
+    plan: Any, geometry: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options,
     named: bool,
-) -> EngineChoice | None:
+) -> EngineChoice | None:  # fmt: skip
     """The choice among engines for a plan of the host, beside the backend that would run otherwise; None where
     generated kernels are asked for."""
     record = RECORDS[generated]
