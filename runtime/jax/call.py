@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 import frisket
-from frisket.dsl.errors import BackendError, LoweringError
+from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
+from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
@@ -43,26 +43,17 @@ RESULTS = ("out", "lse", "top", "low", "norm")  # of a forward
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
-@dataclass(frozen=True)
-class TracedSpans:
-    """Spans whose bounds and counts are operands."""
-
-    slice_of: Any
-
-
 @dataclass(frozen=True, eq=False)
 class JaxCall:
-    """`source` is a plan of the host, the key of a flat one, or spans for `target`, perhaps traced. `leaves` are the
-    numbers beside the arrays, None where an operand stands, in a tree of "slots", "tables", "drawn", "origin", "sizes",
-    "spans" and "given". `backend` is empty where the platform chooses. The call is `times` (batches, heads) its source,
-    and one of `shards` (of batches, of heads)."""
+    """`source` is a plan of the host, or the key of a flat one. `leaves` are the numbers beside the arrays, None where
+    an operand stands, in a tree of "slots", "tables", "drawn", "origin", "sizes", "spans" and "given". `backend` is
+    empty where the platform chooses. The call is `times` (batches, heads) its source, and one of `shards`."""
 
     plan: LoopPlan
-    source: Plan | Key | Spans | TracedSpans | SpanSource
+    source: Plan | Key
     geometry: Geometry  # without its origin
     backend: str
     tile: tuple[int, int] | None
-    target: Target | None
     leaves: tuple[Any, ...]
     tree: Any
     places: Mapping[str, int]  # of what gradients flow to
@@ -76,8 +67,8 @@ class JaxCall:
         """Equal calls are lowered once. Arrays of the host are equal where they are the same."""
         kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
         source = self.source if isinstance(self.source, Key) else id(self.source)
-        chosen = self.backend, self.tile, self.target
-        return self.plan, source, self.geometry, *chosen, kept, self.tree, self.times, self.shards, self.rows
+        kind = self.plan, source, self.geometry, self.backend, self.tile
+        return *kind, kept, self.tree, self.times, self.shards, self.rows
 
     @cached_property
     def _hash(self) -> int:
@@ -97,7 +88,7 @@ class JaxCall:
     @cached_property
     def digest(self) -> str:
         """A digest of the call, equal in every process and different for another kernel or other values in it."""
-        chosen = self.backend, self.tile, self.target, self.times, self.shards
+        chosen = self.backend, self.tile, self.times, self.shards
         rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
         held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
         content = frisket.__version__, str(self.plan), self.geometry, chosen, held
@@ -114,10 +105,8 @@ class JaxCall:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
         parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
         origin = self.tree.unflatten(self.leaves)["origin"]
-        if any("bh"[axis] in uses(e) for e in parts) or (axis == 0 and not all(isinstance(x, int) for x in origin[2:])):
-            return False
-        known = getattr(self.source, "slice_of", None)
-        return known is None or bool((known == known.take([0], axis)).all())
+        own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
+        return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
 
     def beside(self, n: int, axis: int, shared: bool = False) -> JaxCall:
         """`n` of it beside one another in one call, in the batch or as more heads, which have to be alike. With
@@ -147,7 +136,7 @@ class JaxCall:
         """The backend that runs it there, or makes the gradients that are wanted, or an error that says why none."""
         plan, shapes = self.own(self.plan), dict(self.shapes)
         name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, wanted)
-        if self.backend or self.tile or self.target or wanted:
+        if self.backend or self.tile or wanted:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
@@ -287,14 +276,11 @@ def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
     return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
 
 
-def _content(source: Any) -> tuple[Any, ...]:
-    if isinstance(source, Plan | Key):
-        program, planned = source.program, () if isinstance(source, Plan) else source.given
-        lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
-        values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
-        return str(program), values, planned, lengths, tuple(map(digest, source.origin))
-    arrays = (getattr(source, n, None) for n in ("bounds", "count", "slice_of"))
-    return (type(source).__name__, *map(digest, arrays))
+def _content(source: Plan | Key) -> tuple[Any, ...]:
+    program, planned = source.program, () if isinstance(source, Plan) else source.given
+    lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
+    values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
+    return str(program), values, planned, lengths, tuple(map(digest, source.origin))
 
 
 class _BackendRun:
@@ -312,12 +298,9 @@ class _BackendRun:
         source: Any = plan or call.source
         if isinstance(source, Key):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
-        elif isinstance(source, TracedSpans):
-            bounds, count = numbers["spans"]
-            source = DeviceSpans(bounds, count, None, source.slice_of)
         dtype = str(arrays["q"].dtype)
         narrow = bool(getattr(source, "narrow", False))
-        self.target = call.target or target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)
+        self.target = target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)
         if isinstance(source, Plan):
             made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
             self.plan, slots, tables = made.plan, made.slots, made.tables
@@ -359,12 +342,9 @@ class RepeatedSpans:
         self.source, self.call, self.at = source, call, at
 
     def rows(self, block: tuple[int, int]) -> Any:
-        whole = self.source if isinstance(self.source, Spans | DeviceSpans) else self.source.rows(block)
-        return self._placed(whole)
+        return self._placed(self.source.rows(block))
 
     def columns(self, block: tuple[int, int]) -> Any:
-        if isinstance(self.source, Spans | DeviceSpans):
-            raise LoweringError("spans of rows alone are given, and this backward walks columns too; give a SpanSource")
         return self._placed(self.source.columns(block))
 
     def _placed(self, spans: Any) -> Any:

@@ -19,11 +19,10 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
-from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
-from frisket.runtime.backends.base import RECORDS, backends_of
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import turn
@@ -33,7 +32,7 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 
 from .arrays import narrowed, placed
-from .call import JaxCall, TracedSpans
+from .call import JaxCall
 from .platforms import quickest
 from .primitives import bound
 from .reverse import reverse_only
@@ -45,29 +44,6 @@ if TYPE_CHECKING:
 Arrays = dict[str, Any]  # by name; see jax_call
 ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
-
-
-@usual_promotion()
-def forward(
-    plan: LoopPlan, spans: Spans | DeviceSpans | SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array,
-    v: jax.Array, slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, backend: str, *,
-    sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads], on a backend with spans for `target`, or of any tile. Without a
-    TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking only. Gradients flow to q, k, v, sinks, and
-    to the Float slots and tables of the score mod."""
-    known = [b.name for b in backends_of("jax") if b.executors]
-    if backend not in known:
-        raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(known)}")
-    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.every_table}
-    traced = (spans.bounds, spans.count) if isinstance(spans, DeviceSpans) else ()
-    numbers = {"slots": dict(slots), "tables": tables, "spans": traced}
-    source = TracedSpans(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
-    shapes = {n: tuple(x.shape) for n, x in tables.items()}
-    target = replace(target, backend=backend)
-    call, learned, fixed = _divided(plan, source, geometry, numbers, shapes, backend, None, target)
-    return _run(call, _arrays(q, k, v, sinks) | learned, fixed, None if traced else spans)
 
 
 def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
@@ -108,7 +84,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     if not plan.on_device:
         made = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
-        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
+        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
     kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in LIVE]
@@ -124,7 +100,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
-    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, rows=options.rows)
+    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, options.rows)
 
 
 def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
@@ -137,7 +113,7 @@ def _arrays(q: Any, k: Any, v: Any, sinks: Any) -> Arrays:
 
 def _divided(
     plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    backend: str, tile: tuple[int, int] | None, target: Target | None = None, rows: Rows | None = None,
+    backend: str, tile: tuple[int, int] | None, rows: Rows | None,
 ) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
@@ -154,7 +130,7 @@ def _divided(
     kept = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
     own = tuple(shapes.items())
-    return JaxCall(plan, source, bare, backend, tile, target, kept, tree, places, own, rows=rows), learned, fixed
+    return JaxCall(plan, source, bare, backend, tile, kept, tree, places, own, rows=rows), learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:

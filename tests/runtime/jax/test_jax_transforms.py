@@ -1,6 +1,8 @@
 """JAX's transforms of a call: gradients under jit, vmap, shard_map, checkpoint and export, beside plain autodiff of
 dense attention."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,12 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import analyse
-from frisket.lowering.plan import Geometry, Target, make_plan
+from frisket.lowering.plan import Geometry, make_plan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.jax import op as jax_op
 
 S, D = 72, 8
-TARGET = Target("xla", 32, 16)
+TILE = 32, 16
 LEARNED = score * ir.param("c", FLOAT) + lookup("x", (h, q - k), FLOAT)
 
 
@@ -44,11 +46,15 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
         )  # fmt: skip
         looked_at = ir.lit(True) & (h >= 0) if spans_of_all else mask
         lengths = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
-        found = analyse(looked_at, **lengths, tables=tables, block=(32, 16))
+        found = analyse(looked_at, **lengths, tables=tables, block=TILE)
         given = {**tables, **(values or {})}
         slots = {s.name: given[s.source] if s.source else s.value for s in made.slots}
         used = {t.name: given[t.source] for t in made.tables}
-        return jax_op.forward(made, found.spans, shape, q, k, v, slots, used, TARGET, "xla", sinks=sinks)[:2]
+        source = SimpleNamespace(rows=lambda block: found.spans)
+        numbers, shapes = {"slots": slots, "tables": used}, {n: x.shape for n, x in used.items()}
+        job, learned, fixed = jax_op._divided(made, source, shape, numbers, shapes, "xla", TILE, None)
+        arrays = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+        return jax_op._run(job, arrays | learned, fixed, None)[:2]
 
     return call
 

@@ -16,7 +16,7 @@ from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_
 
 import frisket as fk
 from frisket.dsl import ir
-from frisket.dsl.errors import BackendError, LoweringError, ParameterError
+from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
@@ -28,7 +28,6 @@ from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_tpu import forward as runtime
-from frisket.runtime.jax import op as jax_op
 from frisket.runtime.machine.generated import load
 
 TARGET = Target("pallas-tpu", 128, 128)
@@ -363,28 +362,6 @@ def test_how_lookups_reach_the_kernel():
         "plane[h, q, k + 3]": "of_pair0", "doc[q]": "of_query0",
     }  # fmt: skip
     assert list(found.picked) == ["last"]
-
-
-def test_the_door_names_its_backends():
-    case, made = CASES["causal"], cases.plan(CASES["causal"])
-    args = made, cases.spans(case), cases.geometry(case), *cases.arrays(case), {}, {}, TARGET
-    with pytest.raises(BackendError) as caught:
-        jax_op.forward(*args, "gluon")
-    there = "xla, cpp, triton, pallas-tpu, pallas-mosaic-gpu, splash"
-    assert str(caught.value) == f"no JAX backend 'gluon'; there are {there}"
-
-
-def test_numbers_beyond_32_bits_are_refused():
-    case = CASES["documents"].but(tables={"doc": cases.DOC.astype(np.int64) + 2**40})
-    made = cases.plan(case)
-    with pytest.raises(ParameterError) as caught:
-        jax_op.forward(
-            made, cases.spans(case), cases.geometry(case), *cases.arrays(case), cases.slots(case, made),
-            made.table_values(case.tables), Target("xla", 64, 64), "xla",
-        )  # fmt: skip
-    assert str(caught.value) == (
-        "table `doc` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-    )
 
 
 def test_default_tiles():
