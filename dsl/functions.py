@@ -31,14 +31,10 @@ CALL_KEYWORDS = frozenset("scale mask score sinks dropout seed backend return_ls
 RESERVED = frozenset(LEAVES) | CALL_KEYWORDS
 
 
-def _sigmoid(x: Expr) -> Expr:
-    return build("sigmoid", x)
-
-
 # Functions of one Float without an operator of their own.
 MADE_OF: dict[str, Callable[[Expr], Expr]] = {
     "relu": lambda x: build("max", x, lit(0.0)),
-    "silu": lambda x: x * _sigmoid(x),
+    "silu": lambda x: x * build("sigmoid", x),
     "softplus": lambda x: build("max", x, lit(0.0)) + build("log1p", build("exp", -abs(x))),
     "gelu": lambda x: 0.5 * x * (1.0 + build("erf", x / math.sqrt(2.0))),
 }

@@ -19,7 +19,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .captured import LaneGradients
-from .flash import FUSED, Fused, flash_backward, fusible
+from .flash import FUSED, flash_backward, fusible
 from .steps import Block, Heads, KeyPiece, chunks, cut, shares
 from .tiles import LOG2E, AtenTiles, finite, tame
 from .workers import spread
@@ -139,7 +139,7 @@ class _Backward(AtenTiles):
         for todo, members in self.steps():
             quick, rest = fusible(self, todo) if fusible_too else ([], todo)
             for part in quick:
-                self._fused(part, members, total)
+                flash_backward(self, part, members, (self.dout, self.out, self.lse), (self.dq, total.dk, total.dv))
             rows += [(step, member) for step in rest if step.pieces for member in members]
         g, threads = self.geometry, self.torch.get_num_threads()
         cells = sum(s.width * s.height * s.count * m.count * (m.last - m.first) for s, m in rows)
@@ -155,10 +155,6 @@ class _Backward(AtenTiles):
             ]  # fmt: skip
             found += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
         return [x for x in found if x.blocks]
-
-    def _fused(self, part: Fused, members: list[Heads], total: _Sums) -> None:
-        sums = (self.dq, total.dk, total.dv)
-        flash_backward(self, part, members, (self.dout, self.out, self.lse), sums)
 
     def _walk(self, lane: _Lane) -> None:
         for block in lane.blocks:

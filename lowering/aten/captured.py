@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient
 
 from .fold import folded
@@ -21,7 +20,8 @@ class LaneGradients:
 
     def __init__(self, tiles: AtenTiles, gradients: Sequence[Gradient]) -> None:
         self.tiles, self.gradients = tiles, gradients
-        self.programs = [None if _is_one(x.weight) else tiles.program(x.weight) for x in gradients]
+        weights = [x.weight for x in gradients]
+        self.programs = [None if w.op == "lit" and w.name == 1 else tiles.program(w) for w in weights]
         self.indices = [[tiles.program(e) for e in x.index] if x.over == "scatter" else [] for x in gradients]
         self.buffers = [self._new(x) for x in gradients]
 
@@ -113,10 +113,6 @@ class LaneGradients:
         found = folded(self.gradients, buffers, t.geometry, t.env, t.tables)
         shapes = {name: t.tables[name].shape if name in t.tables else () for name in wanted}
         return {n: found[n] if n in found else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(wanted)}
-
-
-def _is_one(weight: Expr) -> bool:
-    return weight.op == "lit" and weight.name == 1
 
 
 def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -69,13 +68,8 @@ def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str
     inputs = {"q": given.q, "k": given.k, "v": given.v, **learned}
     if call.sinks is not None:
         inputs["sinks"] = call.sinks
-    return _compared(
-        call, call.plan.program, *differentiated(given.framework, partial(_attended, attend, call.seed, fixed), inputs)
-    )
-
-
-def _attended(attend: Callable[..., Any], seed: Any, fixed: Mapping[str, Any], inputs: dict[str, Any]) -> Any:
-    return attend(**inputs, **fixed, seed=seed)
+    found = differentiated(given.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
+    return _compared(call, call.plan.program, *found)
 
 
 def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -173,14 +174,13 @@ def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
     return sources, targets
 
 
-def _copy(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
+@partial(jax.jit, donate_argnums=0)
+def _copied(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
     moved: dict[str, Any] = {
         n: x if x is None else x.at[target].set(x[source], mode="drop", unique_indices=True)
         for n, x in cache.arrays.items()
     }
     return replace(cache, **moved)
 
-
-_copied = jax.jit(_copy, donate_argnums=0)
 
 __all__ = ["PagedKVCache"]

@@ -82,7 +82,7 @@ class CallProgram:
             return self
         check_used(params, self.names)
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
-        return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
+        return self.changed(lambda p: p.bind(**{n: x for n, x in values.items() if n in names_of(p.expr)}))
 
     def without(self, names: Iterable[str]) -> CallProgram:
         """A program with the values of `names` taken off."""
@@ -165,10 +165,6 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         one = mask(what) if kind == "mask" else score(what)
         names = set(names_of(one.expr))
     return {n: x for n, x in values.items() if n in names}
-
-
-def _mentions(part: BoundExpr, name: str) -> bool:
-    return name in names_of(part.expr)
 
 
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:

@@ -55,17 +55,13 @@ class Stored:
 
     def _scale(self, name: str) -> Expr:
         """The scale of one stored value: an array as the keys are, without their dim."""
-        b, h, k = (_since(var(n), start or 0) for n, start in zip("bhk", self.first))
+        b, h, k = (var(n) - start if start else var(n) for n, start in zip("bhk", self.first))
         if self.first[2] is None:
             k = k - lookup(FIRST, (b,), INT)
         head = h if self.group == 1 else h // self.group
         if self.page:
             b, k = lookup(PAGES, (b, k // self.page), INT), k % self.page
         return lookup(name, (b, head, k) if self.layout == "bhsd" else (b, k, head), FLOAT)
-
-
-def _since(x: Expr, start: int) -> Expr:
-    return x - start if start else x
 
 
 def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
     found = parsed(request)
     roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
-    whole = roots[0] if len(roots) == 1 else conj(*(_as_bool(e) for e in roots))
+    # a mask and a score mod as one expression, of which only the names matter
+    whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
     unfinished(found, roots, {*request.values, *files})
     values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and names[n][0] == 0}
@@ -195,11 +196,6 @@ def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:
             problems[e.name] = Problem(f"unknown name `{e.name}`", span, remedy)
     if problems:
         raise MaskSyntaxError(found.source, list(problems.values()), found.name)
-
-
-def _as_bool(e: Any) -> Any:
-    """A mask and a score mod as one expression, of which only the names matter."""
-    return e if str(e.type) == "Bool" else e > 0
 
 
 def laid_out(program: Program, request: Question) -> Layout:

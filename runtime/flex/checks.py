@@ -109,7 +109,8 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     *batch, q_len, kv_len = block_mask.shape
     have = (query.shape[2], key.shape[2])
     # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
-    if (have[0] != q_len or have[1] != kv_len) and not _no_mask(block_mask):
+    no_mask = 1 << 30, 1 << 30  # the tile of what torch makes where there is none: one, without lengths
+    if (have[0] != q_len or have[1] != kv_len) and no_mask != block_mask.BLOCK_SIZE:
         longer = q_len >= have[0] and kv_len >= have[1]
         advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
         raise ShapeError(
@@ -121,11 +122,6 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
             raise ShapeError(
                 f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
             )
-
-
-def _no_mask(block_mask: BlockMask) -> bool:
-    """Whether it is what torch makes where there is none: one tile, without lengths."""
-    return block_mask.BLOCK_SIZE == (1 << 30, 1 << 30)
 
 
 def check_device(block_mask: Any, query: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax._src.config import _check_vma as check_vma
 from jax._src.config import traceback_in_locations_limit as without_locations
+from jax._src.dispatch import prim_requires_devices_during_lowering as requires_devices
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -164,11 +165,4 @@ for _made in (*WHOLE, *LOCAL):
     batching.fancy_primitive_batchers[_made] = partial(mapped, _made)
 
 
-def _needs_devices() -> None:
-    """JAX tells rules of what needs them which devices there are."""
-    from jax._src.dispatch import prim_requires_devices_during_lowering as told
-
-    told.update(WHOLE)
-
-
-_needs_devices()
+requires_devices.update(WHOLE)  # JAX tells the rules of these which devices there are

@@ -46,7 +46,7 @@ def spans(
             fall_back(error)
     tables = {n: on_device(framework, values[n], place.device, n, place.held) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
-    ints = _ints(plan, framework)
+    ints = np.int64 if framework == "torch" or plan.int64 else np.int32
     at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.held) for x in place.at]
     bounds, count, overflow = _function(plan, framework)(
         *at, place.sizes, scalars, tables, q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=place.room,
@@ -134,10 +134,6 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
             return run(*jax.tree.map(placed, given), **options)
 
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
-
-
-def _ints(plan: Planner, framework: str) -> type[np.generic]:
-    return np.int64 if framework == "torch" or plan.int64 else np.int32
 
 
 def kernel_tables(

@@ -149,7 +149,8 @@ def emit(
         keys=_together(key, narrow),
         seen=_seen(plan, inputs, unwritten),
         drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
-        weigh=_weighed(plan, inputs),
+        # in a tile with the mask a weight may be the scale of a value that was never written
+        weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
         sink=SINK if sinks else [],
         low_ref=" low_ref," * low,
         low=[line.format(words["part"]) for line in LOW] if low else [],
@@ -223,12 +224,6 @@ def _seen(plan: LoopPlan, inputs: pallas_inputs.TableInputs, unwritten: bool) ->
         return _assigned(plan.mask, inputs, "x", "s = jnp.where({}, s, -jnp.inf)")
     seen = _assigned(plan.mask, inputs, "x", "seen = jnp.broadcast_to({}, s.shape)")
     return [*seen, "s = jnp.where(seen, s, -jnp.inf)", *UNWRITTEN]
-
-
-def _weighed(plan: LoopPlan, inputs: pallas_inputs.TableInputs) -> list[str]:
-    """The text of values with their scales; in a tile with the mask a weight may be the scale of a value that was never
-    written."""
-    return _assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)")
 
 
 def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: str, form: str) -> list[str]:
