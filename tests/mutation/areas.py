@@ -109,7 +109,7 @@ AREAS = {
             marked="not slow and not outside",  # most of those for Blackwell are of the matrix
         ),
         Group(
-            ("lowering/kernels/pallas_tpu/skeletons/*.py",),
+            ("lowering/kernels/pallas_tpu/skeletons/*.tpl",),
             (f"{KERNELS}/pallas/test_pallas_tpu.py", f"{KERNELS}/pallas/test_pallas_tpu_backward.py",
              f"{KERNELS}/pallas/test_pallas_tpu_stored.py", f"{KERNELS}/pallas/test_pallas_walk.py"), ("jax",),
         ),
@@ -121,7 +121,7 @@ AREAS = {
             ("torch", "triton"), INTERPRET,
         ),
         Group(
-            ("lowering/kernels/pallas_gpu/skeletons/*.py",),
+            ("lowering/kernels/pallas_gpu/skeletons/*.tpl",),
             (*(f"{KERNELS}/pallas/test_pallas_gpu.py::test_{name}" for name in FORWARD),
              *(f"{KERNELS}/pallas/test_pallas_gpu_backward.py::test_{name}" for name in BACKWARD)), ("jax",),
             marked="not slow and not outside",  # most of the interpreted ones are of the matrix

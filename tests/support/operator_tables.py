@@ -186,7 +186,9 @@ TABLES = [
     Table(
         "lowering/kernels/pallas_gpu/expr.py",
         "PRELUDE: the function of that text",
-        called(pallas_gpu.MOSAIC_GPU, "lowering/kernels/pallas_gpu/expr.py", "lowering/kernels/jnp_expr.py"),
+        called(
+            pallas_gpu.MOSAIC_GPU, "lowering/kernels/pallas_gpu/skeletons/functions.tpl", "lowering/kernels/jnp_expr.py"
+        ),
     ),
     Table("lowering/kernels/triton/expr.py", "TRITON: its text", triton.TRITON.__contains__),
     Table(

@@ -19,15 +19,17 @@ from frisket.dsl.ir import Expr, lit, walk
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import parts as texts
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import forward as pallas_gpu
 from .expr import Expressions
 from .forward import BARRIERS, INEXACT, MOST, SHARED, dims
-from .skeletons import backward as text
-from .skeletons import forward as shared
 
+TEXT = texts(__package__, "backward")
+# a factor's positions come in whole swizzles
+NARROW = "TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))"
 GRID = 65_535  # the most programs along the last axis of a GPU's grid
 PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}
 
@@ -180,23 +182,24 @@ class _GpuKernel:
         sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
         own, across = sides if self.own == "q" else reversed(sides)
         check_tile(t, sides[own], sides[across], g)
-        narrow = [text.NARROW] if sides[across] == 32 else []
-        pairs = shared.PAIRS if self.own == "q" else text.PAIRS_TURNED
-        distances = filled(shared.DISTANCES, down=self.own, across="k" if self.own == "q" else "q")
+        shared = pallas_gpu.TEXT
+        narrow = [NARROW] if sides[across] == 32 else []
+        pairs = shared["pairs"] if self.own == "q" else TEXT["pairs_turned"]
+        distances = filled(shared["distances"], down=self.own, across="k" if self.own == "q" else "q")
         head = filled(
-            text.HEAD,
+            TEXT["head"],
             what=self.what,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
             block_q=t.block_q, block_k=t.block_k, own=own, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
             group=g.heads // g.kv_heads, stages=stages(g, sides[own], sides[across]), scale=repr(float(g.scale)),
             narrow=narrow,
-            shared=(shared.SHARED + (shared.INTERPRETED if self.interpretable else shared.ON_DEVICE)
+            shared=(shared["shared"] + (shared["interpreted"] if self.interpretable else shared["on_device"])
             + pairs * bool(e.inputs.pairs) + f"\n\n{distances}" * bool(e.inputs.distances)).strip("\n").splitlines(),
         )  # fmt: skip
-        products = text.PRODUCTS_INTERPRETED if self.interpretable else text.PRODUCTS
+        products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
         holes["walk"] = "GpuWalk.in_order" if own == "q" else "pallas_gpu.walked"
-        body = filled(skeleton + text.CALL, once=e.once(plan), before=before, fast=str(not self.exact), **holes)
+        body = filled(skeleton + TEXT["call"], once=e.once(plan), before=before, fast=str(not self.exact), **holes)
         found = [head, products, "\n".join(e.definitions(plan)), body]
         return "\n\n".join(part.strip("\n") + "\n" for part in found if part)
 
@@ -220,7 +223,7 @@ class _GpuQueryGradients(_GpuKernel):
         returned = ["found[0][:, :q_len, :, :dim]"] * dq
         returned += [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))]
         return self.filled(
-            text.QUERIES,
+            TEXT["queries"],
             refs=", ".join([*refs, *outs, *scratch, "*", "length"]),
             weights=self.weights(),
             cotangents=self.cotangents(),
@@ -294,7 +297,7 @@ class _GpuKeyGradients(_GpuKernel):
         pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
         return self.filled(
-            text.KEYS,
+            TEXT["keys"],
             refs=", ".join(
                 [*self.operands(), *(refs.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
             ),

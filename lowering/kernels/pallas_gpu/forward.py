@@ -17,13 +17,13 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
 from .expr import Expressions
-from .skeletons import forward as parts
 
+TEXT = parts(__package__, "forward")
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program
 BARRIERS = 2560  # of it, for barriers and the reductions of rows
@@ -162,7 +162,7 @@ def emit(
     operands = [*e.operands(plan), *["sinks"] * sinks]
     listed = ", ".join(["slice_of", "order", "count", "records", *operands])
     return filled(
-        parts.FORWARD,
+        TEXT["forward"],
         text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
         block_q=target.block_q, block_k=target.block_k, dim=dim,
         dim_v=v_dim,
@@ -170,8 +170,8 @@ def emit(
         stages=min(target.num_stages, stages(target.block_q, target.block_k, dim, v_dim)),
         scale=repr(float(geometry.scale)),
         unit="SCALE * 1.4426950408889634" if folded else "1.4426950408889634",
-        shared=_lines(parts.SHARED, parts.INTERPRETED if interpreted else parts.ON_DEVICE, *_readers(e)),
-        products=["", "", *_lines(parts.PRODUCTS_INTERPRETED if interpreted else parts.PRODUCTS)],
+        shared=_lines(TEXT["shared"], TEXT["interpreted"] if interpreted else TEXT["on_device"], *_readers(e)),
+        products=["", "", *_lines(TEXT["products_interpreted"] if interpreted else TEXT["products"])],
         prelude=e.definitions(plan),
         refs=listed,
         operands=listed,
@@ -199,9 +199,9 @@ def _lines(*texts: str) -> list[str]:
 
 
 def _readers(e: Expressions) -> list[str]:
-    made = [parts.PAIRS] if e.inputs.pairs else []
+    made = [TEXT["pairs"]] if e.inputs.pairs else []
     down, across = ("q", "k") if e.down == "q" else ("k", "q")
-    return [*made, "\n" + filled(parts.DISTANCES, down=down, across=across)] if e.inputs.distances else made
+    return [*made, "\n" + filled(TEXT["distances"], down=down, across=across)] if e.inputs.distances else made
 
 
 def _score(plan: LoopPlan, e: Expressions, folded: bool) -> list[str]:

@@ -23,16 +23,15 @@ from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 
 from . import inputs as pallas_inputs
 from .forward import check, head
 from .inputs import Down, TableInputs, place
-from .skeletons.backward import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
-from .skeletons.inputs import UPRIGHT, WIDE
 from .walk import TpuProgram, locate, names, passed, static_arguments
 
+TEXT = parts(__package__, "backward")
 LARGEST = 512  # a side of a tile that nobody asks for
 ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
@@ -267,7 +266,7 @@ class _TpuKernel:
         constants, tiles = self.program.constants, ("q_tiles", "k_tiles")[:: 1 if down else -1]
         opening = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math, constants)
         text = opening + filled(
-            SKELETON,
+            TEXT["skeleton"],
             **holes,
             definitions=[*pallas_inputs.definitions(inputs), *_functions(self.functions)],
             locate=locate(self.search, self.program.heads, grouped=not down).splitlines(),
@@ -310,7 +309,7 @@ class _TpuQueryRows(_TpuKernel):
 
     def numbers(self) -> None:
         """The lines of lse and delta, upright, and of values of the queries of a row of tiles."""
-        self.needs(UPRIGHT, WIDE)
+        self.needs(pallas_inputs.TEXT["upright"], pallas_inputs.TEXT["wide"])
         self.start += pallas_inputs.turned(self.inputs)
         for i, name in enumerate(("lse", "delta")):
             self.keeps(name, "(BLOCK_Q, 128)", f"upright(of_rows_ref[0, {self.program.holes['part']}, {i}:{i + 1}])")
@@ -343,7 +342,7 @@ class _TpuQueryGradients(_TpuQueryRows):
             )
             self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
             self.finish.append(f"dq_ref[0, {part}] = (dq[{own}] * SCALE).astype(dq_ref.dtype)")
-            self.needs(FINITE)
+            self.needs(TEXT["finite"])
             made, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
             lines += [*made, keys, f"dq[{own}] += rows_by_columns({ds}, keys)"]
@@ -360,7 +359,7 @@ class _TpuQueryGradients(_TpuQueryRows):
         said = f"that of {what} summed over {over}"
         self.gives(i, f"sum{i}", spec, shape, "{}[:, :, 0].sum(-1)" if by_head else "{}[:, :, 0]", said)
         self.finish.append(f"sum{i}_ref[0, 0] = laid(sum{i}[...])")
-        self.needs(LAID)
+        self.needs(TEXT["laid"])
         return [f"sum{i}[...] += {added}.sum(axis=1, keepdims=True)"]
 
     def _distance(self, i: int, added: str) -> list[str]:
@@ -370,7 +369,7 @@ class _TpuQueryGradients(_TpuQueryRows):
         said = f"that of {what} summed by distance [batch, heads, q_len + kv_len - 1]"
         self.gives(i, f"sum{i}", spec, "(batch, heads, lines, 128), Float", shown, said)
         self.clear.append(f"sum{i}_ref[0, 0] = jnp.zeros(sum{i}_ref.shape[2:], Float)")
-        self.needs(BY_DISTANCE, BY_DIFFERENCE)
+        self.needs(TEXT["by_distance"], TEXT["by_difference"])
         return [
             *self.present(added),
             "summed = by_distance(present)",
@@ -418,7 +417,7 @@ class _TpuKeyGradients(_TpuKernel):
                 self.gives(name, f"d{name}", spec, shape, self.turned, f"d{name} [batch, kv_len, kv_heads, {width}]")
         lines += self.tile(self._dv() if "v" in self.arrays else [])  # p is done with before dp is computed
         if "k" in self.arrays:
-            self.needs(FINITE)
+            self.needs(TEXT["finite"])
             made, ds = self.times("ds", self.slope)
             queries = "queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]"
             lines += [*made, queries, f"dk[...] += rows_by_columns({ds}, queries)"]
@@ -444,7 +443,7 @@ class _TpuKeyGradients(_TpuKernel):
         shown = "{}.reshape(batch, heads, kv_len)"
         self.gives(i, f"sum{i}", spec, "(batch, kv_heads, GROUP, kv_len), Float", shown, said)
         self.finish += ["for i in range(GROUP):", f"    sum{i}_ref[0, 0, i : i + 1] = laid(sum{i}[i])"]
-        self.needs(LAID)
+        self.needs(TEXT["laid"])
         made, added = self.times(f"d{i}", gradient.weight, f"g{i}_")
         head = self.program.holes["of_group"]
         return [*made, f"sum{i}[{head}] += {added}.sum(axis=1, keepdims=True)"]

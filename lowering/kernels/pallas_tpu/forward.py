@@ -11,14 +11,13 @@ from textwrap import wrap
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import inputs as pallas_inputs
 from . import walk as pallas_walk
-from .skeletons.forward import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
-from .skeletons.inputs import WIDE
 
+TEXT = parts(__package__, "forward")
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
 DTYPES = ("float32", "bfloat16", "float16")
@@ -90,7 +89,7 @@ def head(
 ) -> str:  # fmt: skip
     """The head of the module: a docstring of its computation, imports, constants."""
     return filled(
-        HEAD,
+        TEXT["head"],
         title=title,
         text=[f"#     {line}".rstrip() for line in (plan.text or "every key").splitlines()],
         math=["import math"] if needs_math else [],
@@ -130,9 +129,9 @@ def emit(
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]
     return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math, program.constants) + filled(
-        SKELETON,
+        TEXT["skeleton"],
         **words,
-        wide=WIDE.strip().splitlines(),
+        wide=pallas_inputs.TEXT["wide"].strip().splitlines(),
         definitions=_paged(plan, target, parts) + pallas_inputs.definitions(inputs, turns=unwritten),
         locate=pallas_walk.locate(search, together, grouped=False).splitlines(),
         walk=", ".join(walk),
@@ -151,9 +150,9 @@ def emit(
         drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         # in a tile with the mask a weight may be the scale of a value that was never written
         weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
-        sink=SINK if sinks else [],
+        sink=TEXT["sink"].strip().splitlines() if sinks else [],
         low_ref=" low_ref," * low,
-        low=[line.format(words["part"]) for line in LOW] if low else [],
+        low=filled(TEXT["low"], part=words["part"]).splitlines() if low else [],
         named=", low" * low,
         rows=2 + low,
         out=_out(plan, sinks, words["own"]),
@@ -172,9 +171,9 @@ def emit(
             + [inputs.picked.get(n, n) for n in inputs.scalars]
         ),
         number=len(numbers) + len(inputs.scalars),
-        at_key=filled(AT_PAGE, pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"]).splitlines()
-        if plan.pages
-        else [line.format(words["kv_head"]) for line in AT_KEY],
+        at_key=filled(
+            TEXT["at_page" if plan.pages else "at_key"], pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"],
+        ).splitlines(),
         of_keys=_specs(plan, parts),
         given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
         specs=pallas_inputs.specs(inputs),
@@ -189,7 +188,7 @@ def _paged(plan: LoopPlan, target: Target, parts: int) -> list[str]:
     page = [f"PAGE, ROWS = {plan.page}, {min(plan.page, target.block_k)}  # tokens of a page, and of it in a block"]
     if parts == 1:
         return page
-    return [*page, f"PARTS = {parts}  # pages in a tile of keys", "", "", *TOGETHER.strip().splitlines()]
+    return [*page, f"PARTS = {parts}  # pages in a tile of keys", "", "", *TEXT["together"].strip().splitlines()]
 
 
 def _operands(parts: int) -> list[str]:
@@ -223,7 +222,7 @@ def _seen(plan: LoopPlan, inputs: pallas_inputs.TableInputs, unwritten: bool) ->
     if not unwritten:
         return _assigned(plan.mask, inputs, "x", "s = jnp.where({}, s, -jnp.inf)")
     seen = _assigned(plan.mask, inputs, "x", "seen = jnp.broadcast_to({}, s.shape)")
-    return [*seen, "s = jnp.where(seen, s, -jnp.inf)", *UNWRITTEN]
+    return [*seen, "s = jnp.where(seen, s, -jnp.inf)", *TEXT["unwritten"].strip().splitlines()]
 
 
 def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: str, form: str) -> list[str]:

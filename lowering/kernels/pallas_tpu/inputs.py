@@ -27,11 +27,10 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import over
 from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
 from frisket.lowering.kernels.jnp_expr import JNP, prelude
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan
 
-from .skeletons import inputs as text
-
+TEXT = parts(__package__, "inputs")
 SMALL = 1024  # entries a kernel may try one by one
 
 Down = Literal["q", "k"]
@@ -257,9 +256,9 @@ def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
     kernel has use for `turned` itself."""
     constants, made = prelude(*inputs.roots)
     own = (
-        (text.LOOK, inputs.outside()), (text.TURN, inputs.kept or turns), (text.PICK, inputs.picked),
-        (text.SHARE, inputs.blocks), (text.PER_QUERY, inputs.queries), (text.PER_KEY, inputs.keys),
-        (text.PER_PAIR, inputs.pairs), (_distances(inputs), inputs.distances),
+        (TEXT["look"], inputs.outside()), (TEXT["turn"], inputs.kept or turns), (TEXT["pick"], inputs.picked),
+        (TEXT["share"], inputs.blocks), (TEXT["per_query"], inputs.queries), (TEXT["per_key"], inputs.keys),
+        (TEXT["per_pair"], inputs.pairs), (_distances(inputs), inputs.distances),
     )  # fmt: skip
     made += [what for what, needed in own if needed]
     return constants + [line for what in made for line in f"\n\n{what.strip()}".splitlines()]
@@ -268,7 +267,7 @@ def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
 def _distances(inputs: TableInputs) -> str:
     rows, columns = ("q", "k") if inputs.down == "q" else ("k", "q")
     names = {"down": f"BLOCK_{rows.upper()}", "along": f"BLOCK_{columns.upper()}", "rows": rows, "columns": columns}
-    return filled(text.DISTANCES + (text.SKEWED if inputs.strided else text.SKEWED_BY_BITS), **names)
+    return filled(TEXT["distances"] + (TEXT["skewed"] if inputs.strided else TEXT["skewed_by_bits"]), **names)
 
 
 def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:

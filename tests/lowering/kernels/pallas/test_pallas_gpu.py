@@ -25,8 +25,6 @@ from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
-from frisket.lowering.kernels.pallas_gpu.skeletons import backward as pallas_gpu_backward_text
-from frisket.lowering.kernels.pallas_gpu.skeletons import forward as pallas_gpu_text
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
@@ -72,7 +70,7 @@ def tiles_of(case, root, made, s, down="q"):
     }
     if down == "k":
         names["HALF"] = 64
-        exec(filled(pallas_gpu_text.DISTANCES, down="k", across="q"), names)  # as the backward has them
+        exec(filled(pallas_gpu.TEXT["distances"], down="k", across="q"), names)  # as the backward has them
     found, value = e.written(root, "x")
     operands = ", ".join(e.operands(made))
     before = [*pallas_inputs.before(made, e.inputs), *e.lined(), f"return {operands},"]
@@ -246,8 +244,8 @@ def test_products_of_a_gpu():
         "TILE": (4, 5), "Float": float, "transposed": np.transpose,
     }  # fmt: skip
     forward, backward = dict(names), dict(names)
-    exec(pallas_gpu_text.PRODUCTS, forward)
-    exec(pallas_gpu_backward_text.PRODUCTS, backward)
+    exec(pallas_gpu.TEXT["products"], forward)
+    exec(pallas_gpu_backward.TEXT["products"], backward)
     draw, called = np.random.default_rng(0), []
     a, b, c, d, e = (draw.standard_normal(x) for x in ((4, 3), (5, 3), (4, 5), (5, 7), (4, 7)))
     meanwhile = lambda: called.append(len(begun))  # noqa: E731

@@ -1,8 +1,6 @@
-"""The text of the Pallas TPU forward kernel, with holes that `pallas_tpu.forward.emit` fills."""
+$# The text of the Pallas TPU forward kernel, with holes that `pallas_tpu.forward.emit` fills.
 
-from __future__ import annotations
-
-HEAD = '''
+$part head
 """$title on TPU (Pallas, Mosaic), written by frisket."""
 # What it computes:
 #
@@ -23,9 +21,8 @@ $sharing
 SCALE = $scale
 EXACT = lax.Precision.$exact
 Int, Float = jnp.int32, jnp.float32
-'''
 
-SKELETON = '''
+$part skeleton
 LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN
 $definitions
 
@@ -158,21 +155,18 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         interpret=interpret,
     )($operands)
     return out.swapaxes(1, 2)$narrowed, *(row[:, :, 0] for row in rows)
-'''
 
-AT_KEY = """
+$part at_key
 def at_key(b, h, *step):
     _, _, _, k_tile = place(b, h, *step)
-    return b, {}, k_tile, 0
-""".strip().splitlines()
+    return b, $kv_head, k_tile, 0
 
-TOGETHER = '''
+$part together
 def together(dtype, *refs):
     """The pages of a tile, converted each by itself."""
     return jnp.concatenate([ref[0, 0].astype(dtype) for ref in refs])
-'''
 
-AT_PAGE = """
+$part at_page
 def at_page(part):
     def at(*step):
         b, h, *step = step
@@ -183,23 +177,19 @@ def at_page(part):
         return page, $kv_head, lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
 
     return at
-"""
 
-LOW = """
+$part low
 # What rounding took from lse: of large scores all that is beside the largest.
-low_ref[0, {}] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
-""".strip().splitlines()
+low_ref[0, $part] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
 
-UNWRITTEN = """
+$part unwritten
 # What no query sees may never have been written: a NaN there is not to spread.
 rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
 some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
 v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))
-""".strip().splitlines()
 
-SINK = """
+$part sink
 sink = sinks[head]
 higher = jnp.maximum(most, sink)
 shrink = jnp.exp(most - higher)
 most, whole = higher, whole * shrink + jnp.exp(sink - higher)
-""".strip().splitlines()

@@ -1,6 +1,8 @@
-"""The text of the backward kernels for Hopper, with holes that `pallas_gpu.backward.emit` fills."""
+$# The text of the backward kernels for Hopper, with holes that `pallas_gpu.backward.emit` fills.
+$# `products_interpreted`: Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
+$# `pairs_turned`: values of pairs where keys lie down a tile.
 
-HEAD = '''
+$part head
 """Attention backward on Hopper (Pallas, Mosaic GPU), written by frisket: $what."""
 # What it differentiates:
 #
@@ -50,12 +52,7 @@ def finish(steps, free):
 
     lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)
 
-'''
-
-# A factor's positions come in whole swizzles.
-NARROW = "TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))"
-
-PRODUCTS = '''
+$part products
 def with_products(use, *pairs):
     """`use` of functions that give a @ b.T of every pair, plus a tile where there is a third: all are begun at once,
     and each is waited for where its function is called, in order."""
@@ -85,10 +82,8 @@ def added(totals, *pairs):
 def padded(x, block):
     """The array with zeros behind its end: a length in eights, a width in 64s, as swizzles have them."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, -x.shape[3] % 64)))
-'''
 
-# Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
-PRODUCTS_INTERPRETED = """
+$part products_interpreted
 def dot(a, b, axis):
     found = lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
     plgpu.commit_smem()  # what was read like this is not yet ordered before what TMA writes
@@ -105,10 +100,8 @@ def added(totals, *pairs):
 
 def padded(x, block):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, -x.shape[3] % 64)))
-"""
 
-# Values of pairs where keys lie down a tile.
-PAIRS_TURNED = '''
+$part pairs_turned
 
 def paved(values):
     """Values of pairs, keys first, whole tiles long both ways."""
@@ -119,9 +112,8 @@ def paved(values):
 def of_pair(values, batch, head, start, tile):
     here = (*owner(values, batch, head), pl.ds(start, TILE[0]), pl.ds(tile * BLOCK_Q, BLOCK_Q))
     return load(values.at[here], None)
-'''
 
-QUERIES = """
+$part queries
 def kernel($refs):
     batch, head, place, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
     slice_ = slice_of[batch, head]
@@ -176,9 +168,8 @@ def kernel($refs):
             return step + 1
 
         finish(walk(slice_, place, count, records, fetch, fetch, Int(0)), free)
-"""
 
-KEYS = '''
+$part keys
 def kernel($refs):
     batch, kv_head, tile, wg = (lax.axis_index(name) for name in ("batch", "kv_head", "tile", "wg"))
     row = order[slice_of[batch, kv_head * GROUP], tile]  # longest first, by the first head of the group
@@ -246,9 +237,8 @@ def kernel($refs):
             return walk(slice_, row, count, records, fetch, fetch, step)
 
         finish(heads(of_head, Int(0)), free)
-'''
 
-CALL = '''
+$part call
 
 def $name(
     query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables,
@@ -290,4 +280,3 @@ def $name(
         interpret=interpret,
     )($operands)
     return $returned
-'''

@@ -1,10 +1,8 @@
-"""The text of Pallas kernels for Hopper, with holes: shared parts, and the forward of `pallas_gpu.forward.emit`."""
+$# The text of Pallas kernels for Hopper, with holes: shared parts, and the forward of `pallas_gpu.forward.emit`.
+$# `interpreted` and `products_interpreted` are for Mosaic GPU's interpreter: it knows no layouts, what is read or
+$# written there lies inside its array, and it multiplies only what lies in shared memory and knows no edge of an array.
 
-from __future__ import annotations
-
-# -- what all kernels share -------------------------------------------------------------------------
-
-SHARED = '''
+$part shared
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 LOWEST = -3.4028234663852886e38  # a running maximum starts finite: -inf - LOWEST is -inf, never NaN
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -44,9 +42,8 @@ def lined(values, block):
     """[.., .., length], whole tiles long, of values [.., .., 1, length]."""
     values = values.reshape(*values.shape[:2], values.shape[-1])
     return jnp.pad(values, ((0, 0), (0, 0), (0, -values.shape[-1] % block)))
-'''
 
-ON_DEVICE = '''
+$part on_device
 
 def steps_along(axis):
     return plgpu.broadcasted_iota(Int, (TILE[axis],), 0, layout=LAYOUT.reduce(1 - axis))
@@ -71,10 +68,8 @@ def exponent(score, unit, base):
 
 def zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, Float), LAYOUT if len(shape) == 2 else LAYOUT.reduce(1))
-'''
 
-# Mosaic GPU's interpreter knows no layouts, and what is read or written there lies inside its array.
-INTERPRETED = """
+$part interpreted
 
 def steps_along(axis):
     return lax.broadcasted_iota(Int, (TILE[axis],), 0)
@@ -91,9 +86,8 @@ def exponent(score, unit, base):
 
 def zeros(*shape):
     return jnp.zeros(shape, Float)
-"""
 
-PAIRS = '''
+$part pairs
 
 def paved(values):
     """Values of pairs, whole tiles long both ways."""
@@ -104,9 +98,8 @@ def paved(values):
 def of_pair(values, batch, head, start, tile):
     here = (*owner(values, batch, head), pl.ds(start, TILE[0]), pl.ds(tile * BLOCK_K, BLOCK_K))
     return load(values.at[here], None)
-'''
 
-DISTANCES = '''
+$part distances
 
 def distances(q_len, kv_len):
     """$across - $down, in local positions, from the last rows of tiles to the last columns."""
@@ -123,11 +116,8 @@ def windows(values):
 
 def of_distance(values, batch, head, apart):
     return load(values.at[(*owner(values, batch, head), slice(None), pl.ds(apart, TILE[1]))], None)
-'''
 
-# -- the forward ------------------------------------------------------------------------------------
-
-FORWARD = '''
+$part forward
 """Attention forward on Hopper (Pallas, Mosaic GPU), written by frisket."""
 # What it computes:
 #
@@ -327,9 +317,8 @@ def attention_forward(
         interpret=interpret,
     )($operands, query, key, value)
     return out[:, :q_len, :, :v_dim], *(x[..., :q_len] for x in found)
-'''
 
-PRODUCTS = '''
+$part products
 
 def scores_of(rows, keys, meanwhile):
     """rows @ keys.T; `meanwhile` runs while the tensor cores do."""
@@ -355,10 +344,8 @@ def gathered(acc, weights, values, meanwhile):
 def padded(x, block, dim):
     """With zeros behind its dims, and its length in eights, as swizzles have them; behind it, zeros are read."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, dim - x.shape[3])))
-'''
 
-# Mosaic GPU's interpreter multiplies only what lies in shared memory, and knows no edge of an array.
-PRODUCTS_INTERPRETED = """
+$part products_interpreted
 
 def product(a, b, axes):
     found = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=Float)
@@ -378,4 +365,3 @@ def gathered(acc, weights, values, meanwhile):
 
 def padded(x, block, dim):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, dim - x.shape[3])))
-"""

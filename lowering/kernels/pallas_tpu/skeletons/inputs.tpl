@@ -1,31 +1,25 @@
-"""Functions of generated Pallas TPU modules: what brings values of positions and pairs to a kernel."""
+$# Functions of generated Pallas TPU modules: what brings values of positions and pairs to a kernel.
 
-from __future__ import annotations
-
-TURN = '''
+$part turn
 def turned(row):
     """[1, n] as [n, 1]; n is a multiple of the 128 lanes."""
     return jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
-'''
 
-UPRIGHT = '''
+$part upright
 def upright(row):
     """[1, n] as [n, 128], 128 times one column; n is a multiple of the 128 lanes."""
     return jnp.broadcast_to(row, (128, row.shape[1])).T
-'''
 
-WIDE = '''
+$part wide
 def wide(column, width):
     """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
-'''
 
-LOOK = """
+$part look
 def look(table, *index):
     return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]
-"""
 
-PICK = '''
+$part pick
 def pick(table, shape, *index):
     """table[index], clamped, by trying each entry: the table is flat and in scalar memory."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -44,14 +38,12 @@ def pick(table, shape, *index):
 
     entries = math.prod(n for _, n, _ in moving)
     return lax.fori_loop(Int(0), Int(entries), attempt, jnp.zeros(wanted.shape, table.dtype))
-'''
 
-SHARE = """
+$part share
 def share(i, x, axis):
     return jnp.minimum(i, x.shape[axis] - 1)  # one for all, or one each
-"""
 
-PER_QUERY = '''
+$part per_query
 def per_query(x, place):
     """Blocks of x [.., .., 1, q_len] that belong to the tile of queries."""
 
@@ -60,9 +52,8 @@ def per_query(x, place):
         return share(b, x, 0), share(h, x, 1), 0, q_tile
 
     return pl.BlockSpec((1, 1, 1, BLOCK_Q), at)
-'''
 
-PER_KEY = '''
+$part per_key
 def per_key(x, place):
     """Blocks of x [.., .., 1, kv_len] that belong to the tile of keys."""
 
@@ -71,9 +62,8 @@ def per_key(x, place):
         return share(b, x, 0), share(h, x, 1), 0, k_tile
 
     return pl.BlockSpec((1, 1, 1, BLOCK_K), at)
-'''
 
-PER_PAIR = '''
+$part per_pair
 def per_pair(x, place):
     """Tiles of x [.., .., q_len, kv_len]."""
 
@@ -82,9 +72,8 @@ def per_pair(x, place):
         return share(b, x, 0), share(h, x, 1), q_tile, k_tile
 
     return pl.BlockSpec((1, 1, BLOCK_Q, BLOCK_K), at)
-'''
 
-DISTANCES = '''
+$part distances
 STRIDE = math.gcd(BLOCK_Q, BLOCK_K)  # from one window to the next
 
 
@@ -112,17 +101,15 @@ def per_distance(x, place, length):
         return share(b, x, 0), share(h, x, 1), start, 0, 0
 
     return pl.BlockSpec((1, 1, 1, 1, BLOCK_Q + BLOCK_K), at)
-'''
 
-SKEWED = '''
+$part skewed
 
 def skewed(window):
     """[$down, $along] of a window [1, BLOCK_Q + BLOCK_K]: row i is window[$down - 1 - i :]."""
     wide = jnp.broadcast_to(window, ($down, BLOCK_Q + BLOCK_K))
     return pltpu.roll(wide, $along + 1, 1, stride=1, stride_axis=0)[:, :$along]
-'''
 
-SKEWED_BY_BITS = '''
+$part skewed_by_bits
 
 def skewed(window):
     """[$down, $along] of a window [1, BLOCK_Q + BLOCK_K]: row i is window[$down - 1 - i :]."""
@@ -131,4 +118,3 @@ def skewed(window):
     for bit in range(($down - 1).bit_length()):  # TPUs before v5 roll all rows by one number
         wide = jnp.where(row >> bit & 1 == 1, pltpu.roll(wide, 1 << bit, 1), wide)
     return wide[:, :$along]
-'''

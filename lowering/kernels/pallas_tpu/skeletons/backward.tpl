@@ -1,8 +1,6 @@
-"""The text of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills."""
+$# The text of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills.
 
-from __future__ import annotations
-
-SKELETON = '''
+$part skeleton
 $definitions
 
 
@@ -115,22 +113,19 @@ def $entry(
         interpret=interpret,
     )($operands)
     return $result
-'''
 
-FINITE = '''
+$part finite
 def finite(x):
     """What a hidden position's 0 may be multiplied with: 0 times NaN or infinity is NaN."""
     wide = x.astype(Float)
     return jnp.where(jnp.isfinite(wide), wide, 0).astype(x.dtype)
-'''
 
-LAID = '''
+$part laid
 def laid(column):
     """[n, 1] as [1, n]; n is a multiple of the 128 lanes."""
     return jnp.broadcast_to(column, (column.shape[0], 128)).T[:1]
-'''
 
-BY_DISTANCE = '''
+$part by_distance
 def by_distance(x):
     """[n, m] summed along k - q: [1, n + m], entry k - q + n."""
     n, m = x.shape
@@ -141,11 +136,9 @@ def by_distance(x):
         half = len(x) // 2
         x = x[:half] + pltpu.roll(x[half:], n + m - half, 1)
     return pltpu.roll(x, n, 1)
-'''
 
-BY_DIFFERENCE = '''
+$part by_difference
 def by_difference(sums, q_len, kv_len):
     """[.., .., q_len + kv_len - 1], entry q - k + kv_len - 1, of sums by k - q from that of the last row's end."""
     first = pl.cdiv(q_len, BLOCK_Q) * BLOCK_Q
     return sums.reshape(*sums.shape[:2], -1)[..., first - q_len + 1 : first + kv_len][..., ::-1]
-'''
