@@ -26,7 +26,7 @@ from frisket.dsl.ir import Expr, lit, transform, uses, walk
 from frisket.dsl.types import BOOL
 
 from .expr import LONG, PRECEDENCE, PREFIX, SHARED, Text, operator
-from .text import Names, Page
+from .text import Names, Page, parts
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
@@ -42,63 +42,7 @@ TORCH: dict[str, str] = SHARED | {
     "isfinite": "{}.isfinite()", "random": "random",
 }  # fmt: skip
 
-PRELUDE: dict[str, str] = {
-    "sign": """
-def sign(x):
-    return torch.where(x != x, x, x.sign())
-""",
-    "minimum": """
-def minimum(x, y):
-    return torch.where((x <= y) | (x != x), x, y)
-""",
-    "maximum": """
-def maximum(x, y):
-    return torch.where((x >= y) | (x != x), x, y)
-""",
-    "floordiv": """
-def floordiv(x, y):
-    zero = y == 0
-    return torch.where(zero, 0, torch.div(x, torch.where(zero, 1, y), rounding_mode="floor"))
-""",
-    "mod": """
-def mod(x, y):
-    zero = y == 0
-    return torch.where(zero, 0, torch.remainder(x, torch.where(zero, 1, y)))
-""",
-    "shl": """
-def shl(x, y):
-    inside = (y >= 0) & (y < 64)
-    return torch.where(inside, x << torch.where(inside, y, 0), 0)
-""",
-    "shr": """
-def shr(x, y):
-    inside = (y >= 0) & (y < 64)
-    return torch.where(inside, x >> torch.where(inside, y, 0), 0)
-""",
-    "to_int": """
-def to_int(x):
-    if x.dtype == torch.bool:
-        return x.to(torch.int64)
-    return x.nan_to_num(0.0, math.inf, -math.inf).clamp(-(2.0**62), 2.0**62).to(torch.int64)
-""",
-    "random": """
-def times(x, factor):
-    return (((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & 0xFFFFFFFF
-
-
-def mix(x):
-    x = times(x ^ (x >> 16), 0x85EBCA6B)
-    x = times(x ^ (x >> 13), 0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def random(*counters):
-    x = mix((counters[0] + 0x9E3779B9) & 0xFFFFFFFF)
-    for c in counters[1:]:
-        x = mix(x ^ times(c & 0xFFFFFFFF, 0x9E3779B1))
-    return (x >> 8).to(torch.float64) * 2.0**-24
-""",
-}
+PRELUDE = parts(__package__, "torch")
 
 
 def mask_mod(

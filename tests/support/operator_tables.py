@@ -176,7 +176,7 @@ TABLES = [
     Table(
         "lowering/kernels/jnp_expr.py",
         "PRELUDE: the function of that text",
-        called(jnp_expr.JNP, "lowering/kernels/jnp_expr.py"),
+        called(jnp_expr.JNP, "lowering/kernels/skeletons/jnp.tpl"),
     ),
     Table(
         "lowering/kernels/pallas_gpu/expr.py",
@@ -187,7 +187,9 @@ TABLES = [
         "lowering/kernels/pallas_gpu/expr.py",
         "PRELUDE: the function of that text",
         called(
-            pallas_gpu.MOSAIC_GPU, "lowering/kernels/pallas_gpu/skeletons/functions.tpl", "lowering/kernels/jnp_expr.py"
+            pallas_gpu.MOSAIC_GPU,
+            "lowering/kernels/pallas_gpu/skeletons/functions.tpl",
+            "lowering/kernels/skeletons/jnp.tpl",
         ),
     ),
     Table("lowering/kernels/triton/expr.py", "TRITON: its text", triton.TRITON.__contains__),
@@ -200,7 +202,7 @@ TABLES = [
     Table(
         "lowering/kernels/cute/expr.py",
         "PRELUDE: the function of that text",
-        called(cute.CUTE, "lowering/kernels/cute/expr.py"),
+        called(cute.CUTE, "lowering/kernels/cute/skeletons/functions.tpl"),
     ),
     Table("lowering/kernels/cpp/expr.py", "CPP: its text", cpp.CPP.__contains__),
     Table("lowering/kernels/cpp/functions.hpp", "the function of that text, or in integers.hpp", called(cpp.CPP, *HPP)),
@@ -210,7 +212,7 @@ TABLES = [
     Table(
         "lowering/kernels/torch_mask_mod.py",
         "PRELUDE: the function of that text",
-        called(torch_mask_mod.TORCH, "lowering/kernels/torch_mask_mod.py"),
+        called(torch_mask_mod.TORCH, "lowering/kernels/skeletons/torch.tpl"),
     ),
     Table("lowering/planner/cpp.py", "ROWS: its text in the planner, from CPP", planner_cpp.ROWS.__contains__),
     Table("lowering/planner/triton.py", "TRITON: its text in the planner", planner_triton.TRITON.__contains__),
