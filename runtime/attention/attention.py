@@ -35,7 +35,8 @@ from frisket.runtime.layouts.checks import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import AnyPlan, Call, results
+from frisket.runtime.plans.base import CallPlan
+from frisket.runtime.plans.call import Call, results
 from frisket.runtime.plans.device import FlatPlan, device_plan, divided
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
@@ -73,7 +74,7 @@ class Attention:
 
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
-        self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], CallPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
         self.by_tables: tuple[Any, ...] = ()  # and by the tables of the host that they bring
         self.repeats: dict[Any, Any] = {}  # what calls of q, k and v alone need, by their kind
@@ -122,7 +123,7 @@ class Attention:
     @overload
     def __call__(self, q: Array, k: Any, v: Any, *, return_lse: bool, **given: Any) -> Any: ...
     def __call__(
-        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
+        self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,
         layout: str | None = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Any:  # fmt: skip
@@ -230,7 +231,7 @@ class Attention:
         result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self.options)
         return result
 
-    def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+    def _geometry(self, given: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
             if not isinstance(plan, Plan | FlatPlan):
                 raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
@@ -257,7 +258,7 @@ class Attention:
         self._geometry(given, request.plan, request.origin, request.sizes)
         self._check_plan(request.plan, params)
 
-    def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
+    def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
         if params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
         made_for = plan.host_program
@@ -274,7 +275,7 @@ class Attention:
                 "  make it with this attention's own `plan`"
             )
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None = None) -> AnyPlan:
+    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None = None) -> CallPlan:
         host, given = divided(params, None, self.program.learnable, framework)
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
@@ -283,7 +284,7 @@ class Attention:
 
     def _kept_plan(
         self, g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None = None
-    ) -> AnyPlan:
+    ) -> CallPlan:
         """A plan; what does not hang on the tables of this step is kept."""
         key = None if Settings.read().check else _known(g, host, given, how)
         plan = None if key is None else self._plans.get(key)
@@ -298,7 +299,7 @@ class Attention:
     def _made_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
         host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
-    ) -> AnyPlan:  # fmt: skip
+    ) -> CallPlan:  # fmt: skip
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
         program = self.program.stored_as(how)
         if given:
@@ -312,7 +313,7 @@ class Attention:
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
         sizes: Sizes | None = None, flat: bool | None = None, **params: Any,
-    ) -> AnyPlan:  # fmt: skip
+    ) -> CallPlan:  # fmt: skip
         """Build tables and layout once, for any number of calls with these lengths.
 
         >>> import frisket as fk
@@ -450,7 +451,7 @@ class Attention:
     @counting
     @usual_promotion()
     def check(
-        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
+        self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
         k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Report:  # fmt: skip

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
 
 from .base import CallPlan
-from .device import FlatPlan
-from .host import Plan
-
-AnyPlan: TypeAlias = "Plan | FlatPlan"
 
 
 @dataclass(frozen=True)
