@@ -109,14 +109,6 @@ def solved(mask: Expr) -> Solved | None:
     return _solved(mine, theirs or [], None, rowwise=theirs is not None)
 
 
-def intervals(mask: Expr) -> tuple[Interval, ...] | None:
-    """The (first, last) for each term of a mask made of bounds alone, where no conditions are needed."""
-    mine = _terms(mask)
-    if mine is None or any(t.curves or t.asks or t.needs is not TRUE for t in mine):
-        return None
-    return tuple(_visible(t) for t in mine)
-
-
 def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None, rowwise: bool = True) -> Solved:
     both = [*mine, *theirs]
     curves = [c for t in both for c in t.curves]

@@ -119,15 +119,6 @@ class Table:
         found = np.searchsorted(self.array, value, side="right") - 1
         return np.where(found < 0, -BEYOND, np.where(found == n - 1, BEYOND, found))
 
-    @cached_property
-    def finite(self) -> bool:
-        return bool(np.isfinite(self.array).all())
-
-    @cached_property
-    def largest(self) -> float:
-        """The largest magnitude, for overflow estimates."""
-        return float(np.abs(self.array.astype(np.float64)).max(initial=0.0))
-
     def extreme(self, kind: str, lows: Sequence[Array], highs: Sequence[Array]) -> Array:
         """The minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
         clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned powers of

@@ -85,11 +85,6 @@ class EngineForm:
         """Whether the keys that a query sees are read from tables at the query."""
         return any("q" in uses(x) for x in (*self.first, *self.last))
 
-    @property
-    def scored(self) -> bool:
-        """Whether there is a score mod beside a constant factor."""
-        return self.softcap is not None or self.slope is not None
-
 
 @dataclass(frozen=True)
 class NoForm:

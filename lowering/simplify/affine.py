@@ -1,9 +1,9 @@
 """The affine normal form of Int expressions and of their comparisons, and the Expr of a normal form.
 
 >>> from frisket.dsl.sugar import q, k
->>> compare("lt", q - k, lit(256))
+>>> write_relation(*relation("lt", q - k, lit(256)))
 q - k <= 255
->>> compare("ge", q + 1, k + 1)
+>>> write_relation(*relation("ge", q + 1, k + 1))
 q >= k
 """
 
@@ -138,11 +138,6 @@ def relation(op: str, left: Expr, right: Expr) -> tuple[str, Linear]:
         const = -(-form.const // g) if op == "le" else form.const // g
         form = Linear(tuple((a, f // g) for a, f in form.terms), const)
     return op, form
-
-
-def compare(op: str, left: Expr, right: Expr) -> Expr:
-    """The one way to write a comparison of two Ints."""
-    return write_relation(*relation(op, left, right))
 
 
 @memo(group="expressions")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
+from frisket.lowering.plan import RATE, SEED, Geometry, survives
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
 
@@ -27,11 +27,6 @@ class Call:
     sinks: Any
     top: bool  # whether the largest score of every row is asked for
     live: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
-
-    def drawn(self, plan: LoopPlan) -> dict[str, Any]:
-        """Values of the slots of dropout."""
-        values = {SEED: self.seed, RATE: self.rate}
-        return {s.name: values[s.source] for s in plan.slots if s.source in values}
 
 
 def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:

@@ -129,10 +129,6 @@ class Work:
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
 
     @property
-    def program(self) -> CallProgram:
-        return self.fixed.program
-
-    @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         return self.fixed.simplified
 
