@@ -53,10 +53,6 @@ class PagedKVCache(JaxCache):
     `KVCache`.
     """
 
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None
-    v_scale: jax.Array | None
     pages: jax.Array
     room: jax.Array
     lengths: jax.Array

@@ -45,10 +45,6 @@ class KVCache(JaxCache):
     and `overflowed` bool [batch] is True from then on, and results of that sequence are wrong.
     """
 
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None
-    v_scale: jax.Array | None
     lengths: jax.Array
     overflowed: jax.Array
 

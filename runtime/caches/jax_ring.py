@@ -41,10 +41,6 @@ class RingKVCache(JaxCache):
     a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
     """
 
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None
-    v_scale: jax.Array | None
     lengths: jax.Array
 
     @classmethod

@@ -50,10 +50,6 @@ class ShardedKVCache(JaxCache):
     "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and are read at global b, h, q and k.
     """
 
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None
-    v_scale: jax.Array | None
     lengths: jax.Array
     overflowed: jax.Array
     mesh: Mesh = field(metadata={"static": True})

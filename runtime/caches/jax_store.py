@@ -6,7 +6,7 @@ Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -42,14 +42,14 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
     return made | scales
 
 
+@dataclass(frozen=True, eq=False)
 class JaxCache:
-    """The base of JAX caches; caches are pytrees whose leaves are these arrays."""
+    """The base of JAX caches, which are pytrees: these arrays, `lengths`, and what each kind has beside them."""
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None
     v_scale: jax.Array | None
-    lengths: jax.Array
 
     batch = property(lambda self: self.lengths.shape[0], doc="Sequences.")
 
