@@ -22,7 +22,7 @@ with extras():
 import frisket.operations as operations
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.modeling import apply_rotary_pos_emb, rotary_tables
-from frisket.runtime.caches.jax import KVCache
+from frisket.runtime.caches.jax_plain import KVCache
 from frisket.runtime.masks.mask import MaskLike, ScoreLike
 
 from .flax_attention import AttentionFn, attention_fn

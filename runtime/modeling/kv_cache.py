@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.caches.jax import KVCache, ShardedKVCache
-from frisket.runtime.caches.jax_sharded import Axes
+from frisket.runtime.caches.jax_plain import KVCache
+from frisket.runtime.caches.jax_sharded import Axes, ShardedKVCache
 from frisket.runtime.machine.parameters import traced
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)
@@ -77,6 +77,3 @@ def concatenate_to_cache(
             "mask=bias == 0"
         )
     return cache, jnp.logical_and(seen, mask)
-
-
-__all__ = ["concatenate_to_cache", "init_cache"]
