@@ -299,6 +299,3 @@ def _unused_definitions(checker: Checker) -> None:
                 checker.with_score = True
                 checker.evaluate(d.body, frame)
                 checker.expanded.discard((d.name, len(d.params)))
-
-
-__all__ = ["Checker", "elaborate"]

@@ -36,8 +36,3 @@ def where(cond: Operand, yes: Operand, no: Operand) -> Expr:
 def function(name: str, x: Operand) -> Expr:
     """A Float function of one argument: `function("tanh", score / 50)`; Int is converted."""
     return build(name, to_float(lift(x)))
-
-
-__all__ = [
-    "b", "eq", "function", "h", "k", "maximum", "minimum", "ne", "q", "score", "where",
-]  # fmt: skip

@@ -314,6 +314,3 @@ def _autograd_function(value: Any) -> type[Any] | None:
     cls = value if isinstance(value, type) else getattr(value, "__self__", None)
     found = function is not None and isinstance(cls, type) and issubclass(cls, function) and cls is not function
     return cls if found else None
-
-
-__all__ = ["Traced", "trace"]

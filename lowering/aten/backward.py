@@ -303,6 +303,3 @@ def _even(blocks: list[Block], parts: int) -> list[list[Block]]:
         found[min(done * parts // total, parts - 1)].append(b)
         done += b.cells
     return found
-
-
-__all__ = ["backward"]

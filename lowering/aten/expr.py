@@ -322,6 +322,3 @@ def _rate(n: Expr, rates: list[int | None]) -> int | None:
 def distance_only(root: Expr) -> bool:
     """Whether `root` depends on q and k through q - k alone (and b, h, score do not occur)."""
     return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0
-
-
-__all__ = ["OPERATORS", "TileProgram", "distance_only", "drift"]

@@ -59,6 +59,3 @@ def fold(
     for index, size in zip(gradient.index, shape, strict=True):
         place.mul_(size).add_(_program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
     return summed(place, buffer, math.prod(shape)).view(tuple(shape)).to(buffer.dtype)
-
-
-__all__ = ["fold", "folded"]

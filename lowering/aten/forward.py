@@ -236,6 +236,3 @@ class _Forward(AtenTiles):
             self.out, self.lse = out[None, :, None], lse[None, :, None]
         else:
             self.out[place], self.lse[place] = out, lse
-
-
-__all__ = ["forward"]

@@ -53,6 +53,3 @@ def fixed(place: Tensor, values: Tensor, size: int) -> Tensor:
     counted = torch.zeros(size, dtype=torch.int64, device=values.device)
     counted.index_add_(0, place, (values * per).round().long())
     return amounts(counted, per)
-
-
-__all__ = ["amounts", "fixed", "summed", "units"]

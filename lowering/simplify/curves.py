@@ -187,6 +187,3 @@ def rising(e: Expr) -> Expr:
     if e.op == "lookup" and len(e.args) == 1:
         return conj(rising(e.args[0]), make("is_sorted", (), e.name, BOOL))
     return FALSE
-
-
-__all__ = ["Curve", "depends", "rising", "solve", "together"]

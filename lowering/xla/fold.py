@@ -61,6 +61,3 @@ def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -
     import jax.numpy as jnp
 
     return jnp.zeros(shape, values.dtype).at[places].add(values)
-
-
-__all__ = ["fold", "folded"]

@@ -177,6 +177,3 @@ def _copied(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
         for n, x in cache.arrays.items()
     }
     return replace(cache, **moved)
-
-
-__all__ = ["PagedKVCache"]

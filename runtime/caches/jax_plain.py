@@ -91,6 +91,3 @@ class KVCache(JaxCache):
         kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
         arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))
         return replace(self, **arrays, lengths=start + counts)
-
-
-__all__ = ["KVCache"]

@@ -119,6 +119,3 @@ class RingKVCache(JaxCache):
         kept = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay
         at = jnp.where(kept, (self.lengths[:, None] + i) % size, size + i)
         return replace(self, **written(self.arrays, added, at), lengths=self.lengths + counts)
-
-
-__all__ = ["RingKVCache"]

@@ -190,6 +190,3 @@ def _merged(out: jax.Array, lse: jax.Array, axis: Axes) -> tuple[jax.Array, jax.
     safe = jnp.where(total == 0, 1, total)
     found = lax.psum(mine, axis) / safe.swapaxes(1, 2)[..., None]
     return found.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
-
-
-__all__ = ["ShardedKVCache"]

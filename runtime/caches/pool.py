@@ -262,6 +262,3 @@ def _of_each(what: str, numbers: Any) -> dict[Any, int]:
         return {s: operator.index(n) for s, n in numbers.items()}
     except (AttributeError, TypeError):
         raise ShapeError(f"{what} are {numbers!r}; they are a whole number for each sequence, by its name") from None
-
-
-__all__ = ["PagePool"]

@@ -211,6 +211,3 @@ def _tensor(x: Any) -> torch.Tensor:
         return torch.from_numpy(x.copy())
     except TypeError:
         raise ParameterError(f"torch has no tensors of {x.dtype}; give the table as int64, float32 or bool") from None
-
-
-__all__ = ["LiveMask", "live_mask"]

@@ -314,6 +314,3 @@ _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
 prepared = memo(
     KEPT, by="identity", weigh=lambda _, made, held: 4000 + sum(x.nbytes for group in made.alive[1:] for x in group)
 )(_Prepared)
-
-
-__all__ = ["backward", "forward", "huge", "out_of_memory", "prepared"]
