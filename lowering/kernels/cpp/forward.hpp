@@ -248,7 +248,8 @@ INLINE void pack_square(const Worker &w, const Tile &tile, int64_t start, int64_
 }
 
 // acc += weights * values for vectors lo to hi of the keys, both even, and N vectors of columns.
-template <bool PARTIAL, int N> static void add_squares_of_columns(Worker &w, const Tile &tile, int lo, int hi, int column) {
+template <bool PARTIAL, int N>
+static void add_squares_of_columns(Worker &w, const Tile &tile, int lo, int hi, int column) {
     Real *acc = w.acc + column;
     load_square<0>(acc, V_WIDE);
     if (N > 1) load_square<1>(acc + 16, V_WIDE);
