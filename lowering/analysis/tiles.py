@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.evaluate import evaluate
+from frisket.dsl.evaluate import DTYPES, evaluate
 from frisket.dsl.ir import TRUE, Expr, make, uses
 from frisket.dsl.types import BOOL
 from frisket.dsl.work import steps
@@ -128,7 +128,7 @@ class Scope:
             def run(node: Expr, *args: Array) -> Array:
                 half = len(args) // 2
                 found = self.tables[node.name].extreme(kind, args[:half], args[half:])
-                return found.astype(np.bool_ if node.type is BOOL else found.dtype)
+                return found.astype(DTYPES[node.type], copy=False)  # as of the entries, which narrower ones would wrap
 
             return run
 

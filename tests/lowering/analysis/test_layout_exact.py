@@ -96,6 +96,16 @@ def test_limits_that_fall_by_more_than_an_integer_holds(text, ends):
     check(masks.Case(parse_expression(text, {"lim": limit}), 40, 40, 1, 1, (8, 8), tables={"lim": Table(limit)}))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8", "uint32"])
+def test_differences_that_a_table_s_own_dtype_does_not_hold(dtype):
+    """Ends of ranges are of the interpreter's numbers, as entries are."""
+    ends = np.iinfo(dtype)
+    table = np.array([ends.min, ends.max, 0, 1], dtype)[np.arange(40) % 4]
+    for text in ("abs(t[q] - t[k]) < w", "t[q] * w > t[k] * w"):
+        mask = parse_expression(f"param w: int\nmask = {text}", {"t": table})
+        check(masks.Case(mask, 40, 40, 1, 1, (8, 8), params={"w": 1}, tables={"t": Table(table)}))
+
+
 @pytest.mark.parametrize("name", ["document-starts", "early-documents", "per-query-window", "other-table"])
 def test_queries_are_taken_in_batches(name, monkeypatch):
     monkeypatch.setattr(queries, "_BATCH", 1)
