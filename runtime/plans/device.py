@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
+from frisket.lowering.plan import FAR, LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
@@ -31,7 +33,7 @@ from .compiled import UNDRAWN
 from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
 from .host import FEW_TILES
 from .place import SpanRequest
-from .run import check_sorted, kernel_tables, source, spans
+from .run import check_sorted, kernel_tables, on_host, source, spans
 
 
 def divided(
@@ -146,12 +148,9 @@ class FlatPlan:
     @cached_property
     def narrow(self) -> bool:
         """Whether tiles are narrow, like a plan of the host, where no table of a device decides it."""
-        laid = self.laid
-        return (
-            laid.planner is None
-            and distance_only(laid.host.expr)
-            and host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
-        )
+        if self.laid.planner is not None or not distance_only(self.laid.host.expr):
+            return False
+        return host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
@@ -194,10 +193,8 @@ class FlatPlan:
             layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
-            b, h, q, k = laid.at
-            place = SpanRequest(
-                (b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges
-            )
+            at: Any = laid.at
+            place = SpanRequest(at, key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
             plan = laid.turned() if turned else laid.planner
             self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if turned else place, self.values)
@@ -231,15 +228,12 @@ class FlatPlan:
     @property
     def planner(self) -> str:
         """The text of the planner."""
-        laid = self.laid
-        return "" if laid.planner is None else source(laid.planner, self.key.framework, self.device)
+        return "" if self.laid.planner is None else source(self.laid.planner, self.key.framework, self.device)
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
-        laid = self.laid
-        return kernel_tables(
-            laid.plan, self.key.framework, self.values, max(laid.full[2:]), self.device, laid.held
-        )  # fmt: skip
+        laid, framework = self.laid, self.key.framework
+        return kernel_tables(laid.plan, framework, self.values, max(laid.full[2:]), self.device, laid.held)
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
@@ -288,6 +282,7 @@ def device_plan(
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
     known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most is not None}
+    known |= {n: m for n, x in values.items() if (m := _more(x))}
     most = tuple(sorted((n, m) for n, m in known.items() if n in values))
     key = Key(program, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
@@ -300,6 +295,13 @@ def device_plan(
         assert isinstance(made, DeviceSpans)
         plan._made[block, False] = made.bounds, made.count, made.overflow, made.order
     return plan
+
+
+def _more(x: Any) -> int:
+    """A bound of a table's Ints, where the host sees larger ones than kernels take unknown ones to be; 0 elsewhere."""
+    seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
+    most = max(abs(int(end(np.asarray(x)))) for end in (np.min, np.max)) if seen else 0
+    return 1 << (most - 1).bit_length() if most >= FAR else 0
 
 
 def _dtype(x: Any) -> str:

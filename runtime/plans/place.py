@@ -48,8 +48,8 @@ def on_device(framework: str, x: Any, device: Any, name: Any, copies: dict[Any, 
         return jnp.asarray(x)
     import torch
 
-    if not isinstance(x, np.ndarray):
-        return x
+    if not isinstance(x, np.ndarray):  # torch compares no unsigned numbers but bytes
+        return x.long() if str(x.dtype).startswith(("torch.uint16", "torch.uint32", "torch.uint64")) else x
     if device is None or device.type == "cpu":
         return torch.from_numpy(np.array(x))
     key = name, x.dtype, device

@@ -63,33 +63,32 @@ def _kernels(values: list[Any], device: Any) -> bool:
     """Whether Triton plans: tables of a GPU, or of the host where its kernels are interpreted and asked for."""
     import torch
 
-    if not all(_plain(x, device.type) for x in values if isinstance(x, torch.Tensor)):
-        return False
-    if device.type == "cpu" and not _asked("torch", "device", False):
-        return False
-    return run_triton.runs(device)
+    plain = all(_plain(x, device.type) for x in values if isinstance(x, torch.Tensor))
+    return plain and (device.type != "cpu" or _asked("torch", "device", False)) and run_triton.runs(device)
 
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     """Whether C++ may read these values: arrays of the host with numbers in them, and a compiler is there."""
-    if not _asked(framework, "host", True) or any(traced(x) for x in values):
-        return False
-    if framework == "jax":
-        import jax
-
-        here = all(d.platform == "cpu" for x in values if isinstance(x, jax.Array) for d in x.devices())
-    else:
+    if framework == "torch":
         import torch
 
-        here = (device is None or device.type == "cpu") and not torch.compiler.is_compiling()
-        here = here and all(_plain(x, "cpu") for x in values if isinstance(x, torch.Tensor))
-    return here and not cpp_build.reason()
+        if torch.compiler.is_compiling() or not (device is None or device.type == "cpu"):
+            return False
+    here = all(on_host(x) for x in values if hasattr(x, "dtype"))
+    return here and _asked(framework, "host", True) and not cpp_build.reason()
 
 
 def _asked(framework: str, where: str, otherwise: bool) -> bool:
     """Whether FRISKET_BACKEND names a backend that plans there, on the host or on the device."""
     name = Settings.read().backend
     return otherwise if name is None else named(name, framework).plans == where
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array of numpy, torch or JAX has numbers in memory of the host."""
+    if hasattr(x, "detach"):
+        return _plain(x, "cpu")
+    return not traced(x) and all(d.platform == "cpu" for d in getattr(x, "devices", set)())
 
 
 def _plain(x: Any, device: str) -> bool:

@@ -16,6 +16,7 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import derived_table
 from frisket.lowering.spans import from_records
 from frisket.runtime.attention import checking as module
+from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import run as flat_run
 
 S = 300
@@ -309,6 +310,26 @@ def test_offsets_in_fewer_bits_than_positions_need(framework):
     plan = fk.compile("document(off)").plan(S, S, off=given, flat=True).work((64, 64)).plan
     found = flat_run.kernel_tables(plan, framework, {"off": given}, S, None)
     np.testing.assert_array_equal(found["t0"], np.searchsorted(off[1:-1], np.arange(S), "right"))
+
+
+NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
+LARGE = [("torch", "aten", n) for n in ("int32", "int64", "uint32")]
+LARGE += [pytest.param("torch", "cpp", "int64", marks=NATIVE), pytest.param("jax", "cpp", "uint32", marks=NATIVE)]
+
+
+@pytest.mark.parametrize(("framework", "backend", "dtype"), LARGE)
+def test_entries_past_the_largest_that_kernels_expect(framework, backend, dtype):
+    """A flat plan of tables on the host sees that entries, or what the mask makes of them, need 64 bits."""
+    ends = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**61), 2**32), "uint32": (2**31, 2**32 - 1)}[dtype]
+    x = np.array([*ends, 0, 2])[np.arange(64) % 4]
+    given = jnp.asarray(x.astype(dtype)) if framework == "jax" else torch.from_numpy(x.astype(dtype))
+    q, v = np.ones((1, 1, 64, 8), np.float32), np.eye(64, dtype=np.float32)[None, None]
+    q, v = map(jnp.asarray if framework == "jax" else torch.from_numpy, (q, v))
+    for text, seen in (("x[q] - x[k] > w", np.subtract.outer(x, x) > 1), ("x[q] >= x[k]", x[:, None] >= x)):
+        att, w = fk.compile(text, backend=backend), {"w": 1} if "w" in text else {}
+        plan = att.plan(64, 64, flat=True, x=given, **w)
+        out = att(q, q, v, plan=plan, layout="bhsd")
+        np.testing.assert_array_equal(np.asarray(out)[0, 0] > 0, seen)
 
 
 RUNS = {
