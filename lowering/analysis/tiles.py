@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import DTYPES, evaluate
 from frisket.dsl.ir import TRUE, Expr, make, uses
-from frisket.dsl.types import BOOL
 from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
