@@ -29,7 +29,7 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
     """The batching rule of a primitive."""
     where = {n: d for n, d in zip(task.names, dims, strict=True) if isinstance(d, int)}
     n = axis.size
-    if (fold := _fold(task, where)) is not None:
+    if n and (fold := _fold(task, where)) is not None:
         return _beside(primitive, fold, n, operands, where, task)
     front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
     level = n, tuple(name in where for name in task.names)

@@ -177,6 +177,17 @@ def test_vmap_over_query_heads_shares_the_keys():
     assert "broadcast" not in str(jax.make_jaxpr(found)(q[:, :, :, None]))
 
 
+@pytest.mark.parametrize("axis", [0, 2, 3])
+def test_vmap_over_no_instances(axis):
+    q, k, v = (jnp.moveaxis(jnp.zeros((0, 2, 8, heads, D)), 0, axis) for heads in (4, 2, 2))
+
+    def found(q, k, v):
+        return jax.vmap(lambda *x: fk.attention(*x, "causal", return_lse=True), axis)(q, k, v)
+
+    assert [x.shape for x in found(q, k, v)] == [(0, 2, 8, 4, D), (0, 2, 4, 8)]
+    assert jax.grad(lambda k: found(q, k, v)[0].sum())(k).shape == k.shape
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("mask", [causal & (q - k < 9 + 5 * h), causal])
 def test_vmap_over_heads_of_what_a_mask_tells_apart(mask):
