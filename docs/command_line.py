@@ -59,9 +59,10 @@ SHOWN = [
 NOTES = """\
 ## In scripts
 
-Every command takes `--json` and prints one object. Colour and progress bars are for terminals: a pipe gets plain text,
-nothing is folded or cut, and `frisket … | head` is no error. `NO_COLOR=1` takes colours away, `FORCE_COLOR=1` keeps
-them in a pipe, and a locale without `█` gets `#`. `frisket completion bash` (or `zsh`, `fish`) prints the script that
+Every command takes `--json` and prints one object, with `"NaN"` and `"Infinity"` as texts. Colour and progress bars are
+for terminals: a pipe gets plain text, nothing is folded or cut, and `frisket … | head` is no error. `NO_COLOR=1` takes
+colours away, `FORCE_COLOR=1` keeps them in a pipe, and a locale without `█` gets `#`. `frisket completion bash` (or
+`zsh`, `fish`) prints the script that
 completes commands, options, files and the names of the library.
 
 `frisket check` is for continuous integration: it runs what is installed beside a float64 interpreter, and what is wrong

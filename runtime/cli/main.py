@@ -132,7 +132,7 @@ def complain(name: str, message: str) -> None:
 
 def write(answer: CommandResult, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(answer.data, indent=2, ensure_ascii=True))
+        print(json.dumps(json.loads(json.dumps(answer.data), parse_constant=str), indent=2))  # JSON has no NaN
         return
     out = Output()
     for piece in answer.text:

@@ -88,6 +88,13 @@ def test_plot_says_that_a_score_mod_is_not_drawn(run):
     assert "score" not in run("plot", "causal", "-o", "m.png")[1]
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_json_lacks_are_texts(run, value):
+    status, out, _ = run("show", "q - k < w", "--set", f"w={value}", "--q-len", "8", "--json")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (status, str(float(found["params"]["w"]))) == (0, value)
+
+
 def test_show_a_file(run, tmp_path):
     (tmp_path / "m.frisket").write_text("param w: int = 64\nmask = causal & window(w)\nscore = softcap(50)\n")
     status, out, _ = run("show", "m.frisket", "--q-len", 512, "--json")
