@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 import time
@@ -133,8 +134,7 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     said = html.captions(layout)
     spent = time.perf_counter() - start
     parts = [part for part in (what.mask, what.score) if part is not None]
-    notes = {n: None for part in parts for n in part.origin.notes}
-    said["facts"] += html.table(("note", n) for n in notes)
+    said["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
     return {
         "data": html.data(layout, portable.plain, partial(keyed, have=request.have)), **said,
@@ -294,7 +294,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
 
 def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     """A shell command that computes the answer."""
-    words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
+    words = ["frisket", "show", " " * request.text.startswith("-") + request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
         words += ["--kv-len", str(request.kv_len)]
     for name in ("batch", "heads"):
@@ -305,9 +305,7 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
         words += ["--block", str(bq) if bq == bk else f"{bq}x{bk}"]
     for s in scalars:
         words += ["--set", f"{s.name}={str(s.value).lower() if s.type == 'Bool' else s.value}"]
-    for name in tables:
-        words += ["--table", f"{name}={name}.npy"]
-    return shlex.join(words)
+    return shlex.join([*words, *(word for name in tables for word in ("--table", f"{name}={name}.npy"))])
 
 
 def python(
@@ -318,8 +316,8 @@ def python(
     lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)
     lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in made.values()]
-    text = f'"""\n{request.text.strip()}\n"""' if "\n" in request.text.strip() else repr(request.text.strip())
-    text = text if text.startswith('"""') or '"' in text else f'"{text[1:-1]}"'
+    text = request.text.strip()
+    text = f'"""\n{text}\n"""' if "\n" in text and not {"\\", '"'} & {*text} else json.dumps(text, ensure_ascii=False)
     values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *made)}}
 
     def of(part: Any) -> str:
@@ -329,8 +327,7 @@ def python(
     sizes += "" if request.block == Question.block else f", block={request.block}"
     calls = []
     if program.mask is not None and program.score is not None:
-        lines.append(f"text = {text}")
-        text = "text"
+        lines, text = [*lines, f"text = {text}"], "text"
     if program.mask is not None:
         lines.append(f"mask = fk.mask({text}{of(program.mask)})")
         lines.append(f"print(mask.layout({request.q_len}, {request.kv_len}{sizes}))")

@@ -220,6 +220,7 @@ def test_what_a_score_mod_hides_is_drawn():
         ("same(ids) & t[k] | flag", {"heads": 2, "block": [64, 32]}),
         ("mask = causal & same_by_batch(t)\nscore = alibi(slopes) then softcap(c)", {"heads": 4, "batch": 2}),
         ('causal  # "quoted"', {}),
+        ('mask = causal  # \'quoted\', """\nscore = softcap(c)  # C:\\x\n', {}),
     ],
 )
 def test_the_python_runs_and_makes_the_same(text, more, capsys):
@@ -240,6 +241,11 @@ def test_the_command_runs_and_shows_the_same(tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     assert f"{said['visible_pairs']:,} pairs" in found["cost"]
     assert (said["heads"], said["block"]) == (2, [64, 32])
+
+
+def test_the_command_of_a_text_that_begins_like_an_option(capsys):
+    assert main([*shlex.split(asked("-q<-k")["command"])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mask"] == "-q < -k"
 
 
 def test_amounts_have_prefixes():
