@@ -10,9 +10,11 @@ from contextlib import suppress
 from rich.console import Console
 
 from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.dsl.types import FLOAT
 from frisket.runtime.explore.analyst import Analyst
 from frisket.runtime.explore.page import page
 from frisket.runtime.explore.server import Server
+from frisket.runtime.explore.values import slider
 
 from .answer import CommandResult, rows
 from .input import LENGTH, scalar, source, table
@@ -37,10 +39,12 @@ def add_explore(p: argparse.ArgumentParser) -> None:
 def explore(args: argparse.Namespace, console: Console) -> CommandResult:
     """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
     text, _ = source(args.expr, args.score)
-    tables = dict(map(table, args.table))
+    tables, values = dict(map(table, args.table)), dict(map(scalar, args.set))
+    for name, x in values.items():
+        slider(name, FLOAT, x, x)  # an error where the page has none
     q_len = args.q_len or LENGTH
     state = {
-        "text": text.strip(), "values": dict(map(scalar, args.set)), "q_len": q_len, "kv_len": args.kv_len or q_len,
+        "text": text.strip(), "values": values, "q_len": q_len, "kv_len": args.kv_len or q_len,
         "batch": args.batch, "heads": args.heads, "block": list(args.block), "documents": 8,
     }  # fmt: skip
     if args.port > 65535:
@@ -57,7 +61,5 @@ def explore(args: argparse.Namespace, console: Console) -> CommandResult:
                 webbrowser.open(server.url)
             with suppress(KeyboardInterrupt):
                 server.serve_forever()
-            given = analyst.answered
-            return CommandResult(
-                {"url": server.url, "answers": given}, rows([("ended", f"{counted(given, 'answer')} given")])
-            )
+            ended = rows([("ended", f"{counted(analyst.answered, 'answer')} given")])
+            return CommandResult({"url": server.url, "answers": analyst.answered}, ended)

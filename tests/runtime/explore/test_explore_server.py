@@ -469,3 +469,10 @@ def test_a_port_that_is_taken_and_one_that_is_none(server, capsys):
     assert f"cannot listen on port {server.server_port}" in capsys.readouterr().err
     assert main(["explore", "causal", "--no-browser", "--port", "70000"]) == 2
     assert "ports end at 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1e301"])
+def test_a_value_that_the_page_has_no_slider_for(capsys, monkeypatch, value):
+    monkeypatch.setattr(Server, "serve_forever", pytest.fail)
+    assert main(["explore", "causal & q - k < w", "--no-browser", "--set", f"w={value}"]) == 2
+    assert "`w` is not a number from -1e+300 to 1e+300" in capsys.readouterr().err
