@@ -141,7 +141,7 @@ def _said_of_all(e: Expr, value: Any) -> str:
         return f"{texts} are never {'false' if truth else 'true'} together here"
     text, shown = wording(e)
     if text is None:
-        return f"the mask is {str(truth).lower()}"
+        return f"the constant is {str(truth).lower()}"
     return f"{text} is {str(truth).lower()} throughout" + (
         ": " + ", ".join(f"{t} = {_span(value(a))}" for t, a in shown) if shown else ""
     )
@@ -171,7 +171,7 @@ def _said(e: Expr, value: Any) -> str:
     truth = str(bool(value(e))).lower()
     text, shown = wording(e)
     if text is None:
-        return f"the mask is {truth}"
+        return f"the constant is {truth}"
     return f"{text} is {truth}" + (": " + ", ".join(f"{t} = {value(a)}" for t, a in shown) if shown else "")
 
 

@@ -336,7 +336,7 @@ class Mask {
 
   said(i) {
     const [text, parts] = this.clauses[i], v = this.last.values, truth = String(v[i]);
-    if (text === null) return `the mask is ${truth}`;
+    if (text === null) return `the constant is ${truth}`;
     const shown = parts.map(([name, n]) => `${name} = ${printed(v[n], this.nodes[n][3])}`);
     return `${text} is ${truth}` + (shown.length ? `: ${shown.join(", ")}` : "");
   }

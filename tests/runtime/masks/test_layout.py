@@ -108,6 +108,14 @@ def test_explain_names_the_clause():
         made.explain(10, 0)
 
 
+def test_a_constant_is_explained_as_what_it_is():
+    """Whatever stands before it."""
+    for text, visible in (("full", True), ("~full", False), ("causal & ~full", False)):
+        layout = fk.mask(text).layout(8, 8, block=(4, 4))
+        assert str(layout.explain(q=3, k=1)) == f"{'visible' if visible else 'hidden'}: the constant is true"
+        assert str(layout.explain(tile=(1, 0))) == f"{'full' if visible else 'empty'}: the constant is true"
+
+
 def test_a_tile_is_explained():
     doc = np.repeat(np.arange(4), 300)
     made = fk.mask("causal & (window(256) | sinks(4)) & same(doc)", doc=doc).layout(1100, 1100)
