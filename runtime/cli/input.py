@@ -108,12 +108,13 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
     path = Path(expr)
     is_program = expr == "-" or path.suffix == ".frisket"
     try:
-        text = sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8-sig") if is_program else expr
+        text = expr if not is_program else sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ParameterError(f"{'standard input' if expr == '-' else expr} is not UTF-8 text") from None
     except ValueError:
         raise ParameterError(f"{expr!r} is no name of a file") from None
     name = "standard input" if expr == "-" else path.name if is_program else "mask"
+    text = text.removeprefix("\ufeff") if is_program else text  # some editors and shells begin with it
     if score is not None:
         at = lone(text)
         text = f"{text}\nscore = {score}" if at is None else f"{text[:at]}mask = {text[at:]}\nscore = {score}"

@@ -188,6 +188,7 @@ def test_a_mask_from_standard_input(run):
     assert shown.endswith("mask      mask = causal & near\n                          ^^^^\n")
     shown = run("show", "-", "--score", "softcap(5)", "--q-len", "8", stdin=b"# a comment\ncausal\n")[1]
     assert shown.startswith("mask      causal\nmeans     q >= k\nscore     softcap(5)\n")
+    assert run("show", "-", stdin="\ufeffcausal".encode())[1].startswith("mask      causal\n")
     status, out, err = run("show", "-", stdin=b"causal &")
     assert (status, out) == (2, "")
     assert "standard input 1:9" in err
