@@ -230,7 +230,9 @@ static void score_square(Worker &w, const Tile &tile, int rows, int lo, int hi) 
 template <bool PARTIAL, int N>
 INLINE void pack_square(const Worker &w, const Tile &tile, int64_t start, int64_t column, Operand *to) {
     static const Stored NONE[V_WIDE] = {};
-    const auto row = [&](int64_t i) { return !PARTIAL || (i < tile.present && w.some[i]) ? tile.v.row(i) : NONE; };
+    const auto row = [&](int64_t i) {
+        return i < BLOCK_K && (!PARTIAL || (i < tile.present && w.some[i])) ? tile.v.row(i) : NONE;
+    };
     for (int64_t i = start; i < start + 32; i += 2, to += 16) {
         const Stored *first = row(i) + column, *second = row(i + 1) + column;
         const Stored *ahead = tile.v.row(i + FETCH) + column, *behind = tile.v.row(i + FETCH + 1) + column;
@@ -279,7 +281,7 @@ template <bool PARTIAL> static void add_square(Worker &w, const Tile &tile, int 
             store(acc, load<Vec>(acc) * w.shrink[i]);
         }
         const auto weights_at = [&](int j) {
-            const bool none = PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]);
+            const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]));
             return none ? Vec{} : load<Vec>(strip.scores + i * BLOCK_K + j * LANES);
         };
         Operand *to = w.weights + i * WEIGHTS;

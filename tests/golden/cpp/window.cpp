@@ -1314,7 +1314,9 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : AMX ? 8 : 16;              // the most rows for which packing does not pay
+const int FEW = MOVED ? 0 : AMX ? 4 : 16;              // the most rows that vectors multiply by unpacked keys
+const int SQUARE = AMX && !MOVED ? 16 : FEW;           // and the most that a matrix unit does
+const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // how columns of such rows lie
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
@@ -1353,6 +1355,10 @@ struct Worker {
     Operand weights[ROWS * WEIGHTS];
     Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
+#if AMX
+    Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
+    Real products[4 * 256];
+#endif
     Strip strips[STRIPS];
     Lane some[V_STEPS * PAIR];  // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
@@ -1467,6 +1473,131 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
     if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
 }
 
+#if AMX
+// -- up to 16 rows on a matrix unit -------------------------------------------------------------------------------
+
+// Products of queries, which were turned once, and N vectors of keys from vector j on. Keys are the left operand, read
+// where they are if the unit can read whole rows of them. The bits are those of `multiply_squares`, where queries are
+// the left operand.
+template <int N> static void multiply_in_place(Worker &w, const Tile &tile, int j) {
+    const int64_t stride = tile.k.stride;
+    const bool whole = !EIGHT && HEAD_DIM % DEPTH == 0 && stride % 2 == 0;
+    const Operand *left[N];
+    int64_t row[N];
+    for (int n = 0; n < N; n++) {
+        const int64_t present = tile.present - (j + n) * LANES;
+        const Stored *keys = tile.k.row((j + n) * LANES), *ahead = tile.k.row((j + n) * LANES + FETCH);
+        const bool there = whole && present >= LANES;
+        Operand *copy = w.unread + n * 16 * STEPS;
+        left[n] = there ? (const Operand *)keys : copy, row[n] = there ? stride / 2 : STEPS;
+        for (int i = 0; i < LANES; i++) {
+            for (int d = 0; d < HEAD_DIM; d += 64 / (int)sizeof(Stored)) fetch(ahead + i * stride, d);
+            for (int step = 0; step < STEPS && !there; step += LANES) {
+                const int64_t width = i < present ? HEAD_DIM - step * PAIR : 0;
+                const Stored *from = keys + i * stride + step * PAIR;
+                Operand *to = copy + i * STEPS + step;
+                store(to, width < DEPTH ? load_operands(from, width) : load_operands<true>(from, width));
+            }
+        }
+    }
+    square_of_zeros<0>();
+    if (N > 1) square_of_zeros<1>(), square_of_zeros<2>(), square_of_zeros<3>();
+    for (int step = 0; step < STEPS; step += 16) {
+        load_square<7>(w.turned + step * 16, 16);
+        load_square<4>(left[0] + step, row[0]), add_product<0, 4, 7>();
+        if (N > 1) load_square<5>(left[N - 3] + step, row[N - 3]), add_product<1, 5, 7>();
+        if (N > 1) load_square<6>(left[N - 2] + step, row[N - 2]), add_product<2, 6, 7>();
+        if (N > 1) load_square<4>(left[N - 1] + step, row[N - 1]), add_product<3, 4, 7>();
+    }
+    Real *to = w.products;
+    store_square<0>(to, 16);
+    if (N > 1) store_square<1>(to + 256, 16), store_square<2>(to + 512, 16), store_square<3>(to + 768, 16);
+}
+
+// Scores of vectors lo to hi of the keys.
+static void score_square(Worker &w, const Tile &tile, int rows, int lo, int hi) {
+    for (int j = lo, n; j < hi; j += n) {
+        n = hi - j >= 4 ? 4 : 1;
+        n == 4 ? multiply_in_place<4>(w, tile, j) : multiply_in_place<1>(w, tile, j);
+        for (int i = 0; i < n; i++) {
+            Vec square[LANES];
+            UNROLLED for (int k = 0; k < LANES; k++) square[k] = load<Vec>(w.products + i * 256 + k * 16);
+            transpose(square);
+            Real *to = w.strips->scores + (j + i) * LANES;
+            for (int k = 0; k < rows; k++) store(to + k * BLOCK_K, square[k]);
+        }
+    }
+}
+
+// Values of 32 keys from `start` on, of N vectors of columns from `column` on, as squares. Those that are hidden are
+// zeros. SPLIT: of 32 columns, the even ones come before the odd ones.
+template <bool PARTIAL, int N>
+INLINE void pack_square(const Worker &w, const Tile &tile, int64_t start, int64_t column, Operand *to) {
+    static const Stored NONE[V_WIDE] = {};
+    const auto row = [&](int64_t i) {
+        return i < BLOCK_K && (!PARTIAL || (i < tile.present && w.some[i])) ? tile.v.row(i) : NONE;
+    };
+    for (int64_t i = start; i < start + 32; i += 2, to += 16) {
+        const Stored *first = row(i) + column, *second = row(i + 1) + column;
+        const Stored *ahead = tile.v.row(i + FETCH) + column, *behind = tile.v.row(i + FETCH + 1) + column;
+        UNROLLED for (int n = 0, d = 0; n < N; n++, d += 16) {
+            fetch(ahead, d), fetch(behind, d);
+            if (!SPLIT) {
+                const int64_t left = V_DIM - column - d;
+                store(to + n * 256, (Raw)load_reals(first + d, left) >> 16 | (Raw)load_reals(second + d, left));
+            } else if (n % 2 == 0) {
+                const Operands a = load<Operands>(first + d), b = load<Operands>(second + d);
+                store(to + n * 256, (a & 0xFFFF) | b << 16), store(to + n * 256 + 256, a >> 16 | (b & 0xFFFF0000));
+            }
+        }
+    }
+}
+
+// acc += weights * values for vectors lo to hi of the keys, both even, and N vectors of columns.
+template <bool PARTIAL, int N>
+static void add_squares_of_columns(Worker &w, const Tile &tile, int lo, int hi, int column) {
+    Real *acc = w.acc + column;
+    load_square<0>(acc, V_WIDE);
+    if (N > 1) load_square<1>(acc + 16, V_WIDE);
+    if (N > 2) load_square<2>(acc + 32, V_WIDE), load_square<3>(acc + 48, V_WIDE);
+    for (int j = lo; j < hi; j += 2) {
+        Operand *values = w.values + j / 2 % 2 * N * 256;
+        pack_square<PARTIAL, N>(w, tile, j * LANES, column, values);
+        load_square<4>(w.weights + j / 2 * LANES, WEIGHTS);
+        load_square<5>(values, 16), add_product<0, 4, 5>();
+        if (N > 1) load_square<6>(values + 256, 16), add_product<1, 4, 6>();
+        if (N > 2) load_square<7>(values + 512, 16), add_product<2, 4, 7>();
+        if (N > 2) load_square<5>(values + 768, 16), add_product<3, 4, 5>();
+    }
+    store_square<0>(acc, V_WIDE);
+    if (N > 1) store_square<1>(acc + 16, V_WIDE);
+    if (N > 2) store_square<2>(acc + 32, V_WIDE), store_square<3>(acc + 48, V_WIDE);
+}
+
+// acc = acc * shrink + weights * values.
+template <bool PARTIAL> static void add_square(Worker &w, const Tile &tile, int rows) {
+    const int lo = w.from[0] & ~1, hi = round_up(w.to[0], 2);
+    if (w.from[0] == w.to[0]) return;
+    const Strip &strip = *w.strips;
+    for (int i = 0; i < rows; i++) {
+        for (int d = 0; d < V_WIDE && w.shrink[i] != 1; d += LANES) {
+            Real *acc = w.acc + i * V_WIDE + d;
+            store(acc, load<Vec>(acc) * w.shrink[i]);
+        }
+        const auto weights_at = [&](int j) {
+            const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]));
+            return none ? Vec{} : load<Vec>(strip.scores + i * BLOCK_K + j * LANES);
+        };
+        Operand *to = w.weights + i * WEIGHTS;
+        for (int j = lo; j < hi; j += 2) store_operands(to + j / 2 * LANES, weights_at(j), weights_at(j + 1));
+    }
+    int column = 0;
+    for (; column + 64 <= V_WIDE; column += 64) add_squares_of_columns<PARTIAL, 4>(w, tile, lo, hi, column);
+    for (; column + 32 <= V_WIDE; column += 32) add_squares_of_columns<PARTIAL, 2>(w, tile, lo, hi, column);
+    if (column < V_WIDE) add_squares_of_columns<PARTIAL, 1>(w, tile, lo, hi, column);
+}
+#endif
+
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
@@ -1528,6 +1659,9 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     else w.steps[g / GROUP] = {0, present, nullptr};
     if (PAIR == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
+#if AMX
+    if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
+#endif
     for (int j = lo, n; j < hi; j += n ? n : 1) {
         n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         if (!n) continue;
@@ -1746,7 +1880,7 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = unit_of(call);
-    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
+    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
@@ -1762,6 +1896,10 @@ static void begin(Worker &w, const Item &item) {
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+#if AMX
+    for (int step = 0; step < STEPS && all == 16; step += 16)
+        turn_square(w.turned + step * 16, 16, w.query + step, QUERY);
+#endif
 }
 
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
@@ -1816,10 +1954,12 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (PARTIAL)
         for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
-    if (FEW && item.rows() <= FEW) {
+    if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
-        add_few_values<PARTIAL>(w, tile, item.rows());
-        return;
+#if AMX
+        if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
+#endif
+        return add_few_values<PARTIAL>(w, tile, item.rows());
     }
     pack(w, item, tile, number);
 #if AMX
@@ -1861,7 +2001,9 @@ static void finish(Worker &w, const Item &item) {
         }
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
-        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+        const bool split = SPLIT && item.rows() > FEW && item.rows() <= SQUARE;
+        for (int d = 0; d < V_DIM; d++)
+            out[d] = rounded(acc[split ? (d & ~31) | (d & 1) << 4 | (d & 31) >> 1 : d] * factor);
     }
 }
 

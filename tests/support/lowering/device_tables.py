@@ -23,6 +23,7 @@ def pose(patch: Any) -> None:
     patch.setenv("FRISKET_BACKEND", "triton")
     patch.setattr(flat_triton, "runs", lambda device: True)
     patch.setattr(flat_plan, "_stays", lambda x, *more: isinstance(x, torch.Tensor))
+    patch.setattr(flat_plan, "on_host", lambda x: False)
     patch.setattr(torch_op, "_stays", lambda x, device: isinstance(x, torch.Tensor))
 
 

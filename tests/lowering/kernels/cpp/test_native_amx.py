@@ -100,6 +100,21 @@ def test_hidden_values_beside_visible_ones(heads, q_len, variant):
 
 
 @pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("dim", [64, 40])
+def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
+    """12 heads of a key head multiply keys where they are, 13 rows and more of other items packed ones: equal bits, by
+    which the backward computes weights of either."""
+    shape = {"kv_len": 192, "dim": dim, "scale": 300.0, "dtype": "bfloat16", "tile": (12, 48)}
+    few = test_cpp_forward.problem(test_cpp_forward.Case(None, heads=12, kv_heads=1, q_len=1, **shape))
+    many = test_cpp_forward.problem(test_cpp_forward.Case(None, heads=1, kv_heads=1, q_len=36, **shape))
+    many.arrays = (np.tile(np.swapaxes(few.arrays[0], 1, 2), (1, 1, 3, 1)), *few.arrays[1:])
+    one, other = few.run(variant=variant), many.run(variant=variant)
+    assert np.array_equal(one[2][:, :, 0], other[2][:, 0, :12])
+    np.testing.assert_allclose(one[1][:, :, 0], other[1][:, 0, :12], rtol=1e-6)
+    test_cpp_forward.check(few, one)
+
+
+@pytest.mark.parametrize("variant", HERE)
 def test_the_least_scores_before_others(variant):
     """Scores of the least float32 weigh nothing beside those of later tiles, as biases of finfo.min have them."""
     low = np.where(np.arange(150) < 128, np.finfo(np.float32).min, 0).astype(np.float32)
