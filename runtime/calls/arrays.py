@@ -20,7 +20,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.runtime.machine.integers import as_int
-from frisket.runtime.machine.parameters import learns, refuse_other, traced
+from frisket.runtime.machine.parameters import check_plain, learns, traced
 
 Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
@@ -342,7 +342,7 @@ def _start(x: Any) -> Any:
             "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"
             "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
         )
-    refuse_other("origin", x)
+    check_plain("origin", x)
     if framework_of(x) == "torch":
         x = x.detach().cpu().resolve_neg().numpy()
     at = np.asarray(x)

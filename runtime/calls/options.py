@@ -11,7 +11,7 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.base import offered
-from frisket.runtime.machine.parameters import refuse_other, traced
+from frisket.runtime.machine.parameters import check_plain, traced
 
 from .arrays import framework_of, uploaded
 from .rows import Rows
@@ -112,7 +112,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
     """The sinks as an array [heads] of the call's framework, in float32, or float64 beside float64."""
     if sinks is None:
         return None
-    refuse_other("sinks", sinks)
+    check_plain("sinks", sinks)
     host = framework_of(sinks) not in ("torch", "jax") and not traced(sinks)
     sinks = np.asarray(sinks) if host else sinks
     shape, kind = tuple(sinks.shape), sinks.dtype.name if host else str(sinks.dtype).removeprefix("torch.")

@@ -68,7 +68,7 @@ def as_value(name: str, value: Any) -> Any:
             f"`{name}` is traced by jax.jit or another transform, and this takes values; compile the mask without it "
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
-    refuse_other(name, value)
+    check_plain(name, value)
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
@@ -94,9 +94,9 @@ def as_value(name: str, value: Any) -> Any:
     return value
 
 
-def refuse_other(name: str, value: Any) -> None:
+def check_plain(name: str, value: Any) -> None:
     """Raise where an array has entries that are not there as numbers: meta, sparse, nested, quantized, masked."""
-    if np.ma.is_masked(value):
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise ParameterError(f"`{name}` has masked entries; say what they are: {name}.filled(0)")
     if getattr(value, "is_meta", False):
         raise ParameterError(

@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
-from frisket.runtime.machine.parameters import names_of, refuse_other, traced
+from frisket.runtime.machine.parameters import check_plain, names_of, traced
 
 from .compiled import UNDRAWN
 from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
@@ -43,7 +43,7 @@ def divided(
     `framework` (of any, when None) that gradients may flow to, being `learnable`, and, where `flat` asks for the
     flat planner, every table of a framework. `flat=False` keeps all on the host but what requires a gradient."""
     for n, x in params.items():
-        refuse_other(n, x)
+        check_plain(n, x)
     stays = {n for n, x in params.items() if _stays(x, flat, n in learnable, framework)}
     return {n: x for n, x in params.items() if n not in stays}, {n: params[n] for n in stays}
 

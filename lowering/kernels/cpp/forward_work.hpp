@@ -160,9 +160,12 @@ static void finish(Worker &w, const Item &item) {
         }
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
-        const bool split = SPLIT && item.rows() > FEW && item.rows() <= SQUARE;
-        for (int d = 0; d < V_DIM; d++)
-            out[d] = rounded(acc[split ? (d & ~31) | (d & 1) << 4 | (d & 31) >> 1 : d] * factor);
+        Real joined[V_WIDE];
+        if (SPLIT && item.rows() > FEW && item.rows() <= SQUARE) {
+            for (int d = 0; d < V_WIDE; d++) joined[(d & ~31) | (d & 15) << 1 | (d >> 4 & 1)] = acc[d];
+            acc = joined;
+        }
+        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
     }
 }
 
