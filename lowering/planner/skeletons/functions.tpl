@@ -38,7 +38,8 @@ $part below
 @triton.jit
 def below(Table, size, stride, x, reach: tl.constexpr):
     """How many entries of a sorted table are below x, or at most x with `reach`."""
-    start, left = x * 0, size.to(tl.int64)
+    left = size.to(tl.int64)
+    start = left * 0 + x * 0  # of 64 bits where x is a number, too: a loop keeps the type of what it changes
     while left > 1:
         half = left // 2
         entry = tl.load(Table + (start + half - 1) * stride).to(tl.int64)

@@ -6,7 +6,7 @@ from support import masks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import lit, lookup, segment
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.planner import planner as flat
@@ -18,9 +18,11 @@ DOC = frozenset({"doc"})
 PLANNERS = {
     "documents": (WRITTEN["documents"], frozenset()),
     "sorted documents": (WRITTEN["documents"], DOC),
+    "first document": (WRITTEN["first-document"], DOC),  # a table searched for a number that is no tensor
     "window by table": ((q >= k) & (q - k < lookup("w", (masks.h,))), frozenset()),
     "by batch": (WRITTEN["batch-documents"], frozenset()),
     "segments": (WRITTEN["segments"], frozenset()),
+    "segment of a number": (eq(segment("off", lit(40)), segment("off", k)), frozenset()),
     "tiles": (WRITTEN["tile-map"], frozenset()),
     "tokens": (WRITTEN["global-tokens"], frozenset()),
     "reals": (WRITTEN["bias"], frozenset()),

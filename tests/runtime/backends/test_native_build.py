@@ -30,12 +30,15 @@ def source(number: int) -> str:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and no library found without looking at it."""
+    """An empty cache, and no library found without looking at it. SIGINT ends a compiler, also where the tests run in
+    the background: a shell has such a process, and all that it starts, ignore the signal."""
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native_build, "_loaded", Memo("tests", 9))
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
-    return tmp_path / "native"
+    known = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield tmp_path / "native"
+    signal.signal(signal.SIGINT, known)
 
 
 @pytest.fixture
