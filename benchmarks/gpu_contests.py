@@ -18,6 +18,8 @@ from frisket.runtime.bench.machine import rounds_of
 
 DIRECTIONS = ("forward", "backward")
 FIRST = ("causal", "window 128", EQUAL)
+LARGER = [(0, n, 256) for n in ("causal", "full", "window 1024", f"{DOCUMENTS} documents", "softcap, causal")]
+LARGER += [(1, "causal", 256), (1, "full", 256), (0, "causal", 192)]  # direction, mask, head size
 GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
     ("causal", 128, 8192): ((430, 480), (300, 380)),
     ("window 128", 64, 8192): ((140, 180), (115, 150)),
@@ -25,13 +27,14 @@ GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
 
 
 def speed_rows(scale: Scale) -> list[str]:
-    """Masks with goals first, then steps of decoding, then the other masks."""
+    """Masks with goals first, then steps of decoding, then the other masks, then larger heads."""
     names, dims = contests(scale.lengths[0], 2, "cpu"), sorted(scale.dims, reverse=True)
     first, rest = (
         [f"{way}: {n}, D {dim}" for n in some for dim in dims for way in DIRECTIONS]
         for some in (FIRST, [n for n in names if n not in FIRST])
     )
-    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest]
+    larger = [f"{DIRECTIONS[way]}: {n}, D {dim}" for way, n, dim in LARGER if not scale.dry]
+    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest, *larger]
 
 
 def speed(row: str, scale: Scale) -> Measure:

@@ -3,7 +3,8 @@
 On Hopper a tile has 128 queries, 64 of each warp group. Of the 240 registers of a thread the sums of a head take 64 at
 head dim 128, scores of 128 keys 64 more, and their weights, which the product with values still reads, 32: what is left
 carries formulas, but no rows of a table and no dice. So masks and score mods that read tables by key, dropout, and
-windows have tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 beside any mask or score mod.
+windows have tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 where a formula is evaluated for
+every query and key.
 
 On Blackwell a warp group has 128 queries, a row of scores in each thread: 128 registers for 128 keys, and none for the
 sums, which are in tensor memory. Tiles have 64 keys beside any score mod too, and under masks that hold a whole number
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
@@ -63,7 +64,8 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
 
     if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
         return False
-    if {padded(g.head_dim), padded(g.v_dim)} != {128} or g.head_dim % 8 or g.v_dim % 8 or g.q_len < SHORTEST:
+    sizes = {padded(g.head_dim), padded(g.v_dim)}
+    if sizes not in ({128}, {256}) or g.head_dim % 8 or g.v_dim % 8 or g.q_len < SHORTEST:
         return False
     program = plan.host_program
     if g.kv_dtype or program.stored is not None or program.unwritten:
@@ -87,9 +89,7 @@ def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
     mask, score = (None, None) if plan is None else plan.simplified
     more = reads_by_key(mask, score) or (plan is not None and plan.dropout)
     if max(padded(g.head_dim), padded(g.v_dim)) > 128:
-        if arch == "sm_100":
-            return 32 if more else 64
-        return 64 if mask is None and score is None and not more else 32
+        return 32 if more or (arch == "sm_90" and by_pair(mask, score)) else 64
     more = more or (arch == "sm_100" and (score is not None or holds_positions(mask)))
     if more or mask is None or plan is None:
         return 64 if more else 128
@@ -101,6 +101,19 @@ def reads_by_key(*roots: Expr | None) -> bool:
     """Whether a table is read with an index that hangs on the key."""
     found = levels(*(e for e in roots if e is not None))
     return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in found.items())
+
+
+def by_pair(mask: Expr | None, score: Expr | None) -> bool:
+    """Whether a border tile evaluates a formula for every query and key: what ends of rows leave of a mask, or a score
+    mod that reads a position.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> by_pair((q >= k) & (q - k < 9), None), by_pair((q >= k) & ((q - k) % 3 > 0), None)
+    (False, True)
+    """
+    ends = None if mask is None else ends_of(mask)
+    hidden = mask is not None and (ends is None or ends.rest is not TRUE)
+    return hidden or (score is not None and not uses(score).isdisjoint("qk"))
 
 
 def holds_positions(mask: Expr | None) -> bool:

@@ -311,7 +311,7 @@ def test_opposite_shares_of_an_entry_have_a_sum_of_zero():
     the others, for float32 has no halves of large numbers."""
     t = torch.zeros(6, requires_grad=True)
     att = fk.compile("k >= 0", "score + t[min(q // 2, 1) * 3 + k % 3]", backend="triton")
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(2)
     x, key, value, cotangent = (torch.randn(1, 1, 20, 16, generator=draw) for _ in range(4))
     x[:, :, 1] = x[:, :, 0]
     cotangent[:, :, :2] = torch.tensor([1e-13, -1e-13])[:, None] * cotangent[:, :, :1]

@@ -29,10 +29,10 @@ def test_the_planner_reads_negated_tables():
 
 def test_rows_of_a_table_that_are_far_apart():
     """A tile of the backward reads queries of a table that lie more than 2**31 entries from its first."""
-    q, k, v, dout = torch.randn(4, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v, dout = torch.randn(4, 1, 1, 40, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     apart = 5 << 24
-    bias = torch.randn(40, 40, generator=torch.Generator().manual_seed(1)).half()
+    bias = torch.randn(40, 40, generator=torch.Generator(torch.get_default_device()).manual_seed(1)).half()
     far = torch.empty(40 * apart, dtype=torch.half).as_strided((40, 40), (apart, 1))  # most of it is never touched
     far.copy_(bias)
     att = fk.compile("causal", "score + bias[q, k]", backend="triton")
