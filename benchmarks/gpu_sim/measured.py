@@ -25,7 +25,7 @@ from .serving import Step, flex_timed, timed
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 TOKENS, WIDTH = 32768, 2048  # of a call: batch * length, heads * head size
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS, DIMS = ("forward", "backward"), (64, 128, 256)
 MASKS = ("causal", "full", "window 128", "window 1024", DRAWN)
 TUNED, LENGTH = ("causal", "window 128", "window 1024", DRAWN), 8192  # whose tiles were tried, and at which length
 RATE, PAIR, ORDER = "TFLOP/s", "model / measured", "rank correlation"
@@ -41,7 +41,7 @@ def compared() -> Iterator[tuple[str, Row]]:
     for name, row in measured("speed").items():
         direction, _, rest = name.partition(": ")
         mask, _, dim = rest.partition(", D ")
-        if direction in DIRECTIONS and mask in MASKS:
+        if direction in DIRECTIONS and mask in MASKS and int(dim) in DIMS:
             yield name, {"rows": {n: rates(direction, case(mask, int(dim), int(n)), x) for n, x in row["rows"].items()}}
     for kernel, mask, dim in itertools.product(our_kernels.KERNELS, TUNED, (128, 64)):
         yield tiles_of(kernel, mask, dim), order(kernel, mask, dim)

@@ -58,8 +58,9 @@ def target(
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     """Whether the forward is faster than Triton's. On an H100 (benchmarks/results/gpu.json) Triton's takes 1.15 to 1.33
     times as long at head dim 128 where queries see more than MEDIUM keys or most of those before them, 1.07 times with
-    12 documents in 32,768 tokens, and less time under shorter windows, with shorter documents, and at head dim 64.
-    Score mods with tables by key have not been measured, nor has it run on Blackwell."""
+    12 documents in 32,768 tokens, and less time under shorter windows, with shorter documents, and at head dim 64. At
+    head dim 256 it takes 1.36 to 1.66 times as long where tiles have 64 keys, and at 192 1.25 to 1.3 times; with tiles
+    of 32 keys 0.97 to 1.14 times. Score mods with tables by key have not been measured, nor has it run on Blackwell."""
     import torch
 
     if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
@@ -71,7 +72,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     if g.kv_dtype or program.stored is not None or program.unwritten:
         return False
     mask, score = plan.simplified
-    if reads_by_key(score):
+    if reads_by_key(score) or keys_of(plan, g, "sm_90") < 64:
         return False
     if mask is None:
         return True

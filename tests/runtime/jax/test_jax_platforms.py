@@ -166,6 +166,7 @@ def asked(mask, dim=64, length=1024, score=None, dtype="bfloat16", traced=None, 
     {"mask": "causal & window(128)"}, {"mask": "causal & window(128)", "dim": 40},
     {"mask": "causal & window(700)", "dtype": "float16"}, {"mask": "causal & same(doc)", "traced": "doc"},
     {"mask": "causal & same(doc)", "doc": np.arange(1024) // 512}, {"mask": "causal & window(w)", "w": 128},
+    {"mask": "causal"}, {"mask": "causal", "length": 8192}, {"mask": "causal & window(1024)", "length": 16384},
 ])  # fmt: skip
 def test_short_rows_of_small_heads_take_triton_on_hopper(stand_ins, given):
     with warnings.catch_warnings():
@@ -175,7 +176,8 @@ def test_short_rows_of_small_heads_take_triton_on_hopper(stand_ins, given):
 
 
 @pytest.mark.parametrize("given", [
-    {"mask": "causal"}, {"mask": None}, {"mask": "causal & window(1000)", "length": 4096},
+    {"mask": "causal", "length": 16384}, {"mask": None}, {"mask": "causal & window(1200)", "length": 16384},
+    {"mask": "causal", "dim": 128},
     {"mask": "causal & window(128)", "dim": 128}, {"mask": "causal & window(128)", "dim": 72},
     {"mask": "causal & window(128)", "length": 1000}, {"mask": "causal & window(128)", "score": "softcap(50)"},
     {"mask": "causal & window(128)", "dropout": 0.1}, {"mask": "causal & window(128)", "tile": (128, 64)},
@@ -200,7 +202,7 @@ def test_stages_show_the_kernels_that_run(stand_ins, monkeypatch):
     monkeypatch.setattr("frisket.runtime.attention.attention.choose", lambda *given: "pallas-mosaic-gpu")
     q = jnp.zeros((1, 1024, 2, 64), jnp.bfloat16)
     for mask, options, backend in (
-        ("causal & window(128)", {}, "triton"), ("causal", {}, "pallas-mosaic-gpu"),
+        ("causal & window(128)", {}, "triton"), (None, {}, "pallas-mosaic-gpu"),
         ("causal & window(128)", {"tile": (128, 128)}, "pallas-mosaic-gpu"),
     ):  # fmt: skip
         assert fk.compile(mask, **options).stages(q, q, q).target.backend == backend

@@ -41,7 +41,9 @@ def documents(length, of):
     {"mask": None}, {"mask": "causal"}, {"mask": "causal & window(1024)"}, {"mask": "causal", "length": 1024},
     {"mask": "causal", "score": "softcap(50)"}, {"mask": "causal", "score": "score + slope[h] * (k - q)"},
     {"mask": "causal & same(doc)"}, {"mask": "causal", "dim": 96}, {"mask": "causal", "dtype": "float16"},
-    {"mask": "causal | k < 256", "length": 2048},
+    {"mask": "causal | k < 256", "length": 2048}, {"mask": None, "dim": 256}, {"mask": "causal", "dim": 256},
+    {"mask": "causal", "dim": 192}, {"mask": "causal & window(1024)", "dim": 256},
+    {"mask": "causal", "score": "softcap(50)", "dim": 256},
 ])  # fmt: skip
 def test_calls_that_take_it(given):
     more = {"slope": np.ones(4, np.float32)} if "slope" in (given.get("score") or "") else {}
@@ -50,7 +52,9 @@ def test_calls_that_take_it(given):
 
 
 @pytest.mark.parametrize("given", [
-    {"mask": "causal", "dim": 64}, {"mask": "causal", "dim": 256}, {"mask": "causal", "v_dim": 64},
+    {"mask": "causal", "dim": 64}, {"mask": "causal", "v_dim": 64}, {"mask": "causal", "dim": 256, "v_dim": 128},
+    {"mask": "causal & same(doc)", "dim": 256, "doc": documents(LENGTH, 2048)}, {"mask": "window(256)", "dim": 256},
+    {"mask": "causal", "score": "score - (q - k)", "dim": 256}, {"mask": "causal & (q - k) % 3 == 0", "dim": 256},
     {"mask": "causal", "dim": 100}, {"mask": "causal", "dtype": "float32"}, {"mask": "causal", "length": 1000},
     {"mask": "causal & window(128)"}, {"mask": "causal & window(768)"}, {"mask": "causal", "dropout": 0.1},
     {"mask": "causal", "score": "score + bias[q - k]", "bias": np.ones(LENGTH, np.float32)},
