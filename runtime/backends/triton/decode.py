@@ -103,7 +103,7 @@ def shares(
         even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
     ):
         pack = 1
-    most = most if pack > 1 else target.block_q
+    most = most if pack > 1 or most < PACK // 2 else target.block_q  # larger heads have few rows
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
@@ -167,7 +167,10 @@ def _whole_groups(g: Geometry) -> bool:
 
 def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
     """The target of few queries, which wait for memory: more stages of loads, where they fit, and no more warps than
-    rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys."""
+    rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys, and
+    few rows have tiles of 64 keys."""
+    if paged and rows <= 16:
+        target = replace(target, block_k=min(target.block_k, 64))
     of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
     stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
     fits = target.num_stages > 1 and 3 * stage <= DEEP

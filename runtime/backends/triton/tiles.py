@@ -78,6 +78,14 @@ OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
 # Tiles of dk and of dv where one kernel of both has too few registers for a tile of more than 16 queries, by
 # architecture and padded head size. By the model of benchmarks/gpu_sim both take 0.4 of its time together.
 APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8, 2, 0), (64, 128, 8, 2, 1))}
+# Tiles that no search chose, by padded head size. Products of float32 have no warp groups and take twice the registers.
+# Larger heads in 16 bits are by architecture. On an H100 tiles of 512 ran, at 155 TFLOP/s forward and 101 for gradients
+# (causal, 8,192 tokens); those here are the fastest by the model of benchmarks/gpu_sim, which gave the forward 0.9 of
+# what was measured. The others are those that fit.
+BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("tiles_by_hand.json").read_text(encoding="utf-8")
+)
+SINGLE = BY_HAND["float32"]
 LIKE = {  # architectures that are not in the table, and the one whose tiles they take
     "sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942",
 }  # fmt: skip
@@ -103,17 +111,12 @@ CACHED: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
     "sm_90": {(64, 1): (64, 64, 4), (64, 2): (64, 64, 4), (128, 1): (64, 64, 4), (128, 2): (128, 64, 8)}
 }
 STORED_STAGES, CACHED_STAGES = 5, 3
-# Keys of 8 bits in a tile for 17 to 32 rows, where two warps convert each key: by the model of benchmarks/gpu_sim a
-# loop over tiles of 128 keys keeps the memory busy, one over 64 does not. Three stages need this much shared memory.
+# Keys of 8 bits in a tile for up to 32 rows, three stages of which need this much shared memory. By the model of
+# benchmarks/gpu_sim a loop over 128 keys keeps the memory busy, where two warps convert each key, and one over 64 does
+# not. On an H100 one query of 8 heads over keys of int8 in one piece takes 0.88 of the time that it takes with 64 keys.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
 # Sides of tiles in kernels of captured gradients, where tiles of 64 x 64 spill and these do not, or hardly.
 SQUARE = {("sm_80", 128): 32, ("sm_80", 256): 32, ("gfx942", 128): 32}
-# float32 has no warp-group products, and takes twice the registers.
-SINGLE: dict[str, dict[int, Tile]] = {
-    "forward": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
-    "dq": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
-    "dkv": {64: (32, 32, 8, 2, 0), 128: (16, 32, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
-}
 
 
 def window_of(keys: float) -> Window:
@@ -135,21 +138,30 @@ def default_target(
     >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"][:4]
     True
     """
-    dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
+    whole = max(padded(g.head_dim), padded(g.v_dim))
+    dim, large = max(64, min(256, whole)), whole > 256
     window = window_of(keys)
     if reads == "distance" and window == "long":  # the table's addresses and entries take registers beside the keys
         window = "medium"
-    table = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])
-    if not descriptors:
-        table = TABLE.get(f"{LIKE.get(arch, arch)} by pointers", table)
+    name = LIKE.get(arch, arch)
+    table = TABLE.get(name, TABLE["sm_90"])
+    if not descriptors and f"{name} by pointers" in TABLE:
+        name = f"{name} by pointers"
+        table = TABLE[name]
     tiles = {
-        n: SINGLE[n][dim] if dtype == "float32" else _carried(n, table[n], window, dim, curved, reads, arch)
+        n: SINGLE[n][str(max(dim, min(whole, 512)))]
+        if dtype == "float32"
+        else _carried(n, table[n], window, dim, curved, reads, arch)
         for n in SINGLE
     }
     cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
-    if dtype != "float32" and reads != "each" and (arch, dim) in APART:
+    if large and dtype != "float32":
+        described = reads != "each" and g.head_dim == g.v_dim == whole
+        of = BY_HAND.get(name if described else f"{name} by pointers", BY_HAND.get(name, {}))
+        tiles = dict(of.get(str(whole)) or BY_HAND["others"][str(min(whole, 1024))])
+    elif dtype != "float32" and reads != "each" and (arch, dim) in APART:
         tiles["dkv"], tiles["dv"] = APART[arch, dim]
-    if descriptors and dtype != "float32" and reads == "axis" and not curved:
+    if descriptors and dtype != "float32" and reads == "axis" and not (curved or large):
         measured = OF_TRITON.get((triton_version(), arch), {})
         tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
     many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
@@ -161,18 +173,18 @@ def default_target(
         for block_q, block_k, warps, stages, described in made.values()
     )
     plain = tiles["forward"]
-    if curved and dtype != "float32":  # a score mod costs few queries little: their tiles are those of no score mod
+    if curved and dtype != "float32" and not large:  # a score mod costs few queries little
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
-    if wide and 16 < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
+    if wide and g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
     if stored and not many:
         most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
-    side = SQUARE.get((LIKE.get(arch, arch), dim), 64)
+    side = 16 if large else SQUARE.get((LIKE.get(arch, arch), dim), 64)
     return replace(forward, dq=dq, dkv=dkv, dv=dv[0] if dv else None, decode=few, words=has_words(arch), square=side)
 
 

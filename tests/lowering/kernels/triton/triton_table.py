@@ -114,3 +114,15 @@ def test_some(arch, dim, name, kind, request):
 @pytest.mark.parametrize(("arch", "dim", "name", "kind"), [x for x in ALL if x not in FEW])
 def test_rest(arch, dim, name, kind, request):
     check(arch, dim, name, kind, request.config.getoption("--update-golden"))
+
+
+@pytest.mark.parametrize(("arch", "dim"), [
+    pytest.param(arch, dim, marks=[] if (arch, dim) == ("sm_90", 512) else pytest.mark.slow)
+    for arch in ARCHITECTURES for dim in (320, 512, 576)
+])  # fmt: skip
+def test_larger_heads_fit(arch, dim):
+    """No table has their tiles. Those that do not fit end in an error at the first call."""
+    for kind in KINDS:
+        for _, line, found in lines(arch, dim, "causal", kind):
+            assert found.fits, line
+            assert found.spills <= 64 or dim > 512, line
