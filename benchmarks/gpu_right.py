@@ -14,6 +14,7 @@ import frisket as fk
 TOKENS = 1000  # no multiple of any tile
 DTYPES = ("bfloat16", "float16")
 BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of errors, as parts of the largest number
+SHARED = ", shared heads"  # behind a row of an engine: two query heads of a key head, and arrays that are transposed
 DRY = ("causal", "causal_document(off)", "softcap(c)")
 KNOWN = ("full", "causal", "prefix(p)")  # masks of engines without windows and documents
 ENGINES = {  # of each engine and dtype the entries that are asked, "": all
@@ -48,8 +49,8 @@ def rows(scale: Scale) -> list[str]:
     engines = {n: x for n, x in DRY_ENGINES.items() if not there[n]} if scale.dry else ENGINES
     own = [f"{backend}, {name}, {dtype}" for backend, dtype in kernels for name in entries(scale)]
     theirs = [
-        f"{engine}, {name}, {dtype}" for engine, dtypes in engines.items() for dtype, known in dtypes.items()
-        for name in entries(scale) if not known or name in known
+        f"{engine}, {name}, {dtype}{more}" for engine, dtypes in engines.items() for dtype, known in dtypes.items()
+        for name in entries(scale) if not known or name in known for more in ("", SHARED) if not more or name in KNOWN
     ]  # fmt: skip
     return sorted([*theirs, *own], key=lambda row: row.startswith("flash"))
 
@@ -66,10 +67,10 @@ def whole(found: dict[str, Any]) -> bool:
 
 def right(row: str, scale: Scale) -> Measure:
     """Errors of one mask or score mod by head size, as parts of the largest number: of out, lse and gradients."""
-    backend, _, entry = row.partition(", ")
+    backend, _, entry = row.removesuffix(SHARED).partition(", ")
     name, _, dtype = entry.rpartition(", ")
     kind, case = entries(scale)[name]
-    found = {dim: errors(backend, kind, case, dim, dtype, scale) for dim in scale.dims}
+    found = {dim: errors(backend, kind, case, dim, dtype, scale, row.endswith(SHARED)) for dim in scale.dims}
 
     def measure() -> dict[str, Any]:
         bad = {
@@ -83,13 +84,16 @@ def right(row: str, scale: Scale) -> Measure:
     return measure
 
 
-def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale) -> dict[str, float]:
+def errors(
+    backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale, shared: bool = False
+) -> dict[str, float]:  # fmt: skip
     """{"out": error, "lse": error, "dq": error, ...}, for engines "dq, generated" and so on, too; for Gluon's kernels
     "out" and "lse" alone."""
     torch.manual_seed(0)
-    heads = max(2, case.heads)
-    lengths = (case.q_len, case.kv_len, case.kv_len)
+    heads, lengths = max(2, case.heads), (case.q_len, case.kv_len, case.kv_len)
     made = [torch.randn(case.batch, heads, n, dim).to(getattr(torch, dtype)) for n in lengths]
+    if shared:
+        made = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, : heads // (1 + i)] for i, x in zip((0, 1, 1), made)]
     cotangent = torch.randn_like(made[0])
     known = [x.double().requires_grad_() for x in made]
     own = [x.to(scale.device).requires_grad_() for x in made]
