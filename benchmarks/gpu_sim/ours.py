@@ -142,7 +142,7 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
         return made.plan, made.target
     if made.target.dv is None:
         raise ValueError(f"calls of head size {ours.dim} have one kernel of dk and dv on {ours.arch}: ask for dkv")
-    block_q, block_k, warps, stages, described = TABLE[ours.arch]["dkv"]["long"][str(ours.dim)]
+    block_q, block_k, warps, stages, described = TABLE[ours.arch]["dkv"]["long"][str(min(ours.dim, 256))]
     both = Target(
         "triton", block_q, block_k, warps, stages, descriptors=bool(described)
     )  # one kernel: what is searched
