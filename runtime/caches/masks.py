@@ -130,8 +130,7 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
     key = "room", slots, new, *numbers
     if key not in att.ready:
         att.ready[key] = _no_room(att.program.bind(dict(numbers)), slots, new)
-    why: str = att.ready[key]
-    return why
+    return str(att.ready[key])
 
 
 def not_served(att: Attention, params: Mapping[str, Any]) -> str:
@@ -141,8 +140,7 @@ def not_served(att: Attention, params: Mapping[str, Any]) -> str:
     key = "served", *numbers
     if key not in att.ready:
         att.ready[key] = _not_served(att.program.bind(dict(numbers)))
-    why: str = att.ready[key]
-    return why
+    return str(att.ready[key])
 
 
 def _not_served(program: CallProgram) -> str:
@@ -176,13 +174,12 @@ def _no_room(program: CallProgram, slots: int, new: int) -> str:
     if known is None:
         return f"{told}, and nothing but tables says how far back the mask sees\n  {help}"
     try:
-        answer = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
+        answer: Any = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
     except FrisketError as error:
         return f"{told}; how far back the mask sees is not known: {error}\n  {help}"
     if answer:
         return ""
-    witness: Any = answer.witness
-    _, _, q, k = witness
+    _, _, q, k = answer.witness
     return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"
 
 

@@ -19,7 +19,7 @@ from . import torch_store as store
 from .checks import ASKED, check_beside, check_path, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 from .torch_native import append as native_append
-from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
+from .torch_store import NARROW, PLAIN, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
 
 
 class TorchCache(nn.Module):
@@ -75,8 +75,7 @@ class TorchCache(nn.Module):
 
     def known(self) -> list[int] | None:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
-        lengths = self.lengths
-        found: list[int] | None = lengths.tolist() if lengths.is_cpu else self._host
+        found: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
         return found
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
@@ -183,7 +182,8 @@ class TorchCache(nn.Module):
         for x in (self.k, self.v, self.k_scale, self.v_scale):
             if x is not None:
                 store.write(x, target.reshape(-1), store.read(x, source), real)
-        self._shorten(start + number, told and drafts and [n - d for n, d in zip(told, drafts, strict=True)])
+        self._tell(known, told and drafts and [n - d for n, d in zip(told, drafts, strict=True)])
+        self.lengths.copy_(start + number)
         return self
 
     def truncate(self, lengths: Any) -> Self:
@@ -193,7 +193,8 @@ class TorchCache(nn.Module):
         if told is not None and min(told) < 0:
             raise ShapeError(f"lengths are {told}; each is 0 or more")
         kept = torch.minimum(self.lengths, on(self.k.device, lengths, told))
-        self._shorten(kept, told and known and [min(0, n - have) for n, have in zip(told, known, strict=True)])
+        self._tell(known, told and known and [min(0, n - have) for n, have in zip(told, known, strict=True)])
+        self.lengths.copy_(kept)
         self.overflowed &= self.lengths > 0
         return self
 
@@ -228,10 +229,6 @@ class TorchCache(nn.Module):
         """The places of tokens behind `start`; where none is real, of any that there are."""
         token = start[real.row] + real.token
         return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
-
-    def _shorten(self, lengths: Tensor, change: list[int] | None) -> None:
-        self._tell(self.known(), change)
-        self.lengths.copy_(lengths)
 
     def _tell(self, known: list[int] | None, more: list[int] | None) -> None:
         if not self.lengths.is_cpu:
@@ -290,15 +287,23 @@ class TorchCache(nn.Module):
         """The sizes of the whole problem: equal for a prompt, a chunk and a step."""
         return self.batch, q.shape[1], self.capacity, self.capacity
 
-    def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
-        super()._load_from_state_dict(*given, **more)
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        held = state.get(f"{prefix}k", self.k).dtype
+        if held != self.dtype and (held in NARROW or self.dtype in NARROW):
+            more[-1].append(f"{prefix}k is {held}, and this cache holds {self.dtype}; make one of the state's dtype")
+            return
+        super()._load_from_state_dict(state, prefix, *more)
         self._host = self.lengths.tolist()
 
-    def _apply(self, *given: Any, **more: Any) -> Self:
-        known = self.known()  # to a device that nobody waits for
-        found = super()._apply(*given, **more)  # type: ignore[no-untyped-call]
-        self._host = known
-        return found  # type: ignore[no-any-return]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def kept(x: Tensor) -> Tensor:  # 8 bits and their scales, lengths and pages keep their dtypes
+            moved = fn(x)
+            if x.is_floating_point() and self.k_scale is None:
+                return moved.to(stored_dtype(moved.dtype, PLAIN))
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        self._host = self.known()  # to a device that nobody waits for
+        return super()._apply(kept, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": {}}

@@ -79,8 +79,7 @@ class RingKVCache(TorchCache):
         if room:
             return self._store(k, v, new, counts)._attend(att, q, counts, None, params)
         require_room(att, self.window, 0, params)
-        real = [new] * self.batch if counts is None else counts
-        number, _ = store.counts_of(real, self.batch, new, self.k.device)
+        number, _ = store.counts_of([new] * self.batch if counts is None else counts, self.batch, new, self.k.device)
         out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
         self._store(k, v, new, counts)
         return (out, lse) if params.get("return_lse") else out

@@ -19,13 +19,13 @@ LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
 
-def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """`dtype`, or the one of that name."""
-    held: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in (*PLAIN, *NARROW)}
+def stored_dtype(dtype: torch.dtype | str, held: tuple[torch.dtype, ...] = (*PLAIN, *NARROW)) -> torch.dtype:
+    """`dtype`, or the one of that name, of those in `held`."""
+    named = {str(d).removeprefix("torch."): d for d in held}
     name = str(dtype).removeprefix("torch.")
-    if name not in held:
-        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(held)}")
-    return held[name]
+    if name not in named:
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(named)}")
+    return named[name]
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,7 @@ def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[
 
 def read(store: Tensor, where: Tensor) -> Tensor:
     """The vectors of `store` at places `where` [batch, heads, n], copied."""
-    width = store.shape[3:]
-    flat = store.view(-1, *width)
+    flat = store.view(-1, *store.shape[3:])
     if store.dtype.itemsize == 1:
         return flat.view(torch.uint8)[where].view(store.dtype)
     return flat[where]

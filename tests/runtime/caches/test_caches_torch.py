@@ -331,6 +331,41 @@ def test_a_state_goes_round(kind, called):
     assert pickle.loads(pickle.dumps(cache)).lengths.tolist() == [21] * BATCH
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_a_model_in_another_dtype_keeps_its_8_bits_and_their_scales(kind, dtype):
+    q, k, v = streams()
+    att, held = fk.compile("causal & window(24)"), made(kind, dtype)
+    held.attention(att, q[:, :, :20], k[:, :, :20], v[:, :, :20], None)
+    parts, token = [], [x[:, :, 20:21] for x in (q, k, v)]
+    for change in ("float", "half", "bfloat16", "double"):
+        each = copy.deepcopy(held)
+        cache = getattr(each, "cache", each)
+        assert getattr(cache, change)() is cache
+        assert (cache.dtype, cache.k_scale.dtype, cache.lengths.dtype) == (dtype, torch.float32, torch.int32)
+        parts.append(each.attention(att, *token, None))
+    parts.append(held.attention(att, *token, None))
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_dtypes_that_no_cache_becomes(called):
+    cache = made("plain", torch.float32)
+    for wrong in (torch.int8, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(fk.FrisketError, match="dtype is torch"):
+            cache.type(wrong)
+    assert cache.type(torch.float16).lengths.dtype == torch.int32
+    assert cache.dtype == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_a_state_of_other_8_bits_is_refused(kind):
+    held = (made(kind, dtype) for dtype in (torch.float8_e5m2, torch.int8, torch.float32))
+    one, other, plain = (getattr(each, "cache", each) for each in held)
+    for into, state, strict in ((other, one, True), (one, other, True), (plain, one, False), (one, plain, False)):
+        with pytest.raises(RuntimeError, match="make one of the state's dtype"):
+            into.load_state_dict(state.state_dict(), strict=strict)
+
+
 @MATRIX
 def test_a_step_that_torch_compiles():
     q, k, v = streams()
