@@ -56,7 +56,7 @@ class TorchCache(nn.Module):
         self.register_buffer("k", torch.zeros(*shape, head_dim, dtype=dtype, device=device))
         self.register_buffer("v", torch.zeros(*shape, v_dim, dtype=dtype, device=device))
         for name in ("k_scale", "v_scale"):
-            self.register_buffer(name, torch.zeros(shape, device=device) if dtype in NARROW else None)
+            self.register_buffer(name, self.k.new_zeros(shape, dtype=torch.float32) if dtype in NARROW else None)
         self.register_buffer("pages", None)
         self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device))
         self.register_buffer("overflowed", torch.zeros(batch, dtype=torch.bool, device=device))

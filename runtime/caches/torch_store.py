@@ -114,7 +114,7 @@ def on(device: torch.device, x: Any, told: list[int] | None) -> Tensor:
     if told is None:
         assert isinstance(x, Tensor)
         return x.to(device, torch.int32)
-    return torch.tensor(told, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(told, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:

@@ -348,6 +348,24 @@ def test_a_model_in_another_dtype_keeps_its_8_bits_and_their_scales(kind, dtype)
     assert all(torch.equal(part, parts[0]) for part in parts)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_the_default_dtype_and_device_are_not_those_of_a_cache(kind, default):
+    q, k, v = streams()
+    att, found = fk.compile("causal & window(24)", sinks=torch.zeros(HEADS)), []
+    for here in (torch.float32, default):
+        torch.set_default_dtype(here)
+        try:
+            held = made(kind, torch.int8)
+            with torch.device("cpu" if here == torch.float32 else "meta"):
+                steps = (20, None), (4, [4, 0, 2]), (30, None), (1, None)
+                found.append([held.attention(att, *(x[:, :, :n] for x in (q, k, v)), counts) for n, counts in steps])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert getattr(held, "cache", held).k_scale.dtype == torch.float32
+    assert all(map(torch.equal, *found))
+
+
 def test_dtypes_that_no_cache_becomes(called):
     cache = made("plain", torch.float32)
     for wrong in (torch.int8, torch.float8_e4m3fn, torch.complex64):
