@@ -22,8 +22,7 @@ from .show import show
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The reason for a position: `clauses` are the deciding sub-expressions of the mask as written; `because` says so
-    in words.
+    """The reason for a position: the deciding `clauses` of the mask as written, and `because`, the same in words.
 
     >>> import frisket as fk
     >>> fk.mask("causal & window(64)").layout(256, 256).explain(q=200, k=17).because
@@ -57,8 +56,7 @@ def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None
 @dataclass(frozen=True, repr=False)
 class TileExplanation:
     """The reason why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are the global (b, h, q, k)
-    of a visible and of a hidden position, None where the tile has none; `clauses` decide the whole tile, if it is
-    decided whole."""
+    of a visible and of a hidden position, None where the tile has none; `clauses` decide the whole tile, if any do."""
 
     kind: str
     because: str

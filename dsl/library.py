@@ -22,8 +22,7 @@ HEAD = re.compile(r"def (\w+)(?: = |\(([^)]*)\) = )")
 
 @dataclass(frozen=True)
 class Definition:
-    """A definition `def name(params) = body`; positions of `body` point into `text`. The library's are parsed when
-    used."""
+    """A definition `def name(params) = body`; positions of `body` are in `text`. The library's are parsed on use."""
 
     name: str
     params: tuple[str, ...]

@@ -1,7 +1,6 @@
 """The loop that reads a tree: one generator per node, which asks for its parts with `yield node, frame`.
 
-So depth is bounded by memory and not by Python's stack. All work is counted, and texts that grow without end are
-refused.
+So depth is bounded by memory, not by Python's stack. All work is counted; texts that grow without end are refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The cost of evaluating an expression, in steps: a budget of steps means the same on every machine.
 
-One step is one operator at one position. A reduction costs its body once for every value it runs over, and nested
-reductions multiply:
+One step is one operator at one position. A reduction costs its body once for every value; nested reductions multiply:
 
 >>> from frisket.dsl.ir import lit, reduce
 >>> from frisket.dsl.sugar import eq, k, q

@@ -235,8 +235,7 @@ _beside = Memo("beside objects", 4096, weigh=1000)  # their owners answer for th
 
 
 def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
-    """An object computed from another, remembered under the key for as long as the other lives: the result must not
-    hold it.
+    """An object computed from another, remembered under the key while the other lives: the result must not hold it.
 
     >>> class Table(list): pass
     >>> table = Table([3, 4])

@@ -135,8 +135,7 @@ def attention(
 
 
 def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: Any) -> Array:
-    """The largest visible modified score of each row [batch, heads, q_len], -inf where there is none; options as of
-    `attention`."""
+    """The largest visible modified score of each row [batch, heads, q_len], else -inf; options as of `attention`."""
     q, k = _per_query_head(exactly, q, k)
     with np.errstate(all="ignore"):
         return _rows(q, k, mask, score, **options).top

@@ -60,8 +60,7 @@ MOST, LONGEST, DEEPEST = 5000, 256, 2
 
 
 def captured(fn: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the objects a function reaches through its closure, globals, defaults, attributes and calls, the
-    nearest first."""
+    """(name, value) of what a function reaches by closure, globals, defaults, attributes and calls, nearest first."""
     seen: dict[int, Any] = {}
     waiting = deque([("", fn, 0)])
     while waiting and len(seen) < MOST:

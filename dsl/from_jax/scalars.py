@@ -1,7 +1,6 @@
 """The meaning of JAX's primitives for one element: Exprs in, an Expr out.
 
-JAX computes in 32 bits and wraps, an Int of the language does not: casts between integer types, and between floating
-types, mean nothing here.
+JAX wraps at 32 bits, an Int of the language does not: casts among integer types, or floating ones, mean nothing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 >>> (q - k < 4) & (q != 2)
 q - k < 4 & q != 2
 
-An array is one Expr in index variables, one for each of its axes, so indexing is substitution and `.sum(-1)` is a
-bounded reduction:
+An array is one Expr in index variables, one for each axis: indexing is substitution, `.sum(-1)` a bounded reduction:
 
 >>> from frisket.dsl.show import show
 >>> x = table("x", (8, 3), FLOAT)

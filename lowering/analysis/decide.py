@@ -39,8 +39,7 @@ _Q, _K = var("q"), var("k")
 
 
 def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
-    """The (slice, q, k) of a visible position in global coordinates, the first of its slice where rows can be solved;
-    None if nothing is visible."""
+    """The (slice, q, k) of a visible position, global, the first of its slice where rows can be solved, or None."""
     if mask is FALSE:
         return None
     env = {

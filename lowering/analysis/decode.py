@@ -191,8 +191,7 @@ def _ends(ways: Solved) -> list[Expr]:
 
 
 def _one_interval(ends: Sequence[int], bk: int, cut: bool) -> Row:
-    """The visible keys and the keys that all queries see, counted from the first of the call, in tiles:
-    `layout._closed`."""
+    """The visible keys and the keys that all queries see, from the first of the call, in tiles: `layout._closed`."""
     first, last, full_first, full_last = ends
     lo, hi = first // bk, last // bk + 1
     if last < first or hi <= lo:

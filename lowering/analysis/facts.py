@@ -50,8 +50,7 @@ def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -
 
 
 def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
-    """The number of visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is
-    one."""
+    """The number of visible pairs of each slice, int64 [slices]: sums of `row_counts`, if possible in closed form."""
     try:
         return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
     except (Beyond, EvaluationError, Spent):

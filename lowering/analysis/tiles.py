@@ -1,5 +1,4 @@
-"""The coarse-to-fine layout: classifies rectangles of tiles, keeps certain ones whole, splits the rest, settles single
-tiles.
+"""The coarse-to-fine layout: classifies rectangles of tiles, keeps certain ones, splits the rest, settles single tiles.
 
 Work follows the border of the mask, not its area. What the Exprs of `questions` leave open on a single tile is
 settled by witnesses (a true and a false point prove PARTIAL), then by looking at every element.
@@ -171,8 +170,7 @@ class Boxes:
 
 
 def classify(mask: Expr, grid: Grid, scope: Scope, look: bool = True) -> Boxes:
-    """The boxes of `mask` over `grid`; every tile not covered is EMPTY. `look=False`: no tile is looked at element by
-    element."""
+    """The boxes of `mask` over `grid`; tiles not covered are EMPTY. `look=False`: no element of a tile is looked at."""
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
     found = _Refined(mask, grid, scope, look)
@@ -194,9 +192,8 @@ class _Refined:
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
     def refine(self, live: Array, allowance: int) -> int:
-        """Decide boxes, level by level while they are few; many boxes are decided one part after the other, each with
-        its share of the steps, so that memory follows the answer and no part of the grid goes without. Gives the steps
-        taken."""
+        """Decide boxes, level by level while they are few; many are decided part by part, each with its share of the
+        steps, so that memory follows the answer and no part of the grid goes without. Gives the steps taken."""
         taken = 0
         while n := live.shape[1]:
             if n > _CHUNK:
@@ -291,8 +288,7 @@ def _kinds(live: Array, kind: int) -> Array:
 
 
 def _split(live: Array) -> Array:
-    """Halve every box that has more than one tile, along both axes where both are long; the parts of a box stay
-    together."""
+    """Halve every box of more than one tile, along both axes where both are long; the parts of a box stay together."""
     for lo, hi in ((1, 2), (3, 4)):
         wide = live[hi] - live[lo] > 1
         owner = np.repeat(np.arange(live.shape[1]), 1 + wide)

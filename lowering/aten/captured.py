@@ -69,8 +69,7 @@ class LaneGradients:
                 self._scatter(block, piece, buffer, part, raw, indices)
 
     def _diagonals(self, block: Block, piece: KeyPiece, buffer: Tensor, part: Tensor) -> None:
-        """The sums along diagonals: each row of the turned block is moved by one more place, so that diagonals become
-        columns."""
+        """The sums along diagonals: each row of the turned block moves one place more, so diagonals become columns."""
         t, height, width = self.tiles, block.step.height, piece.width
         wide = part.new_zeros(block.batch, block.group, height, width + height)
         wide[..., :width] = part.flip(-1)

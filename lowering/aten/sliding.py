@@ -59,8 +59,7 @@ def _bias(score: Expr) -> bool:
 
 
 def _rows(todo: list[RowStep]) -> list[tuple[int, int, int, int]] | None:
-    """(first query, last, first key, last) of groups of rows of tiles, half open; None where a row has several runs of
-    keys."""
+    """(first query, last, first key, last) of groups of rows of tiles, half open; None where a row has several runs."""
     found: list[tuple[int, int, int, int]] = []
     for step in todo:
         if len(step.pieces) != 1:

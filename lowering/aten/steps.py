@@ -224,8 +224,7 @@ def chunks(pieces: tuple[KeyPiece, ...], room: int) -> list[list[KeyPiece]]:
 
 
 def triangles(todo: list[RowStep]) -> Iterator[list[RowStep]]:
-    """Consecutive rows that share their first key and end in one masked tile, a tile further down each time;
-    other rows come alone."""
+    """Consecutive rows that share a first key and end in one masked tile, each a tile further down; others alone."""
     i = 0
     while i < len(todo):
         j = i

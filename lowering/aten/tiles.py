@@ -116,8 +116,7 @@ class AtenTiles:
     def scores(
         self, block: Block, query: Tensor, pieces: Sequence[KeyPiece], raws: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Masked scores times the unit, one matrix per piece, [batch, group * height, width]; `raws` gets the scores
-        before the score mod."""
+        """Masked scores times the unit for each piece, [batch, group * height, width]; `raws` gets them unmodified."""
         found, used = [], 0
         size = block.batch * block.rows * sum(p.width for p in pieces)
         room = self.buffer("scores", size)

@@ -1,5 +1,4 @@
-"""Packing: documents one after another, as variable-length attention takes them, fitted to the runs of keys that
-queries see."""
+"""Packing: documents in a row, as variable-length attention takes them, fitted to the keys that queries see."""
 
 from __future__ import annotations
 

@@ -103,8 +103,7 @@ def of_rank(digits: Sequence[OrderDigit], numbers: NDArray[np.int64]) -> NDArray
 
 
 def closed(digits: Sequence[OrderDigit], length: int) -> bool:
-    """Whether `position` holds for every place: tiles divide their axes, and digits count up to the length and no
-    further."""
+    """Whether `position` holds for every place: tiles divide their axes, and digits count up to the length."""
     return prod(d.radix for d in digits) == length and all(d.end % (d.step * d.radix) == 0 for d in digits)
 
 

@@ -1,5 +1,4 @@
-"""Prints a device planner in C++: the pieces, questions and records of `planner.arrays`, row by row instead of in
-arrays.
+"""Prints a device planner in C++: the pieces, questions and records of `planner.arrays`, row by row.
 
 The text defines `frisket_plan(const int64_t *word)`, which gives 1 where some row overflowed and 2 where there was
 no memory; `words` lays out what it reads. It asks only as much of a piece as its kind takes, and builds nothing that

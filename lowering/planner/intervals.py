@@ -118,8 +118,7 @@ def _last_of_segment(e: Expr, v: Expr) -> Expr:
 
 
 def _found(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
-    """The search for v in a table: "at least v + 1" is written as "above v", whose integers are no larger than the
-    table's."""
+    """The search for v in a table: "at least v + 1" is "above v", whose integers are no larger than the table's."""
     form = linear(v)
     if form.const == by:
         return make(beyond, (write(Linear(form.terms, 0)),), e.name, INT)

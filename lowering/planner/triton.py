@@ -1,5 +1,4 @@
-"""Prints a device planner as Triton kernels: the pieces, questions and records of `planner.arrays`, a few rows a
-program.
+"""Prints a device planner in Triton: the pieces, questions and records of `planner.arrays`, a few rows a program.
 
 The text defines `plan_spans`, and the kernels that make ready what it reads: `lines`, `windows` and `halves` for the
 least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `PlannerText` says what

@@ -73,8 +73,7 @@ _WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work 
 
 @memo(group="expressions")
 def linear(e: Expr) -> Linear:
-    """The affine form of an Int expression; a part that is not affine becomes an atom, and so does a sum of very many
-    terms."""
+    """The affine form of an Int expression; parts that are not affine, and sums of very many terms, become atoms."""
     if e.op == "lit":
         return Linear((), e.name)
     if e.op in ("add", "sub"):

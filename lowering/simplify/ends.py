@@ -10,8 +10,7 @@ whole mask for every pair. With `axis="q"` the interval is that of the queries w
 >>> ends_of(q >= k, axis="q").first
 k
 
-Some masks have ends only if a fact of a table holds: `doc[q] == doc[k]` shows one interval where equal entries stand
-together.
+Some masks have ends only by a fact of a table: `doc[q] == doc[k]` shows one interval where equal entries are adjacent.
 
 >>> from frisket.dsl.ir import lookup
 >>> same = eq(lookup("doc", (q,)), lookup("doc", (k,)))

@@ -24,8 +24,7 @@ _FINITE = frozenset(
 
 
 def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
-    """Whether an Expr is provably neither NaN nor infinite, where scores are; `tables` says which tables hold finite
-    values."""
+    """Whether an Expr is provably neither NaN nor infinite, where scores are; `tables` says which tables are finite."""
     if e.type is INT:
         return True
     if e.depth > _DEEPEST:

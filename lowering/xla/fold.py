@@ -1,5 +1,4 @@
-"""Folds captured gradients on JAX: sums over rows, columns, diagonals or heads, added to the places the table was read
-at."""
+"""Folds captured gradients on JAX: sums over rows, columns, diagonals or heads, added where the table was read."""
 
 from __future__ import annotations
 
