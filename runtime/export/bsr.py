@@ -15,7 +15,7 @@ from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
 from frisket.lowering.aten.expr import distance_only
 from frisket.runtime.layouts.tiling import Tiling
 
-from .visible import BUDGET, elements, scene
+from .visible import BUDGET, distinct, elements, scene
 
 Array = NDArray[Any]
 _STEP = 1 << 21
@@ -106,16 +106,9 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
 
 def _whole(layout: Tiling, made: list[BlockRows], slice_of: Array) -> BSR:
     """Equal masks once."""
-    seen: dict[bytes, int] = {}
-    place, kept = [], []
-    for m in made:
-        name = b"".join(x.tobytes() for x in (m.indptr, m.indices, m.kind, m.bits) if x is not None and len(made) > 1)
-        if name not in seen:
-            seen[name] = len(seen)
-            kept.append(m)
-        place.append(seen[name])
+    kept, place = distinct(made, lambda m: () if len(made) == 1 else (m.indptr, m.indices, m.kind, m.bits))
     shape = (layout.rows * layout.block[0], layout.columns * layout.block[1])
-    return BSR(tuple(kept), np.array(place, np.int32)[slice_of], shape)
+    return BSR(tuple(kept), place.astype(np.int32)[slice_of], shape)
 
 
 def _rows(layout: Tiling, s: int) -> BlockRows:

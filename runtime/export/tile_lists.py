@@ -45,7 +45,7 @@ def both_ways(
     kinds = ((PARTIAL,), (FULL,)) if apart else ((PARTIAL, FULL),)
     slices = _slices(layout)
     sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
-    _check(layout, sides, name)
+    _check(sides, name)
     widest = [_longest(table, kind) if compact else columns for table, _, columns in sides for kind in kinds]
     lines = [rows for _, rows, _ in sides for _ in kinds]
     cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
@@ -77,7 +77,7 @@ def _slices(layout: Tiling) -> Array:
     return np.asarray(slice_of[:nb, :nh])
 
 
-def _check(layout: Tiling, sides: list[tuple[RunTable, int, int]], name: str) -> None:
+def _check(sides: list[tuple[RunTable, int, int]], name: str) -> None:
     """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
     totals = []
     for t, rows, _ in sides:

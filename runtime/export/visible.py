@@ -5,9 +5,9 @@ Both are what exports are made from and checked against. Work follows the tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from frisket.lowering.spans import Runs, from_records, merge
 from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
+T = TypeVar("T")
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
 _STEP = 1 << 21
 _FINE = 8  # tokens of a tile whose elements are looked at one by one
@@ -96,23 +97,23 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
 
 def _distinct(found: VisibleRuns, slices: int) -> VisibleRuns:
     """Equal slices once."""
-    seen: dict[bytes, int] = {}
-    keep, place = [], []
-    for s in range(slices):
-        parts = found.of(s)
-        name = b"".join(p.tobytes() for p in parts)
-        if name not in seen:
-            seen[name] = len(seen)
-            keep.append(parts)
-        place.append(seen[name])
+    keep, place = distinct(map(found.of, range(slices)), lambda parts: parts)
     if len(keep) == slices:
         return found
     counts = np.concatenate([np.diff(p) for p, _, _ in keep])
     return VisibleRuns(
         np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         np.concatenate([a for _, a, _ in keep]), np.concatenate([b for _, _, b in keep]),
-        found.length, found.width, np.array(place)[found.slice_of],
+        found.length, found.width, place[found.slice_of],
     )  # fmt: skip
+
+
+def distinct(things: Iterable[T], arrays: Callable[[T], Iterable[Array | None]]) -> tuple[list[T], NDArray[np.int64]]:
+    """The things whose arrays differ, in order, and for every thing which of them it is."""
+    seen: dict[bytes, tuple[int, T]] = {}
+    names = ((t, b"".join(x.tobytes() for x in arrays(t) if x is not None)) for t in things)
+    place = [seen.setdefault(name, (len(seen), t))[0] for t, name in names]
+    return [t for _, t in seen.values()], np.array(place)
 
 
 Piece = tuple[Array, Array, Array]  # runs of each of some neighbouring lines: their count, starts, stops
