@@ -55,7 +55,7 @@ def problem(
             f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
         )
     tables: dict[str, Any] = {}
-    array = mask if is_array(mask) else None
+    array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
     made = made.without(values)
     masks, flags = [m for m in (made.mask,) if m is not None], _flags(causal, window)
@@ -72,7 +72,9 @@ def problem(
         at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
-        masks.append(as_mask(_table(tables, "attention_mask", _boolean(array), lengths, moved)))
+        if array.dtype != bool:
+            raise ParameterError(f"the mask is an array of {array.dtype}; True is what is seen: mask != 0, or bias=")
+        masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
     if soft_cap is not None:
         scores.append(as_score("softcap(c)", c=float(soft_cap)))
     if bias is not None:
@@ -81,10 +83,6 @@ def problem(
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
     return OpCall(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray) or traced(x) or framework_of(x) == "jax"
 
 
 def _flags(causal: bool, window: Any) -> list[Mask]:
@@ -116,12 +114,6 @@ def _by_place(
         tables[name] = x
         texts[c] = f"{name}[{c}]" if x.ndim == 1 else f"{name}[{'b' if x.shape[0] > 1 else '0'}, {c}]"
     return texts
-
-
-def _boolean(x: Any) -> Any:
-    if x.dtype != bool:
-        raise ParameterError(f"the mask is an array of {x.dtype}; True is what is seen: mask != 0, or bias=")
-    return x
 
 
 def _table(tables: dict[str, Any], name: str, x: Any, lengths: tuple[int, int, int, int], moved: bool) -> str:
