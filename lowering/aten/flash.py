@@ -45,7 +45,7 @@ def fusible(tiles: AtenTiles, todo: list[RowStep]) -> tuple[list[Fused], list[Ro
         return [], todo
     found, rest = [], []
     for rows in triangles(todo):
-        step = joined(rows, tiles.target.block_q)
+        step = joined(rows)
         tall = step.height >= FLASH_ROWS and step.count == 1 and len(step.pieces) == 1
         corner = rows[0].pieces[-1].full_stop if rows[0].pieces else 0
         if tall and not partial(step.pieces[0]):

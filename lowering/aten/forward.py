@@ -194,7 +194,7 @@ class _Forward(AtenTiles):
         torch, base = self.torch, top
         if self.sinks is not None:
             # In float32 a large one would be off by percents of its weight, once it is in the unit of scores.
-            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1).double() * LOG2E
+            sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
             above = (sink - top).masked_fill_((sink == -math.inf) & (top == -math.inf), -math.inf).to(self.dtype)
             shrink = torch.exp2((-above).clamp_(max=0))
             acc = acc.mul_(shrink)
@@ -209,7 +209,7 @@ class _Forward(AtenTiles):
         if self.top is not None:
             self.put(self.top, block, top.mul(LN2).squeeze(-1))
 
-    def _sinks_of(self, block: Block) -> Tensor:
+    def _sinks_of(self) -> Tensor:
         g = self.geometry
         assert self.sinks is not None
         return self.sinks.expand(g.batch, g.kv_heads, self.group, g.q_len)
@@ -217,7 +217,7 @@ class _Forward(AtenTiles):
     def _put_nothing(self, block: Block) -> None:
         place = block.place
         self.out[place] = 0
-        self.lse[place] = -math.inf if self.sinks is None else self._sinks_of(block)[place]
+        self.lse[place] = -math.inf if self.sinks is None else self._sinks_of()[place]
         if self.exact is not None:
             self.exact[place] = self.lse[place]
         if self.top is not None:

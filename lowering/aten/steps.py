@@ -243,7 +243,7 @@ def _diagonal(first: RowStep, step: RowStep) -> bool:
     return p.full_start == p.start == a.start and p.full_stop == a.full_stop + down and p.stop > p.full_stop
 
 
-def joined(rows: list[RowStep], block_q: int) -> RowStep:
+def joined(rows: list[RowStep]) -> RowStep:
     """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden by the mask."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:

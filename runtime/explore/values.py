@@ -93,7 +93,7 @@ def all_sliders(
     ]
     numbers = {s.name: s.value for s in scalars}
     missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
-    return scalars, {n: made_up(n, t, e, numbers, tables, problem) for n, t in missing.items()}
+    return scalars, {n: made_up(n, t, e, numbers, problem) for n, t in missing.items()}
 
 
 # -- numbers ----------------------------------------------------------------------------------------
@@ -137,9 +137,7 @@ def _power(x: float) -> float:
 # -- tables -------------------------------------------------------------------------------------------
 
 
-def made_up(
-    name: str, type: Type, e: Expr, numbers: Mapping[str, Number], tables: Mapping[str, Array], problem: ProblemSize
-) -> MadeUp:
+def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> MadeUp:
     """Documents of random lengths for tables of Ints, a few marks for Bools, slopes or noise for Floats."""
     shape = shape_of(name, e, numbers, problem)
     if math.prod(shape) > MOST:

@@ -98,7 +98,8 @@ def backward(
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
         kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
-        found |= folded(*kept, g, slots, made.last_tables(tables))
+        read = {use.name: made.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in made.kernel.tables}
+        found |= folded(*kept, g, slots, read)
     for name in wanted - found.keys():  # read by the score mod, and of no influence
         found[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=made.real)
     return found
@@ -286,10 +287,6 @@ class _Prepared:
         words = own.table_words.put(b"")
         record = RECORD.pack(0, 0, 0, *self.before, values[2], words[2], *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words)
-
-    def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tables as the kernel read them."""
-        return {use.name: self.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in self.kernel.tables}
 
 
 @memo(group="sources")

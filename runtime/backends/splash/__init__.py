@@ -1,14 +1,7 @@
 """JAX's splash attention on TPUs; elsewhere Pallas' interpreter runs it. Its gradients are generated kernels'."""
 
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, register
-
-
-def interpreted() -> bool:
-    """Whether there is no TPU."""
-    import jax
-
-    return bool(jax.default_backend() != "tpu")
-
+from frisket.runtime.backends.pallas_tpu import interpreted
 
 HERE = "frisket.runtime.backends.splash.jax"
 
