@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
+from frisket.dsl.ir import SIZES, TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.work import outside, steps
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
@@ -24,7 +24,6 @@ from .tiles import WORK, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of
 
 Array = NDArray[Any]
-SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
 WRITTEN = 1 << 18  # steps of reductions that kernels write out
 ENDLESS = 1 << 40  # keys before and after a row, more than any call has
 UNDERSTOOD = 1 << 11  # steps of reductions that are reasoned about
@@ -98,7 +97,7 @@ def analyse(
         expr = simplify(swap(expr))
         grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
     full = sizes or whole(origin, (batch, heads, q_len, kv_len))
-    env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
+    env = {**dict(zip(SIZES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     formula = None
     ways = _ways(expr, grid, scope)

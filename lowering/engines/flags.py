@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr, build
+from frisket.dsl.ir import SIZES, Expr, build
 from frisket.lowering.plan import Geometry
 
 from .forms import EngineForm, Exprs
@@ -29,7 +29,6 @@ from .packing import packing
 
 Array = NDArray[Any]
 Number = int | Array  # one for all batch entries, or int64 [batch]
-SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class _Binding:
         b, h, q, k = geometry.origin
         self.q, self.k = (x if type(x) is int else np.asarray(x, np.int64) for x in (q, k))
         self.batch, self.heads = int(b) + np.arange(geometry.batch), int(h) + np.arange(geometry.heads)
-        self.env = {**dict(zip(SIZE_NAMES, geometry.full, strict=True)), **scalars}
+        self.env = {**dict(zip(SIZES, geometry.full, strict=True)), **scalars}
 
     def flags(self, form: EngineForm) -> Flags | str:
         g = self.geometry

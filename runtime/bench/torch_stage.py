@@ -12,9 +12,8 @@ import numpy as np
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SCORE, Expr, free_names, lit, param, substitute, uses, var
+from frisket.dsl.ir import SCORE, SIZES, Expr, free_names, lit, param, substitute, uses, var
 from frisket.lowering import dense
-from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.kernels.torch_mask_mod import score_mod
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
@@ -209,7 +208,7 @@ def flex_score_mod(contest: Contest, device: str) -> Any:
 def _bound(contest: Contest) -> tuple[Expr, Any]:
     """The score mod with sizes and scalars written in, and its tables."""
     assert contest.score is not None
-    values: dict[Expr, Expr] = {var(n): lit(int(x)) for n, x in zip(SIZE_NAMES, contest.sizes.problem, strict=True)}
+    values: dict[Expr, Expr] = {var(n): lit(int(x)) for n, x in zip(SIZES, contest.sizes.problem, strict=True)}
     scalars = free_names(contest.score.expr)[0]
     values |= {param(n, t): lit(contest.score.scalars[n]) for n, t in scalars.items()}
     return simplify(substitute(contest.score.expr, values)), contest.score.tables

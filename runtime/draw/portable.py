@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError
 from frisket.dsl.explain import wording
-from frisket.dsl.ir import COORDINATES, Expr, walk
+from frisket.dsl.ir import COORDINATES, SIZES, Expr, walk
 from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
-from frisket.lowering.analysis.layout import SIZE_NAMES
 
 if TYPE_CHECKING:
     from frisket.runtime.layouts.tiling import Tiling
@@ -35,7 +34,7 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     """`text` with the `spans` of its clauses, and the `program` of the mask; `why` where a page cannot carry one.
     `pack` writes a table, `packed` where it is not given."""
     tables = {name: table.array for name, table in layout.tables.items()}
-    scalars = {**layout.params, **dict(zip(SIZE_NAMES, layout.sizes, strict=True))}
+    scalars = {**layout.params, **dict(zip(SIZES, layout.sizes, strict=True))}
     try:
         text, found = places(layout.written, {**layout.params, **tables})
         made = program(layout.written, scalars, tables, pack)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frisket.dsl.errors import ExportError
-from frisket.dsl.ir import Expr, free_names, lit, lookup, param, renamed, substitute, var
+from frisket.dsl.ir import SIZES, Expr, free_names, lit, lookup, param, renamed, substitute, var
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
-from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Sizes, make_plan
 from frisket.lowering.simplify import simplify
@@ -111,7 +110,7 @@ def written(
 def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     """The mask in positions of the crop, with sizes and parameters written in."""
     tables: dict[str, Any] = {n: t.array for n, t in layout.tables.items()}
-    values: dict[Expr, Expr] = {var(n): lit(int(s)) for n, s in zip(SIZE_NAMES, layout.sizes, strict=True)}
+    values: dict[Expr, Expr] = {var(n): lit(int(s)) for n, s in zip(SIZES, layout.sizes, strict=True)}
     scalars, _ = free_names(layout.mask)
     values |= {param(n, t): lit(_python(layout.params[n])) for n, t in scalars.items()}
     for name, start in zip("bhqk", layout.origin, strict=True):

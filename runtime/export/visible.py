@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr
-from frisket.lowering.analysis.layout import SIZE_NAMES, analyse, grid_of, swap
+from frisket.dsl.ir import SIZES, Expr
+from frisket.lowering.analysis.layout import analyse, grid_of, swap
 from frisket.lowering.analysis.rows import solved
 from frisket.lowering.analysis.tiles import FULL, Grid, Scope
 from frisket.lowering.simplify import simplify
@@ -60,7 +60,7 @@ def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, 
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(layout.kv_len, layout.q_len, layout.block[::-1], grid.b, grid.h, grid.k, grid.q)
-    env = {**dict(zip(SIZE_NAMES, layout.sizes, strict=True)), **layout.params}
+    env = {**dict(zip(SIZES, layout.sizes, strict=True)), **layout.params}
     return expr, grid, slice_of, Scope(env, layout.tables)
 
 

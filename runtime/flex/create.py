@@ -19,7 +19,6 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.plan import Sizes
 from frisket.runtime.machine.leave import leave
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
@@ -165,7 +164,7 @@ class Joined:
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         key = q_idx.device, self.live.versions
         if key not in self._made:
-            if sized := sorted(ir.uses(self.live.expr) & set(SIZE_NAMES)):
+            if sized := sorted(ir.uses(self.live.expr) & set(ir.SIZES)):
                 raise MaskModError(
                     f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
                 )

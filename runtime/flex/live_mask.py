@@ -19,7 +19,7 @@ from frisket.dsl.errors import ParameterError, TraceError
 from frisket.dsl.from_python.trace import Kind, trace
 from frisket.dsl.ir import Expr
 from frisket.grammar.memo import memo
-from frisket.lowering.analysis.layout import SIZE_NAMES, bind
+from frisket.lowering.analysis.layout import bind
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
@@ -88,7 +88,7 @@ class LiveMask:
 
     def sized(self, sizes: Sizes) -> LiveMask:
         """A mask with the lengths of the whole problem written in."""
-        return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(SIZE_NAMES, sizes, strict=True)})
+        return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(ir.SIZES, sizes, strict=True)})
 
     def within(self, kinds: torch.Tensor, batch: tuple[int, ...], block: tuple[int, int]) -> LiveMask:
         """The positions visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.dsl.ir import Expr, conj, var
-from frisket.lowering.analysis.layout import SIZE_NAMES, analyse, bind_in_part
+from frisket.dsl.ir import SIZES, Expr, conj, var
+from frisket.lowering.analysis.layout import analyse, bind_in_part
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine.parameters import short_tables
@@ -89,7 +89,7 @@ def check_lengths(
     if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
         raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
     far = whole(origin, (batch, heads, q_len, kv_len))
-    for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
+    for name, stop, size in zip(SIZES, far, sizes, strict=True):
         if stop > size:
             raise ShapeError(
                 f"the crop ends at {stop} but {name} is {size}\n"

@@ -12,17 +12,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import TRUE, Expr, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, uses
 from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
-from frisket.lowering.analysis.layout import (
-    SIZE_NAMES,
-    Analysis,
-    analyse,
-    bind_in_part,
-    closed_form,
-    grid_of,
-    reads_at_most,
-)
+from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.rows import Solved
@@ -216,7 +208,7 @@ class Tiling:
 
     def scope(self, work: int | None = None) -> Scope:
         """The values the analysis reads."""
-        env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params}
+        env = {**dict(zip(SIZES, self.sizes, strict=True)), **self.params}
         return Scope(env, self.tables, self.work if work is None else work)
 
     @cached_property

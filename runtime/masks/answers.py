@@ -17,13 +17,13 @@ import numpy as np
 
 from frisket.dsl.errors import MismatchError, Undecided
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import TRUE, make
+from frisket.dsl.ir import SIZES, TRUE, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import first_empty_row, first_visible
 from frisket.lowering.analysis.facts import pair_counts
 from frisket.lowering.analysis.groups import Beyond
-from frisket.lowering.analysis.layout import SIZE_NAMES, bind_in_part, grid_of
+from frisket.lowering.analysis.layout import bind_in_part, grid_of
 from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope, Spent
@@ -210,7 +210,7 @@ def _sizes(
     q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
     sizes: Sizes | None = None, budget: int = 0,
 ) -> dict[str, int]:  # fmt: skip
-    return dict(zip(SIZE_NAMES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True))
+    return dict(zip(SIZES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True))
 
 
 def _shows(mask: Mask, at: Witness, sizes: dict[str, int]) -> bool:

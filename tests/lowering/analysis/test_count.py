@@ -13,12 +13,12 @@ from support import masks
 from support.lowering import brute
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import build
+from frisket.dsl.ir import SIZES, build
 from frisket.dsl.sugar import eq, h, k, maximum, ne, q
 from frisket.lowering.analysis.clauses import products
 from frisket.lowering.analysis.count import Rowwise
 from frisket.lowering.analysis.groups import Beyond, Groups, KeyFunction
-from frisket.lowering.analysis.layout import SIZE_NAMES, grid_of
+from frisket.lowering.analysis.layout import grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify
@@ -29,7 +29,7 @@ BEYOND = {"tile-map", "nan-bias", "random", "bits", "tree"}  # read q and k toge
 def rows_of(case: masks.Case) -> list[Rowwise]:
     mask = simplify(case.mask)
     grid, slice_of = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
-    env = {**dict(zip(SIZE_NAMES, case.sizes, strict=True)), **case.params}
+    env = {**dict(zip(SIZES, case.sizes, strict=True)), **case.params}
     scope = Scope(env, {n: Table(t) for n, t in case.tables.items()})
     made = [Rowwise(mask, grid, scope, s) for s in range(len(grid.b))]
     return [made[s] for s in slice_of.reshape(-1)]
