@@ -226,14 +226,8 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[str | Text, ...]]:
         backward = [pair for r in reports for pair in r.gradients.values()]
         wrong = sum(bool(o.wrong) for o in of)
         refused = sum(bool(o.refused) for o in of)
-        verdict = (
-            Text(f"{wrong} WRONG", BAD)
-            if wrong
-            else Text(f"{refused} refused", SOME)
-            if refused
-            else Text("good", GOOD)
-        )
-        yield (*key, str(len(of)), *worst(forward), *worst(backward), verdict)
+        said = (f"{wrong} WRONG", BAD) if wrong else (f"{refused} refused", SOME) if refused else ("good", GOOD)
+        yield (*key, str(len(of)), *worst(forward), *worst(backward), Text(*said))
 
 
 def worst(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:

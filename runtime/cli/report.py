@@ -60,7 +60,4 @@ def line(r: Any) -> tuple[str | Text, ...]:
     tile = str(r.block_q) if name == "delta" else f"{r.block_q} x {r.block_k}"
     tile = "" if name == "combine" or name.endswith("_sums") else tile  # they add up rows
     shared = Text(f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH"), GOOD if r.fits else BAD)
-    return (
-        name, r.arch, tile, str(r.warps), str(r.stages), str(r.registers),
-        str(r.spills), shared, str(r.mma),
-    )  # fmt: skip
+    return name, r.arch, tile, *map(str, (r.warps, r.stages, r.registers, r.spills)), shared, str(r.mma)

@@ -31,17 +31,9 @@ LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 # what names mean in the library: a share of the queries (as n // so many), or a number of its own
 SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_back", 8), ("k0|c", 4), ("s", 2))
 NUMBERS: tuple[tuple[str, float], ...] = (
-    ("g|stride.*|dilation.*|frames|t5", 4),
-    ("kernel_frames", 3),
-    ("kernel.*", 9),
-    ("tile_frames", 2),
-    ("tile.*|.*_tile_.*", 8),
-    ("buckets", 32),
-    ("seed", 0),
-    ("c|cap", 50.0),
-    ("far", 128.0),
-    ("p|rate|x", 0.5),
-)
+    ("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9), ("tile_frames", 2),
+    ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0), ("far", 128.0), ("p|rate|x", 0.5),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

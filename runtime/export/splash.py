@@ -102,9 +102,8 @@ def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     ids = []
     for m in masks:
         found = np.full(len(m.kind), -1)
-        found[m.kind == PARTIAL] = [
-            blocks.setdefault(x.tobytes(), len(blocks)) for x in (() if m.bits is None else m.bits)
-        ]
+        if m.bits is not None:
+            found[m.kind == PARTIAL] = [blocks.setdefault(x.tobytes(), len(blocks)) for x in m.bits]
         ids.append(found)
     area = layout.block[0] * layout.block[1]
     bits = np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, -(-area // 8))

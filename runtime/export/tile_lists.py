@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
-from frisket.lowering.analysis.layout import grid_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.runtime.layouts.tiling import RunTable, Tiling
+
+from .visible import scene
 
 Array = NDArray[Any]
 Tensor = Any
@@ -69,9 +70,7 @@ Kind = tuple[int, ...]  # tiles of these kinds
 
 def _slices(layout: Tiling) -> Array:
     """[B, H] of the batch entries and heads that are told apart: 1 where the mask does not ask."""
-    _, slice_of = grid_of(
-        layout.mask, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin
-    )
+    slice_of = scene(layout)[2]
     nb = 1 if (slice_of == slice_of[:1]).all() else layout.batch
     nh = 1 if (slice_of == slice_of[:, :1]).all() else layout.heads
     return np.asarray(slice_of[:nb, :nh])
