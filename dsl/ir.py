@@ -41,9 +41,7 @@ COORDINATES = ("b", "h", "q", "k")
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-FLOAT_FUNCTIONS = frozenset(
-    ["exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sin", "cos", "tan", "sqrt", "rsqrt", "erf"]
-)
+FLOAT_FUNCTIONS = frozenset("exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf".split())
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 
 Key = tuple[Any, ...]

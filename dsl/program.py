@@ -6,9 +6,9 @@ q >= k & abs(q - k) < w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, nan
 from typing import Any, Literal
 
 import numpy as np
@@ -272,13 +272,6 @@ def constant(node: Node) -> Scalar | None:
     if node.kind == "number" and (isinstance(node.value, float) or -(2**63) <= node.value < 2**63):
         return node.value  # type: ignore[no-any-return]
     if node.kind == "negative" and node.args[0].value == "inf":
-        return -math.inf
-    words: dict[str, Scalar] = {
-        "true": True,
-        "false": False,
-        "True": True,
-        "False": False,
-        "inf": math.inf,
-        "nan": math.nan,
-    }
+        return -inf
+    words: dict[str, Scalar] = {"true": True, "false": False, "True": True, "False": False, "inf": inf, "nan": nan}
     return words.get(node.value) if node.kind == "name" else None

@@ -71,9 +71,8 @@ def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
     over = (place == most - 1) & (np.repeat(length, length) > most)
     stop, kind = np.where(over, last, runs.stop), np.where(over, PARTIAL, runs.kind)
     kept = place < most
-    return Runs(*(x[kept] for x in (runs.slice, runs.row, runs.start, stop, kind))), int(
-        (last - runs.start)[over].sum()
-    )
+    joined = int((last - runs.start)[over].sum())
+    return Runs(*(x[kept] for x in (runs.slice, runs.row, runs.start, stop, kind))), joined
 
 
 def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -126,6 +125,5 @@ def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
         if len(seen) < len(bounds):
             first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
             bounds, count, slice_of = bounds[first], count[first], place[slice_of]
-    return Spans(
-        np.ascontiguousarray(bounds, np.int32), np.ascontiguousarray(count, np.int32), slice_of.astype(np.int32)
-    )
+    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))
+    return Spans(bounds, count, slice_of.astype(np.int32))

@@ -96,10 +96,8 @@ def _called_by(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    foreign = isinstance(value, ModuleType | type) or any(
-        c.__module__.startswith("torch.") for c in type(value).__mro__
-    )
-    if foreign or not isinstance(getattr(value, "__dict__", None), dict):
+    of_torch = any(c.__module__.startswith("torch.") for c in type(value).__mro__)
+    if of_torch or isinstance(value, ModuleType | type) or not isinstance(getattr(value, "__dict__", None), dict):
         return  # of torch: a tensor, or a torch.nn.Module, which may hold thousands of them
     yield from ((n, v) for n, v in vars(value).items() if not n.startswith("__"))
     if isinstance(method := inspect.getattr_static(type(value), "__call__", None), FunctionType):

@@ -22,20 +22,7 @@ from frisket.dsl.ir import COORDINATES, FALSE, Expr, build, conj, lit, substitut
 from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 
-from .clauses import (
-    Along,
-    Clause,
-    Conjunction,
-    Digit,
-    KeyPosition,
-    Keys,
-    Limit,
-    Of,
-    QueryCondition,
-    Target,
-    Unequal,
-    Widest,
-)
+from .clauses import Along, Clause, Conjunction, Digit, KeyPosition, Keys, Limit, Of, QueryCondition, Unequal, Widest
 from .clauses import products as conjunctions
 from .groups import Beyond, Groups, KeyFunction, below, chain, chained
 from .quasi_affine import Piece, pieces
@@ -221,7 +208,7 @@ class Rowwise:
                 part = self._equal(part, c.of, values[c.f])
         return part
 
-    def _limited(self, part: KeyInterval, of: Target, side: str, f: Array) -> KeyInterval:
+    def _limited(self, part: KeyInterval, of: KeyPosition | Digit | Of, side: str, f: Array) -> KeyInterval:
         low = side == "low"
         if isinstance(of, KeyPosition):
             return part.within(f, np.asarray(self.k1)) if low else part.within(np.asarray(self.k0), f)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 BYTES = 1 << 25  # of the sets along an axis
 PART = 1 << 16  # positions whose entries are looked up at once
-Asked = Callable[
-    [Expr, Mapping[str, Array]], Array | None
-]  # the values of a condition; None: it has none, or costs much
+# the values of a condition; None: it has none, or costs much
+Asked = Callable[[Expr, Mapping[str, Array]], Array | None]
 
 
 @dataclass(frozen=True)

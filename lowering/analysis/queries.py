@@ -61,10 +61,7 @@ def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[A
         order = np.argsort(first, axis=0)
         first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
     reach = np.maximum.accumulate(np.where(first <= k1, last, k0 - 1), axis=0)
-    hidden = [
-        np.concatenate([np.full_like(q, k0)[None], reach + 1]),
-        np.concatenate([first, np.full_like(q, k1 + 1)[None]]),
-    ]
+    hidden = [np.vstack([np.full_like(q, k0), reach + 1]), np.vstack([first, np.full_like(q, k1 + 1)])]
     return _in_tiles(first, np.where(first <= k1, last, 0), k0, bk), _in_tiles(hidden[0], hidden[1] - 1, k0, bk)
 
 

@@ -92,9 +92,8 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
             equal.add(n.args[0].name)
     both = [n for n, of in read.items() if len(of) == 2 and len(tables.get(n, ())) >= length]
     values = {n: (x := tables[n][:length].astype(np.int64)) - x.min() for n in both}
-    names = sorted(
-        (n for n in both if n not in equal), key=lambda n: -np.count_nonzero(np.diff(values[n]))
-    )  # the fastest first
+    # the fastest first
+    names = sorted((n for n in both if n not in equal), key=lambda n: -np.count_nonzero(np.diff(values[n])))
     if not 2 <= len(names) <= AXES:
         return
     axes = [OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)]

@@ -18,9 +18,7 @@ from .rules_boolean import negate
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))
 _DEEPEST = 200  # deeper scores keep their -inf where it is; the checks for it in the kernel remain
 # finite if their arguments are: a product of finite float32 values is taken as finite, like `score` itself
-_FINITE = frozenset(
-    ["add", "sub", "mul", "neg", "abs", "min", "max", "sign", "tanh", "sigmoid", "sin", "cos", "erf", "float"]
-)
+_FINITE = frozenset("add sub mul neg abs min max sign tanh sigmoid sin cos erf float".split())
 
 
 def finite(e: Expr, tables: Mapping[str, bool]) -> bool:

@@ -21,22 +21,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, ParameterError
-from frisket.dsl.ir import (
-    COORDINATES,
-    SIZES,
-    TRUE,
-    Expr,
-    clauses,
-    conj,
-    lit,
-    lookup,
-    make,
-    param,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, lit, lookup, make, param, substitute, uses, var, walk
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
@@ -113,7 +98,7 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
         held = names_of(e)
         return kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
-    places = tuple(bound(BoundExpr, made.at[c]) for c in COORDINATES) if att.options.dropout else None
+    places = tuple(bound(BoundExpr, made.at[c]) for c in "bhqk") if att.options.dropout else None
     program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
     return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.travels)
 
@@ -171,7 +156,7 @@ class _Maker:
         self.tables: dict[Expr, ShardTable] = {}
         self.travels: dict[str, int] = {}
         self.declared: dict[str, Declared] = {}
-        self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in COORDINATES}
+        self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in "bhqk"}
 
     def _position(self, c: str) -> Expr:
         if c in "bh":
@@ -192,12 +177,12 @@ class _Maker:
     def _own(self, e: Expr) -> bool:
         """Whether what is read becomes a table of places: it is read on one side, or at bare coordinates."""
         read = uses(e) - frozenset(SIZES)
-        if not read <= frozenset(COORDINATES) or not (read & set(self.where.moved) or e.name in self.where.split):
+        if not read <= frozenset("bhqk") or not (read & set(self.where.moved) or e.name in self.where.split):
             return False
         return not {"q", "k"} <= read or all(a.op == "var" for a in e.args)
 
     def _table(self, e: Expr) -> Expr:
-        axes = "".join(c for c in COORDINATES if c in uses(e))
+        axes = "".join(c for c in "bhqk" if c in uses(e))
         if e not in self.tables:
             name = f"{e.name}_of_{axes}"
             while name in self.program.names or name in {t.name for t in self.tables.values()}:

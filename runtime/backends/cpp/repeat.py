@@ -25,9 +25,8 @@ NONE = (0, 0, 0, 0)  # a gradient that nobody asks for
 class Repeat(NamedTuple):
     """Calls that differ from one in their arrays alone."""
 
-    forward: Callable[
-        ..., Any
-    ]  # (q, k, v, saving): out, with `saving` (out, lse, norm); None where arrays must be copied first
+    # (q, k, v, saving): out, with `saving` (out, lse, norm); None where arrays must be copied first
+    forward: Callable[..., Any]
     gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
 
 

@@ -39,9 +39,8 @@ def target(
     q_len, kv_len = (-(-n // pallas_tpu.LANES) * pallas_tpu.LANES for n in (geometry.q_len, geometry.kv_len))
     block_k = min(block_k, kv_len)
     if plan.pages:
-        block_k = pallas_tpu.keys_of_a_tile(plan.page, block_k) or pallas_tpu.keys_of_a_tile(
-            plan.page, pallas_tpu.LONGEST
-        )
+        fitting = pallas_tpu.keys_of_a_tile
+        block_k = fitting(plan.page, block_k) or fitting(plan.page, pallas_tpu.LONGEST)
     return Target("pallas-tpu", min(block_q, q_len), block_k)
 
 
