@@ -30,8 +30,7 @@ from .tiles import Grid, Scope, Spent
 class Lookup:
     """One axis of one lookup: `text` is the lookup, `index` the Expr of the index. `lo..hi` are bounds of the index
     over all positions (None: not known), `size` the entries of the axis. `proved`: the index stays in `0..size - 1`
-    wherever it counts; else `witness` is a (b, h, q, k) where it does not, and `value` the index there (None: not
-    decided)."""
+    wherever it counts; else `witness` is a (b, h, q, k) where it does not, and `value` the index there, or None."""
 
     table: str
     axis: int

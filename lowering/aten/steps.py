@@ -1,8 +1,7 @@
 """Groups work for batched GEMMs: rows of tiles that may run together, and heads that may run together.
 
-Many masks repeat: a window's rows see equal spans, each moved along by one tile; a prefix's rows see the same
-span. Such rows become one `RowStep` whose K/V pieces are overlapping views, so that 57,000 small spans are not
-57,000 steps of a Python loop.
+Many masks repeat: a window's rows see equal spans, each one tile along; a prefix's rows see one span. Such rows become
+one `RowStep` whose K/V pieces are overlapping views, so that 57,000 small spans are not 57,000 steps of a Python loop.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ Number = int | Array  # one for all batch entries, or int64 [batch]
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The keys that queries see, in places of the call's arrays. With n queries and m keys, query i stands at
-    e = i + m - n, the last query at the last key ("bottom right"), and sees keys e - left .. e + right; None is no
-    bound.
+    """The keys that queries see, in places of the call's arrays. Of n queries and m keys, query i is at e = i + m - n,
+    the last query at the last key ("bottom right"), and sees e - left .. e + right; None is no bound.
 
     With `documents`, cu_seqlens of queries and of keys, int32 [2, documents + 1] over the packed batch, that holds of
     each document, n and m being its lengths. `keys` and `queries` are the places [start, stop) that are valid, None:

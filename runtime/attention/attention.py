@@ -378,8 +378,7 @@ class Attention:
         return found
 
     def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
-        """The part of `jagged` that a graph holds: names, and the attention as a text. A graph guards `spec`, which is
-        `self.spec`."""
+        """The part of `jagged` that a graph holds: names, and the attention as a text. A graph guards `spec`."""
         att, names, number = self.jagged(pattern)
         return names, number, att.spec
 
@@ -408,9 +407,8 @@ class Attention:
         layout: str | None = None, arch: str | None = None, k_scale: Any = None, v_scale: Any = None,
         pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
-        """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are
-        chosen for `arch`, for example "sm_90" or "gfx942", or for this machine's GPU. q, k, v, scales and pages say how
-        keys are stored."""
+        """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are for
+        `arch`, say "sm_90" or "gfx942", or this machine's GPU. q, k, v, scales and pages: how keys are stored."""
         program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
         if live and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")

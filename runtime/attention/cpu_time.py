@@ -24,8 +24,7 @@ TIMES = {"avx512": (2.58, 5932.7, 1.25, 1.31, 15.3), "avx2": (2.78, 7064.59, 1.9
 
 
 def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
-    """Nanoseconds of the forward of one head of 64 under a mask, where so many rows are moved. Other instruction sets
-    take the times of AVX2."""
+    """Nanoseconds of the forward of one head of 64 under a mask, with so many rows moved; AVX2 stands for others."""
     variant = best()
     times = TIMES["avx2" if variant in LANES else "avx512"]
     return float(work(mask, q_len, kv_len, LANES.get(variant, 16)) @ times[:-1] + moves * times[-1])

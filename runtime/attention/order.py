@@ -211,8 +211,7 @@ def reorder(
 
     `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
     its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`. Batch entry 0 and head 0 are
-    counted. Raises `ParameterError` for a parameter without a value, and `ShapeError` for lengths and tiles that are
-    not positive.
+    counted. Raises `ParameterError` for a parameter without a value, `ShapeError` for lengths and tiles below 1.
     """
     what = as_mask(mask, **params)
     kv_len = q_len if kv_len is None else kv_len

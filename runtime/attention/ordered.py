@@ -75,8 +75,7 @@ class OrderedAttention(Attention):
 
     @counting
     def order_of(self, q_len: int, kv_len: int, device: str = "cpu", **params: Any) -> Order:
-        """The order of calls with these lengths, in tokens, on a type of device; `params` are values that the mask does
-        not have yet."""
+        """The order of calls with these lengths, in tokens, on a type of device; `params` are what the mask lacks."""
         return self._at(q_len, kv_len, device, params)[0]
 
     def _in_order(self, program: CallProgram, order: Order) -> tuple[Attention, Attention]:

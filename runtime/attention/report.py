@@ -83,8 +83,7 @@ class Report:
 @dataclass(frozen=True)
 class CheckedGradients:
     """The cotangents of a check: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of them: "q",
-    "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the call. None where
-    there was none."""
+    "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the call, or None."""
 
     dout: Any
     dlse: Any

@@ -15,7 +15,6 @@ TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
-    """`x` at `index` along an axis; gradients flow through, by `inverse` where `index` has one. `scratch`: no user sees
-    the array."""
+    """`x` at `index` along an axis; gradients flow, by `inverse` where `index` has one. `scratch`: no user sees it."""
     found = TAKES.get(framework_of(x) or "numpy")
     return np.take(x, index, axis=axis) if found is None else found(x, index, axis, inverse, scratch)

@@ -48,8 +48,7 @@ class Lazy:
 @dataclass(frozen=True)
 class Executors:
     """Functions that run calls on arrays of one framework. `refuses` and `refuses_gradients` say why a kernel cannot
-    run a call, of (plan, geometry, dtype, shapes of tables), and of the names of wanted gradients too; "" where it
-    can."""
+    run a call of (plan, geometry, dtype, shapes of tables), and of wanted gradients too; "" where it can."""
 
     forward: Lazy
     backward: Lazy | None = None

@@ -137,8 +137,7 @@ def target_of(
 def target_on(
     backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool
 ) -> Target:  # fmt: skip
-    """The tiles of a call with this LoopPlan, those of the caller where he names them. `narrow`: rows see few keys, and
-    smaller tiles waste less."""
+    """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys."""
     found = RECORDS[backend]
     if found.target is not None:
         made: Target = found.target(plan, geometry, dtype, tile, narrow)

@@ -78,8 +78,7 @@ class PlanCompilation:
 
 
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
-    """The compilation of a checked call. Its stages that FRISKET_SHOW names are printed to stderr, once for each target
-    of a plan."""
+    """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
     given = {n: x for n, x in call.plan.given.items() if hasattr(x, "is_floating_point")}
     learned = [n for n, x in given.items() if x.is_floating_point()]
     found = PlanCompilation(

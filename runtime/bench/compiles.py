@@ -87,8 +87,7 @@ def run(
 
 
 def _child(folder: str, job: Any) -> dict[str, Any] | str:
-    """The result of a job in its own process, or the last words of that process. The process keeps compiled kernels in
-    `folder`."""
+    """The result of a job in a process that keeps compiled kernels in `folder`, or the last words of the process."""
     path = Path(folder, "job.pickle")
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}

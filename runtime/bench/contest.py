@@ -102,8 +102,7 @@ class Contest:
         return n if n and means(mask("causal & window(n)", n=n)) else None
 
     def oracle(self) -> Iterator[tuple[slice, Array]]:
-        """(queries, float64 output [batch, heads, queries, dim]) at the start, in the middle and at the end; of
-        gradients nothing."""
+        """(queries, float64 output [batch, heads, queries, dim]) at the start, middle and end; of gradients nothing."""
         if self.sizes.backward:
             return
         q, k, v, _ = self.sizes.drawn()

@@ -73,8 +73,7 @@ def _numpy(given: Any) -> list[Array]:
 
 
 def _call(contest: Contest, device: str, attend: Callable[..., Any], swap: bool = False) -> Call:
-    """`attend(q, k, v)` on the contest's arrays, and their gradients where those are wanted. `swap` is for arrays
-    [batch, length, heads, dim]."""
+    """`attend(q, k, v)` on the contest's arrays, and wanted gradients. `swap`: arrays [batch, length, heads, dim]."""
     import torch
 
     s = contest.sizes

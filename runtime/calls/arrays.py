@@ -1,5 +1,4 @@
-"""The framework of an array, asked without importing one that the caller did not bring; and the shapes of a call,
-checked."""
+"""The framework of an array, asked without importing one that the caller did not; and the shapes of a call, checked."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ def filled(**parts: str) -> str:
 
 
 def data(layout: Tiling, pack: portable.Pack = portable.packed, table: portable.Pack | None = None) -> dict[str, Any]:
-    """The data that the scripts of the page draw and ask; `pack` writes runs, `table` writes tables, where they
-    differ."""
+    """The data that the scripts of the page draw and ask; `pack` writes runs, `table` tables, if they differ."""
     runs = portable.runs(layout, pack)
     size = sum(len(text) for array in runs.values() for text in array.values())
     if size > PACKED:

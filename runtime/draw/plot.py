@@ -169,8 +169,7 @@ def _figure(layout: Tiling, style: Style, panels: Sequence[Panel], of: int) -> F
 
 
 def _extent(layout: Tiling, style: Style, panel: Panel) -> tuple[int, int]:
-    """(width, height) of one picture: tokens are square unless one side would be too thin to see, cells whole
-    pixels."""
+    """(width, height) of one picture: tokens are square unless a side is too thin to see, cells whole pixels."""
     longest = max(layout.q_len, layout.kv_len)
     sides = []
     for length, step in ((layout.kv_len, panel.step[1]), (layout.q_len, panel.step[0])):

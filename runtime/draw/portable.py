@@ -116,8 +116,7 @@ def runs(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
 
 
 def packed(array: Array) -> dict[str, str]:
-    """`{type, data}`: the smallest of the page's element types; Ints of 32 bits as differences, which are small
-    where a table is sorted."""
+    """`{type, data}`: the smallest of the page's element types; Ints of 32 bits as differences, small where sorted."""
     kind, a = elements(array)
     if kind == "i4":
         a = np.diff(a, prepend=np.int32(0))

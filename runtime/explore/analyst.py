@@ -155,8 +155,7 @@ class Worker:
 
 
 def bounded(memory: int) -> None:
-    """So many bytes more may this process take, where Linux counts them: `MemoryError`, which is an answer, in place of
-    a machine that swaps."""
+    """So many bytes more may this process take, if Linux counts them: `MemoryError` is an answer, swapping is none."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # another system

@@ -259,8 +259,7 @@ def amount(n: float, base: int, unit: str) -> str:
 
 def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, Any]:
     """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
-    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, one for each of up
-    to 4 heads."""
+    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": show(mod.expr, mod.params)}
@@ -311,8 +310,7 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
 def python(
     request: Question, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], read_: list[str]
 ) -> str:
-    """Lines of Python that compute the answer, with the tables that were made up; they run as they are, but for
-    files."""
+    """Lines of Python that compute the answer, with the tables that were made up; they run, but for files."""
     lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)
     lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in made.values()]

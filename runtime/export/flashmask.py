@@ -70,8 +70,7 @@ def to_flashmask(layout: Tiling) -> FlashMask:
 
 
 def _hidden(seen: VisibleRuns, s: int) -> tuple[Array, Array, Array]:
-    """How many runs of queries each key is hidden from, and the first two, [keys, 2]; one that is missing is empty
-    and lies at the end."""
+    """How many runs of queries each key is hidden from, and the first two, [keys, 2], empty at the end if missing."""
     ptr, start, stop = seen.of(s)
     owner = np.repeat(np.arange(seen.length), np.diff(ptr) + 1)
     opens, closes = np.insert(stop, ptr[:-1], 0), np.insert(start, ptr[1:], seen.width)

@@ -73,8 +73,7 @@ def flex_attention(
 
     Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for a
     function that is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position,
-    below 0 too; `KernelOptionError` for options that are unknown, impossible, or state something false about the mask.
-    See docs/flex.md.
+    below 0 too; `KernelOptionError` for options that are unknown, impossible, or false of the mask. See docs/flex.md.
     """
     if return_lse and return_aux is not None:
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")

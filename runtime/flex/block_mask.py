@@ -223,8 +223,7 @@ class BlockMask(theirs.BlockMask):
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:
-        """The results that are remembered of the tensors, unless one of them has changed. Lists that were written to
-        are the user's from then on."""
+        """The results remembered of the tensors, unless one has changed. Lists that were written to are the user's."""
         lists = self._made.get("lists")
         if lists is not None and (own := _versions(lists)) != self._made.setdefault("written", own):
             self._hold(lists)

@@ -1,5 +1,4 @@
-"""Checks of flex_attention: lengths, arrays, masks and promises that do not fit, as torch does, and what torch lets
-pass."""
+"""Checks of flex_attention: lengths, arrays, masks and promises that do not fit, more of them than torch checks."""
 
 from __future__ import annotations
 

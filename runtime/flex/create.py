@@ -1,5 +1,4 @@
-"""Masks as torch's flex_attention takes them: create_block_mask, create_mask, and_masks, or_masks, and
-create_nested_block_mask."""
+"""Masks as flex_attention takes them: create_block_mask, create_nested_block_mask, create_mask, and_masks, or_masks."""
 
 from __future__ import annotations
 

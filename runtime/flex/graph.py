@@ -44,8 +44,7 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 
 class FlexAttentionOp(HigherOrderOperator):
-    """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured comes
-    last."""
+    """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
     def __init__(self) -> None:
         super().__init__("frisket_flex_attention", cacheable=True)  # type: ignore[no-untyped-call]
@@ -128,8 +127,7 @@ def _fixed(x: Any) -> Any:
 
 def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> LiveMask:
     """The mask or score that a graph computes, over `values`: the tensors and integers that are the last of its inputs.
-    Sizes of tensors that are open in the graph at hand stay so, as long as nothing but the ends of lookups hangs on
-    them."""
+    Sizes of tensors that are open in the graph at hand stay so, if nothing but the ends of lookups hangs on them."""
     found = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
     if any(not isinstance(n, int) for x in values if isinstance(x, Tensor) for n in x.shape):
         longer = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint + 1)

@@ -166,8 +166,7 @@ def _same(x: Value, y: Value) -> bool:
 
 
 def live_mask(source: MaskLike | LiveMask) -> LiveMask:
-    """A mask from a mask_mod, which is traced, or from a text, an Expr or a `frisket.Mask`, whose arrays become
-    tensors."""
+    """A mask from a mask_mod, which is traced, a text, an Expr or a `frisket.Mask`, whose arrays become tensors."""
     if isinstance(source, LiveMask):
         return source
     if isinstance(found := getattr(source, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
@@ -183,8 +182,7 @@ def live_mask(source: MaskLike | LiveMask) -> LiveMask:
 
 
 def of_bound(bound: BoundExpr) -> LiveMask:
-    """A mask from one of frisket's own; a tensor that a function captured is that tensor, other arrays become
-    tensors."""
+    """A mask from one of frisket's own; a captured tensor stays, other arrays become tensors."""
     bound.require_bound()
     own = {n: x for n, x in bound.origin.captured.items() if isinstance(x, torch.Tensor)}
     return LiveMask(bound.expr, {**bound.scalars, **{n: _tensor(x) for n, x in bound.tables.items()}, **own})

@@ -1,5 +1,4 @@
-"""Slices of a BlockMask: what `block_mask[batch, head, rows]` picks, and where the picked positions are in the whole
-mask."""
+"""Slices of a BlockMask: what `block_mask[batch, head, rows]` picks, and where that is in the whole mask."""
 
 from __future__ import annotations
 

@@ -195,8 +195,7 @@ def _last_seen(mask: Any) -> jax.Array:
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:
-    """A lookup that reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and the array for
-    it."""
+    """A lookup that reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and its array."""
     full = (*lead, *lengths[1:])
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):

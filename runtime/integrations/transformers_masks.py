@@ -141,8 +141,7 @@ class SymbolicMask:
     def array(self) -> Tensor:
         """The mask as transformers' own array [batch, 1, q_len, kv_len].
 
-        Bools for models that have sdpa; for others the numbers that eager attention adds to scores, 0 and the least of
-        the dtype."""
+        Bools for models that have sdpa; for others what eager attention adds to scores, 0 and the dtype's least."""
         if self.make is None:
             raise ParameterError(
                 "this model computes with its attention mask, and under attn_implementation='frisket' that is no "

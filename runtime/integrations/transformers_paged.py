@@ -89,8 +89,7 @@ def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
 
 
 def refuse_without_cache() -> None:
-    """Refuse a layer that was given neither the cache nor its lengths in a step of continuous batching: requests would
-    see each other's keys."""
+    """Refuse a layer without cache or lengths in a step of continuous batching: requests would share keys."""
     if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
         raise ParameterError(
             "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
@@ -158,8 +157,7 @@ def _positions(rest: Mapping[str, Any]) -> Tensor | None:
 
 
 def refuse_tables(mask: SymbolicMask, *beside: Tensor | None) -> None:
-    """Refuse a mask that says more than positions do, and what a call brings `beside` it: later steps do not have the
-    tables of earlier tokens."""
+    """Refuse a mask of more than positions, and what a call brings `beside` it: later steps lack the tables."""
     tables = sorted({*mask.read_by(mask.structure), *(mask.tables if mask.bias else ())})
     if tables or any(x is not None for x in beside):
         of = f"the table {tables[0]!r} of the tokens of a call" if tables else "a bias, or keys chosen by the model"

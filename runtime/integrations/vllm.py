@@ -32,8 +32,7 @@ NAME = "CUSTOM"  # the one place that vLLM keeps for backends from outside
 
 
 def register() -> None:
-    """Tell vLLM that its backend `CUSTOM` is this one, unless another plug-in has taken it. vLLM calls this in each of
-    its processes."""
+    """Tell vLLM that its backend `CUSTOM` is this one, unless another plug-in is. vLLM calls this in each process."""
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]
         AttentionBackendEnum,
         register_backend,

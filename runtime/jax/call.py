@@ -211,8 +211,7 @@ class JaxCall:
 
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
-        """The gradients of `wanted`, in the dtypes of what they are of; those of an engine's calls are generated
-        kernels'."""
+        """The gradients of `wanted`, in the dtypes of what they are of; an engine's are generated kernels'."""
         if (rows := self._moves(backend)) is not None:
             bare = replace(self, rows=None)
             moved = bare.backward(backend, platform, _in_order(rows, arrays), wanted)

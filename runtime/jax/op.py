@@ -147,8 +147,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
 
 
 def alike(*groups: Arrays) -> tuple[Arrays, ...]:
-    """Arrays under `jax.shard_map`, all arrays as different between devices as the most different one is, since what is
-    carried through a loop is."""
+    """Arrays under `jax.shard_map`, each as different between devices as any is, as loops carry them."""
     axes = {a for arrays in groups for x in arrays.values() for a in varying_axes(x)}
 
     def alike(x: Any) -> Any:

@@ -64,8 +64,7 @@ def _abstract(*operands: Any, task: Task) -> list[Any]:
 
 
 def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
-    """The sharding of results under a mesh of explicit axes: results are split as the queries are, by batch and
-    heads."""
+    """The sharding of results under a mesh of explicit axes: as the queries are split, by batch and heads."""
     depth, spec = task.depth("q"), q.sharding.spec
     own = dict(zip("bshd", spec[depth:], strict=True))
     spec_of: Any = PartitionSpec  # JAX leaves some of its functions untyped
@@ -116,8 +115,7 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
 
 
 def _on_mesh(ctx: Any) -> Any:
-    """JAX looks for the mesh at the arguments of a jitted function: where none of those is split, it is the one that
-    `jax.set_mesh` has set."""
+    """JAX finds the mesh at the arguments of a jitted function: where none is split, it is that of `jax.set_mesh`."""
     module, mesh = ctx.module_context, jax.sharding.get_abstract_mesh()
     where = module.axis_context
     if mesh.empty or getattr(where, "abstract_mesh", mesh) is not None or mesh.size != len(where.device_assignment):

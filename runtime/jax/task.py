@@ -65,8 +65,7 @@ class Task:
         return [((*front, *given[n][0]), given[n][1]) for n in self.results]
 
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
-        """Run the task on a platform, in instances one after another where they are mapped; native kernels map
-        themselves."""
+        """Run the task on a platform, in instances in turn where they are mapped; native kernels map themselves."""
         dtype = str(operands[0].dtype)
         backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
 

@@ -1,5 +1,4 @@
-"""Checks of a layout's inputs: lengths, origins and tiles that make sense, and tables that reach as far as they are
-read."""
+"""Checks of a layout's inputs: lengths, origins and tiles that make sense, and tables as long as they are read."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ class Facts:
 
     @property
     def exact(self) -> bool:
-        """Every tile has its true kind; False where the budget was spent and some full or empty tiles count as
-        partial."""
+        """Every tile has its true kind; False where for want of budget full or empty tiles count as partial."""
         return self.layout.exact
 
     @property

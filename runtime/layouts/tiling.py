@@ -46,8 +46,7 @@ class RunTable:
 
 
 class Tiling:
-    """The tiles of a mask at given lengths, and every fact about them: the part of `Layout` that draws and exports
-    nothing."""
+    """The tiles of a mask at given lengths, and every fact about them: `Layout` without drawing and exports."""
 
     def __init__(
         self, mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table], q_len: int, kv_len: int, batch: int,

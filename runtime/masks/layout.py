@@ -181,8 +181,7 @@ def make_layout(
     `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. `budget` are the steps that the
     analysis may take, one operator at one position each; past them tiles stay PARTIAL and `exact` is False.
 
-    Raises `ShapeError` for lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without
-    a value.
+    Raises `ShapeError` for lengths, tiles or origins that make no sense, `ParameterError` for a missing value.
     """
     pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)

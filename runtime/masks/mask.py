@@ -41,8 +41,7 @@ ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
 
 class Mask(BoundExpr):
-    """A mask: which keys a query may see, as an expression of positions, and values for its parameters. Made by
-    `frisket.mask`.
+    """A mask: which keys a query may see, as an expression of positions, and its parameters. Made by `frisket.mask`.
 
     >>> m = mask("causal & window(w)", w=256) | "k < 4"
     >>> m
@@ -103,8 +102,7 @@ class Mask(BoundExpr):
                [1, 1, 0],
                [0, 1, 1]])
 
-        Raises `ParameterError` for a parameter without a value, and for a table that is read past its end where the
-        rest of the mask is true.
+        Raises `ParameterError` for a parameter without a value, or a table read past its end where the rest is true.
         """
         self.check_tables(q_len, kv_len, batch, heads)
         shape = (batch, heads, q_len, kv_len)
@@ -239,8 +237,7 @@ class ScoreMod(BoundExpr):
 
     @counting
     def lookups(self, q_len: int, kv_len: int, mask: MaskLike | None = None, **where: Any) -> tuple[Lookup, ...]:
-        """Every table lookup, and whether it stays inside its table wherever `mask` shows a position; `where` as
-        for `Mask`.
+        """Every table lookup, and whether it stays inside its table wherever `mask` is true; `where` as for `Mask`.
 
         >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
         t[q - k] stays within 64 entries

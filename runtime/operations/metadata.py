@@ -205,8 +205,7 @@ class AttentionMetadata(Record):
         """Specs of (query, key, value, bias, mask, output) in a runtime mode.
 
         [batch, length, heads, head_dim], or with `BTHD=False` [batch, heads, length, head_dim]; bias and mask are
-        [batch, heads, q_len, kv_len]. `qkv_mni_sharding` splits keys and values as queries are: for key heads that
-        have been repeated.
+        [batch, heads, q_len, kv_len]. `qkv_mni_sharding` splits keys and values as queries: for repeated key heads.
         """
         heads, dims = (n.HEAD, n.HEAD_DIM) if qkv_mni_sharding else (n.KV_HEAD, n.KV_HEAD_DIM)
 

@@ -76,8 +76,7 @@ def attend(
     are, dealt where it is read at q or k; one that is split along keys travels with them. Positions in masks, score
     mods and dropout are those of the sequence.
 
-    Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show what the deal
-    does not bring.
+    Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show more than the deal.
     """
     axes = batch_axis, head_axis
     parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}

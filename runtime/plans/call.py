@@ -15,8 +15,7 @@ from .base import CallPlan
 
 @dataclass(frozen=True)
 class Call:
-    """Arrays that fit together and a plan that fits them. `sinks` is an array [heads] or None, `seed` None without
-    dropout."""
+    """Arrays that fit together and a plan that fits them. `sinks`: [heads] or None; `seed`: None without dropout."""
 
     given: Arrays
     geometry: Geometry

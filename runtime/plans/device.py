@@ -93,8 +93,7 @@ class FlatPlan:
     It is used like a `Plan` and gives equal results. `overflow` is an array that is true if some row of tiles had more
     runs than there is room for; that row reads more tiles than needed.
 
-    On a GPU Python reads no values. So planning may be part of a CUDA graph, and every replay plans again from the
-    tables at that time."""
+    On a GPU Python reads no values: planning may be part of a CUDA graph, whose replays plan from the tables then."""
 
     on_device = True
 

@@ -53,8 +53,7 @@ def runs(device: Any) -> bool:
 
 
 class PlannerStep:
-    """The launches that plan from tables of these shapes; what they need beside the tables' pointers is laid out
-    once."""
+    """The launches that plan from tables of these shapes; all but the tables' pointers is laid out once."""
 
     def __init__(
         self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]

@@ -111,8 +111,7 @@ class PartitionAxis:
         return [self._one(axis, mode) for axis in axes]
 
     def resolve_spec(self, axes: Sequence[n.Axis], mode: str) -> PartitionSpec:
-        """The PartitionSpec of semantic axes, for a mesh that is not known yet; `PartitionManager.resolve` fits it to
-        one."""
+        """The PartitionSpec of semantic axes, for any mesh; `PartitionManager.resolve` fits it to one."""
         return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
 
     def _one(self, axis: n.Axis, mode: str) -> MeshAxes:

@@ -123,8 +123,7 @@ def _refused(*given: Any) -> Any:
 
 
 def engine_call(call: Call, options: Options) -> Proof | None:
-    """The proof of the engine that runs a call; None where generated kernels do. Raises where one is named that
-    cannot."""
+    """The proof of the engine that runs a call; None where generated kernels do. Raises where a named one cannot."""
     named = RECORDS[call.backend]
     if named.engine is not None:
         found = prove(named, facts_of(call, options))

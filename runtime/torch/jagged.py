@@ -95,8 +95,7 @@ class Ragged:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of a call's tensors, and which of them is an earlier one: keys often share the queries'
-        offsets."""
+        """The pattern of a call's tensors, and which is an earlier one: keys often share the queries' offsets."""
         x = self.tensors
         if self.known is not None:
             return self.known

@@ -1,7 +1,6 @@
 """Runs a compiled attention on torch tensors, with gradients.
 
-`prepare` does once what a call needs beside its tensors; a `Ready` then runs any number of calls of the same shapes
-and dtypes.
+`prepare` does once what a call needs beside its tensors; a `Ready` then runs all calls of the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -246,8 +245,7 @@ def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
-    """The key of the `Ready` of a call, None of one that is prepared each time, and the entries of the tables beside
-    it."""
+    """The key of the `Ready` of a call, None of one prepared each time, and the entries of its tables."""
     if settings.check or att.ambiguous:
         return None, []
     tables: list[Any] = []

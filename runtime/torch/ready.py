@@ -111,8 +111,7 @@ class Ready:
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
         saving: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. Gradients flow to all
-        of them."""
+        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. All get gradients."""
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
                 return self(q, k, v, values, seed, sinks, top, saving)

@@ -1,7 +1,6 @@
 """Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
 
-A `DecodeCall` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that,
-and one of the kernel.
+A `DecodeCall` has the rest of a call ready: to run it is one call of the spans' C++ planner, and one of the kernel.
 """
 
 from __future__ import annotations

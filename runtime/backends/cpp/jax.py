@@ -344,9 +344,8 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 def target_name(
     kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, moved: bool = False
 ) -> tuple[str, tuple[float, ...]]:
-    """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype and, where they have their own, that of
-    k and v, and the literals behind the plan's slots; built and registered at first sight. `moved`: it reads rows by
-    tables."""
+    """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype, that of k and v, and the literals
+    behind the plan's slots; built and registered at first sight. `moved`: it reads rows by tables."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule

@@ -76,8 +76,7 @@ def call_of(
     plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     device: Any, *, gradients: bool = False, deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
-    """The call of a direction: the forward, or with `gradients` the backward. Raises BackendError for what the engine
-    does not do."""
+    """The call of the forward, or with `gradients` the backward. BackendError for what the engine does not do."""
     slots = {n: x.item() if hasattr(x, "item") else x for n, x in slots.items()}
     flags = flags_for(plan, spans, g, slots)
     if plan.pages is not None and (why := unpaged(plan, flags)):

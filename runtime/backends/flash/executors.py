@@ -20,8 +20,7 @@ def text(
     plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
     spans: SpanSource | None = None,
 ) -> tuple[str, Target]:  # fmt: skip
-    """The functions of the mask and the score mod, and the target they run with. Where flags say the whole mask, calls
-    leave out its function."""
+    """The functions of mask and score mod, and their target. Where flags say the whole mask, it has no function."""
     placed = frozenset(n for n, x in zip("bhqk", g.origin, strict=True) if type(x) is not int or x)
     return mods_of(plan, placed).text, target
 
@@ -60,8 +59,7 @@ def backward_call(
     plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     target: Target, *, wanted: Collection[str], deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
-    """The call of the backward. Raises where the engine has not all of the wanted gradients, which is asked before the
-    forward runs, too."""
+    """The call of the backward. Raises where the engine lacks wanted gradients; asked before the forward, too."""
     if why := refuses_gradients(plan, geometry, "", (), wanted):
         raise BackwardError(f"{why}\n  {INSTEAD}")
     return prepared(plan, spans, geometry, target, slots, tables, device, True, deterministic)

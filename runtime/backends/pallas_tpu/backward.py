@@ -88,8 +88,7 @@ def interpreter(platform: str) -> Any:
 def reason(
     plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
 ) -> str:
-    """A reason why the backward kernels cannot run a call, or an empty text. `shapes` are those of the plan's
-    tables."""
+    """A reason why the backward kernels cannot run a call, or "". `shapes` are those of the plan's tables."""
     if why := refused(plan, dtype):
         return why
     derived, captured = backward_of(plan), emitted.captured(plan, wanted)
@@ -140,8 +139,7 @@ def _kernel(
     which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
     strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
-    """One kernel of the backward, or None where no gradient of it is wanted. Its text holds no lengths: one module
-    serves all."""
+    """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
     return _loaded(which, plan, target, alike, dtype, wanted, strided, heads, search)
 

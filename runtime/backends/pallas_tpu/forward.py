@@ -95,8 +95,7 @@ def strided(platform: str) -> bool:
 
 
 def together(geometry: Geometry, dtype: str, block_q: int) -> int:
-    """The number of query heads of a group that share what is fetched of keys and values: as many as vector memory has
-    room for."""
+    """The number of query heads of a group that share fetched keys and values: as many as fit in vector memory."""
     # in and out, twice, sums, and two numbers a lane wide
     row = (2 * _wide(dtype) + 4) * _numbers(geometry) + 8 * pallas_tpu.LANES
     group = geometry.heads // geometry.kv_heads
