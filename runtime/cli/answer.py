@@ -115,8 +115,7 @@ def code(source: str, language: str, console: Console) -> Text:
 
 
 def folded(message: str) -> str:
-    """An error with its long sentences folded by words where a person reads it. A line above carets stays whole, as
-    the carets do."""
+    """An error with long sentences folded by words where a person reads it. Carets, and the lines above, stay whole."""
     if not sys.stderr.isatty():
         return message
     columns = min(get_terminal_size().columns, NARROW)

@@ -38,8 +38,7 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     batch entries apart, H unless heads (`create_block_mask` does so where it is given None). Positions of a crop
     count from its first; `mask_mod` adds the origin. Its source is `block_mask.mask_mod.source`.
 
-    Raises `ExportError` for a layout that is not exact (its lists would not be the same) and for lists beyond
-    8 GiB.
+    Raises `ExportError` for a layout that is not exact (its lists would differ) and for lists beyond 8 GiB.
     """
     with extras():
         from torch.nn.attention.flex_attention import BlockMask

@@ -44,10 +44,9 @@ def to_slices(layout: Tiling) -> Slices:
     >>> found.q_ranges.tolist(), found.k_ranges.tolist(), found.attn_type_map.tolist()
     ([[0, 256], [256, 1024]], [[0, 256], [1, 1024]], [1, 3])
 
-    The keys of neighbouring queries are followed for as long as both ends stand still or move by one, which is as
-    long as a slice can be. Raises `ExportError` for a mask that falls into more slices than it has queries, as
-    patterns that pick single elements do, and for heads that differ. Source: MagiAttention's documentation of
-    `AttnMaskType`.
+    The keys of neighbouring queries are followed while both ends stand still or move by one, which is as long as a
+    slice can be. Raises `ExportError` for a mask that falls into more slices than it has queries, as patterns that pick
+    single elements do, and for heads that differ. Source: MagiAttention's documentation of `AttnMaskType`.
     """
 
     def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:

@@ -25,8 +25,7 @@ MEMORY = 1 << 33  # bytes of lists that are still made
 
 @dataclass(frozen=True)
 class Lists:
-    """`count` int32 [B, H, rows], `index` int32 [B, H, rows, capacity], on one device; B or H is 1 where nothing
-    depends on it."""
+    """`count` int32 [B, H, rows], `index` int32 [B, H, rows, capacity], on one device; B or H is 1 if all are alike."""
 
     count: Tensor
     index: Tensor

@@ -276,8 +276,7 @@ class BlockMask(theirs.BlockMask):
 
     def lay_out(self) -> BlockMask:
         """Make the lists and `mask_mod` before a graph of torch reads them, and return the mask. Only needed where
-        torch's compiled functions get new masks at every step. Without it such a mask is traced again while the graph
-        is made.
+        torch's compiled functions get new masks at every step: else they are traced again while the graph is made.
         """
         if torch.compiler.is_dynamo_compiling():
             self._tensors()
@@ -434,8 +433,7 @@ class BlockMask(theirs.BlockMask):
         return mask_in_graph.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The first queries and keys of it; of a mask without lists, any number. Its lists are those of the new
-        lengths."""
+        """The first queries and keys; of a mask without lists, any number. Lists are those of the new lengths."""
         lengths = pair((new_q_len, new_kv_len), "lengths", 0)
         return mask_in_graph.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
 

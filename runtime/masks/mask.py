@@ -255,8 +255,7 @@ class ScoreMod(BoundExpr):
 
 @dataclass(frozen=True)
 class Program:
-    """A mask and a score mod that belong together, as a `.frisket` file holds them. `compile` and `attention` take one
-    in place of a mask.
+    """A mask and a score mod, as a `.frisket` file holds them; `compile` and `attention` take one in place of a mask.
 
     >>> import frisket as fk
     >>> fk.compile(fk.Program(mask=fk.mask("causal"), score=fk.score("softcap(50)")))

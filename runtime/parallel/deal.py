@@ -216,8 +216,7 @@ class Deal:
 
         The forward sends the keys and values that are needed. The `backward` sends them again, and their gradients
         back, in the same item size. `padded` counts one program for all ranks, whose shapes are fixed: with "ring",
-        every step sends the longest need of that step, between ranks that need anything; with "all-gather", whole
-        shards to all ranks.
+        every step sends its longest need, between ranks that need anything; with "all-gather", whole shards to all.
         """
         check_variant(variant)
         size = self.needs[..., 1] - self.needs[..., 0]
