@@ -88,9 +88,7 @@ class PagedKVCache(TorchCache):
 
         Raises `ShapeError` where pool and rows count different numbers of tokens, as after a `keep` without
         `pool.truncate`. To compare, it waits where only a device knows the lengths."""
-        held = self.known()
-        if held is None:
-            held = self.lengths.tolist()
+        held = self.lengths.tolist() if (known := self.known()) is None else known
         pages, (batch, width) = self.k.shape[0], self.pages.shape
         *found, rows = seated(pool, sequences, new, pages, self.page, batch, width, self._rows, held)
         for source, target in copies:

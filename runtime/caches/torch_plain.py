@@ -293,6 +293,8 @@ class TorchCache(nn.Module):
             more[-1].append(f"{prefix}k is {held}, and this cache holds {self.dtype}; make one of the state's dtype")
             return
         super()._load_from_state_dict(state, prefix, *more)
+        if self.k_scale is not None and self.v_scale is not None:  # assigned, they have the state's dtype
+            self.k_scale, self.v_scale = self.k_scale.float(), self.v_scale.float()
         self._host = self.lengths.tolist()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

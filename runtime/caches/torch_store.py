@@ -82,8 +82,7 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: Taken | None) -> None:
     them counted in turn."""
     width = new.shape[3:]
     flat = store.view(-1, *width)
-    if new.dtype != store.dtype:
-        new = new.to(store.dtype)
+    new = new.to(store.dtype)
     if store.dtype.itemsize == 1:  # what torch copies by index are no Floats of 8 bits
         flat, new = flat.view(torch.uint8), new.view(torch.uint8)
     if real is None:

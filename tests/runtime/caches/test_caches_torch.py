@@ -348,6 +348,17 @@ def test_a_model_in_another_dtype_keeps_its_8_bits_and_their_scales(kind, dtype)
     assert all(torch.equal(part, parts[0]) for part in parts)
 
 
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_a_state_that_was_cast_and_is_assigned_has_scales_of_float32(kind):
+    held = made(kind, torch.int8)
+    cache, (q, k, v) = getattr(held, "cache", held), streams()
+    cast = {n: x.bfloat16() if x.is_floating_point() else x.clone() for n, x in cache.state_dict().items()}
+    cache.load_state_dict(cast, assign=True)
+    assert cache.k_scale.dtype == cache.v_scale.dtype == torch.float32
+    att, new = fk.compile("causal & window(24)"), [x[:, :, :9] for x in (q, k, v)]
+    assert torch.equal(held.attention(att, *new, None), made(kind, torch.int8).attention(att, *new, None))
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
 def test_the_default_dtype_and_device_are_not_those_of_a_cache(kind, default):
