@@ -292,17 +292,18 @@ class TorchCache(nn.Module):
         if held != self.dtype and (held in NARROW or self.dtype in NARROW):
             more[-1].append(f"{prefix}k is {held}, and this cache holds {self.dtype}; make one of the state's dtype")
             return
+        kinds = {n: x.dtype for n, x in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(state, prefix, *more)
-        if self.k_scale is not None and self.v_scale is not None:  # assigned, they have the state's dtype
-            self.k_scale, self.v_scale = self.k_scale.float(), self.v_scale.float()
+        for n, kind in kinds.items():  # assigned, they are as the state has them
+            setattr(self, n, getattr(self, n).to(getattr(self, n).dtype if n in "kv" else kind).contiguous())
         self._host = self.lengths.tolist()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def kept(x: Tensor) -> Tensor:  # 8 bits and their scales, lengths and pages keep their dtypes
+        def kept(x: Tensor) -> Tensor:  # 8 bits and their scales, lengths, pages keep their dtypes, all their strides
             moved = fn(x)
             if x.is_floating_point() and self.k_scale is None:
-                return moved.to(stored_dtype(moved.dtype, PLAIN))
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
+                return moved.to(stored_dtype(moved.dtype, PLAIN)).contiguous()
+            return (moved if moved.dtype == x.dtype else x.to(moved.device)).contiguous()
 
         self._host = self.known()  # to a device that nobody waits for
         return super()._apply(kept, recurse)  # type: ignore[no-any-return, no-untyped-call]

@@ -359,6 +359,23 @@ def test_a_state_that_was_cast_and_is_assigned_has_scales_of_float32(kind):
     assert torch.equal(held.attention(att, *new, None), made(kind, torch.int8).attention(att, *new, None))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_strides_and_integers_of_another_layout_are_not_those_of_a_cache(kind, dtype):
+    q, k, v = streams()
+    att, held = fk.compile("causal & window(24)"), made(kind, dtype)
+    held.attention(att, q[:, :, :9], k[:, :, :9], v[:, :, :9], [9, 4, 0])
+    last, assigned = copy.deepcopy(held), copy.deepcopy(held)
+    state = getattr(held, "cache", held).state_dict()
+    wide = {n: x if x.is_floating_point() or n in "kv" or x.dtype == torch.bool else x.long() for n, x in state.items()}
+    apart = {n: x.mT.contiguous().mT if x.ndim > 1 else x.clone() for n, x in wide.items()}
+    getattr(last, "cache", last).to(memory_format=torch.channels_last)
+    getattr(assigned, "cache", assigned).load_state_dict(apart, assign=True)
+    for each in (last, assigned):
+        out = each.attention(att, *(x[:, :, 9:11] for x in (q, k, v)), None)
+        assert torch.equal(out, copy.deepcopy(held).attention(att, *(x[:, :, 9:11] for x in (q, k, v)), None))
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
 def test_the_default_dtype_and_device_are_not_those_of_a_cache(kind, default):
