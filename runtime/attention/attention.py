@@ -10,7 +10,7 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
-from frisket.grammar.memo import memo
+from frisket.grammar.memo import memo, remember
 from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
@@ -363,9 +363,8 @@ class Attention:
             return Attention(moved(self.program, coordinates), self.options)
         found: Attention | None = self._moved.get(texts)
         if found is None:
-            found = self._moved[texts] = Attention(moved(self.program, coordinates), self.options)
-            if len(self._moved) > KEPT:  # other numbers at every step
-                self._moved.pop(next(iter(self._moved)), None)  # another thread may have taken it
+            found = Attention(moved(self.program, coordinates), self.options)
+            remember(self._moved, texts, found, KEPT)  # other numbers at every step
         return found
 
     def jagged(self, pattern: Pattern) -> tuple[Attention, tuple[str | None, ...], str | None]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from frisket.dsl.errors import ParameterError
+from frisket.grammar.memo import remember
 from frisket.lowering.kernels.cpp.tiles import tiles
 from frisket.lowering.plan import Geometry
 from frisket.lowering.stages import Stages
@@ -106,9 +107,8 @@ class OrderedAttention(Attention):
             block, moving = CPU if device == "cpu" else (BLOCK, MOVING)
             order = reorder("true" if mask is None else mask, q_len, kv_len, block=block, moving=moving, **mine)
             order = timed(order) if device == "cpu" and order.gain > 1 else order
-            found = self._ordered[key] = order, *self._in_order(self.program.bind(mine), order)
-            if len(self._ordered) > KEPT:
-                self._ordered.pop(next(iter(self._ordered)), None)  # another thread may have taken it
+            found = order, *self._in_order(self.program.bind(mine), order)
+            remember(self._ordered, key, found, KEPT)
         return found
 
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:

@@ -11,12 +11,12 @@ from torch import Tensor
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, conj, lit
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import beside, remember
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
 from .live_mask import LiveMask, only_read
-from .score_mod import Scored, remember
+from .score_mod import Scored
 
 
 def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:

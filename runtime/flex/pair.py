@@ -10,7 +10,7 @@ from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import beside, remember
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.options import Options
@@ -23,7 +23,7 @@ from frisket.runtime.torch import op as torch_op
 from .checks import check_gathers, check_promises
 from .kernel_options import Asked
 from .live_mask import LiveMask
-from .score_mod import Scored, Watched, apart, only, remember
+from .score_mod import KEPT, Scored, Watched, apart, only
 
 LARGE = 1 << 20  # bytes of tables: an attention over more lives as long as its mask, not for who may come again
 
@@ -83,7 +83,7 @@ class FlexPair:
             if 0 in place:  # no plan, and nothing to plan
                 params |= self.placed
             elif place not in self.plans:
-                remember(self.plans, place, self.att.plan(*place, flat=True, **self.placed))  # type: ignore[arg-type]
+                remember(self.plans, place, self.att.plan(*place, flat=True, **self.placed), KEPT)  # type: ignore[arg-type]
             plan = self.plans.get(place)
         elif self.placed:
             params |= self.placed
@@ -105,7 +105,7 @@ def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tens
     found = kept.get(key)
     if found is None or not found.holds(tensors):
         found = FlexPair(mod, visible, options, tensors)
-        remember(kept, key, found)
+        remember(kept, key, found, KEPT)
     return found
 
 

@@ -99,12 +99,6 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Ten
     return LiveMask(found.expr, found.tables), found.read
 
 
-def remember(cache: dict[Any, Any], key: Any, value: Any, most: int = KEPT) -> None:
-    cache[key] = value
-    while len(cache) > most:
-        cache.pop(next(iter(cache)), None)  # another thread may have taken it
-
-
 def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, str]]:
     """The score mod with names that the mask does not have, and which were changed to what."""
     names: dict[str, str] = {}

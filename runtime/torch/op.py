@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import beside, remember
 from frisket.lowering.plan import LIVE, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
@@ -143,7 +143,7 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: 
     kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
     if not (kinds in att.repeats or ready.live or ready.tables or ready.seed or ready.stored):
         run = repeat(ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.target)
-        _keep(att.repeats, kinds, (settings, run, ready), 3 * KEPT)
+        remember(att.repeats, kinds, (settings, run, ready), 3 * KEPT)
 
 
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
@@ -212,7 +212,7 @@ def _remembered(
         entries = [x.tobytes() for x in tables]
         _of_tables(att, key, entries, ready)
         if type(steps := kept.get(key)) is not ChangingTables:
-            _keep(kept, key, steps := ChangingTables(call.plan, request.params))
+            remember(kept, key, steps := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
             made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
             steps.planned(att, call, request.params, ready, made, entries)
@@ -221,16 +221,10 @@ def _remembered(
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
         ready = ready.beside(call.plan.again({}))  # calls to come bring values of their own, and this one's are let go
     if plan is not None or not call.plan.by_table:
-        _keep(kept, key, ready if plan is None or not ready.loaded else ready.alone())
+        remember(kept, key, ready if plan is None or not ready.loaded else ready.alone(), KEPT)
     if ready.loaded and call.plan.common is not None:
-        _keep(att.ready if plan is None else plan.common.ready, key, ready.bare(call.plan))
+        remember(att.ready if plan is None else plan.common.ready, key, ready.bare(call.plan), KEPT)
     return ready
-
-
-def _keep(kept: dict[Any, Any], key: Any, found: Any, most: int = KEPT) -> None:
-    kept[key] = found
-    while len(kept) > most:
-        kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 
 def execute(call: Call, options: Options) -> tuple[Any, ...]:

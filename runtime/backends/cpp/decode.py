@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.grammar.memo import remember
 from frisket.lowering.plan import LIVE, PAGES, Sizes, Spans
 from frisket.lowering.planner.planner import ROOM
 from frisket.runtime.backends.registry import choose
@@ -124,7 +125,5 @@ def step_of(
         return None
     if step.ready.awaits:
         return None
-    steps[key] = step
-    while len(steps) > KEPT:
-        del steps[next(iter(steps))]
+    remember(steps, key, step, KEPT)
     return step
