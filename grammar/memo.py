@@ -252,11 +252,11 @@ def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     return answer
 
 
-def remember(kept: dict[Any, Any], key: Any, found: Any, most: int) -> None:
+def remember(answers: dict[Any, Any], key: Any, answer: Any, most: int) -> None:
     """Keep an answer in the dict of an object, which has `most` entries: those that came first leave."""
-    kept[key] = found
-    while len(kept) > most:
-        kept.pop(next(iter(kept)), None)  # another thread may have taken it
+    answers[key] = answer
+    while len(answers) > most:
+        answers.pop(next(iter(answers)), None)  # another thread may have taken it
 
 
 def weight(*things: Any) -> int:
