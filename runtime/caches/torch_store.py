@@ -19,9 +19,9 @@ LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
 
-def stored_dtype(dtype: torch.dtype | str, held: tuple[torch.dtype, ...] = (*PLAIN, *NARROW)) -> torch.dtype:
-    """`dtype`, or the one of that name, of those in `held`."""
-    named = {str(d).removeprefix("torch."): d for d in held}
+def stored_dtype(dtype: torch.dtype | str, known: tuple[torch.dtype, ...] = (*PLAIN, *NARROW)) -> torch.dtype:
+    """`dtype`, or the one of that name, of those in `known`."""
+    named = {str(d).removeprefix("torch."): d for d in known}
     name = str(dtype).removeprefix("torch.")
     if name not in named:
         raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(named)}")
