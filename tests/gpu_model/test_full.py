@@ -36,6 +36,8 @@ def test_the_model_is_held_to_what_was_published(version):
 
 
 def test_jax_takes_the_forward_that_the_model_finds_faster():
+    """Or an H100, where it has run both."""
+    ran = json.loads(RESULTS.with_name("gpu.json").read_text())["parts"]["jax-forward"]["rows"]
     parts = json.loads(RESULTS.read_text())["parts"]
     mosaic, triton = (parts[f"{n}, Triton 3.9"]["rows"] for n in ("mosaic", "jax"))
     asked = [row for row in FIGURES if row[0] == "forward"]
@@ -46,9 +48,12 @@ def test_jax_takes_the_forward_that_the_model_finds_faster():
         rates = [rows[row]["figures"][MODEL][who] for rows, who in ((triton, "triton"), (mosaic, "frisket"))]
         plan, _ = planned(Ours("forward", mask, dim, group=2))
         g = Geometry(1, 16, 8, length, length, dim, dim, 1.0)
-        assert pays(plan, g, "bfloat16", narrow=False) == (rates[0] > 1.1 * rates[1]), row
-        taken |= {(mask, dim)} if rates[0] > 1.1 * rates[1] else set()
-    assert taken >= {("window 128", 64), ("documents", 64)}
+        faster = rates[0] > 1.1 * rates[1]
+        if known := ran.get(f"{mask}, D {dim}", {"rows": {}})["rows"].get(str(length)):
+            faster = known["figures"]["tflops"]["triton"] > known["figures"]["tflops"]["pallas-mosaic-gpu"]
+        assert pays(plan, g, "bfloat16", narrow=False) == faster, row
+        taken |= {(mask, dim)} if faster else set()
+    assert taken >= {("window 128", 64), ("documents", 64), ("causal", 64)}
 
 
 @pytest.mark.matrix
