@@ -37,13 +37,16 @@ def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, rin
     if run is None:
         return False
     k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
-    values, pages = has["v"], has["pages"]
+    values, pages, lengths = has["v"], has["pages"], has["lengths"]
     narrow = [] if plain else [has["k_scale"], has["v_scale"]]
+    kinds = (held, held.dtype), (values, held.dtype), (lengths, torch.int32), *((x, torch.float32) for x in narrow)
+    if not all(x.dtype == kind and x.is_cpu and x.is_contiguous() for x, kind in kinds):
+        return False  # somebody has put other buffers there
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
     written = [held, values, *narrow]
     words = CALL.pack(
         batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
-        has["lengths"].data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,
+        lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,
         k.data_ptr(), *k.stride()[:3], dim, held.data_ptr(), k_scale,
         v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale,
     )  # fmt: skip

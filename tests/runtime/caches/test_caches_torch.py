@@ -579,6 +579,33 @@ def test_what_caches_refuse(called):
     assert cache.lengths.tolist() == [0] * BATCH
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("way", ["assigned", "replaced"])
+def test_values_of_another_dtype_than_keys_are_no_place_for_native_code(dtype, way):
+    """It wrote past their end."""
+    cache, (q, k, v) = made("plain", dtype), (x[:, :, :1] for x in streams())
+    room = torch.zeros(8, *cache.v.shape, dtype=torch.float8_e5m2 if dtype == "float32" else torch.float16)
+    if way == "assigned":
+        cache.load_state_dict({"v": room[0]}, strict=False, assign=True)
+    else:
+        cache.v = room[0]
+    with pytest.raises(fk.FrisketError, match="have dtypes"):
+        cache.attention(fk.compile("causal"), q, k, v)
+    where = room.float().nonzero()
+    assert not where[:, 0].any()  # past its end
+    assert not where[:, 3].any()  # behind the first token
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
+    caches = [made("plain", dtype) for _ in range(2)]
+    caches[1].lengths = caches[1].lengths.long()
+    for n in (5, 1, 3):
+        new = [x[:, :, :n] for x in streams()]
+        outs = [cache.attention(fk.compile("causal"), *new) for cache in caches]
+        np.testing.assert_allclose(*outs, atol=1e-6)
+
+
 Q, K, V = (x[:, :, :3] for x in streams())
 MISASKED = {
     "three axes": (Q[:, :, 0], {}, r"q has the shape \(3, 4, 16\); queries of this cache are \[batch, heads, new, he"),
