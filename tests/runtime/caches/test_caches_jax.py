@@ -423,6 +423,17 @@ def test_masks_of_combine_masks():
 # -- refusals --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+@pytest.mark.parametrize("step", [lambda f: f, jax.jit])
+def test_caches_of_floats_of_8_bits_that_were_cast_with_all_floats(kind, step):
+    """Their scales were of another dtype's largest number: results were wrong, or NaN."""
+    cache = made(kind, "float8_e4m3fn")
+    cast = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+    k, v = (jnp.asarray(x[:, :1]) for x in (K, VALUES))
+    with pytest.raises(fk.ParameterError, match="has scales, and its k and v are float32"):
+        step(lambda cache: cache.append(k, v))(cast)
+
+
 def test_what_caches_refuse():
     cache = KVCache.create(B, 16, G, D, V)
     q, k, v = (jnp.asarray(x[:, :1]) for x in (Q, K, VALUES))
