@@ -254,7 +254,11 @@ class FlatPlan:
 
 
 def refuse_written(plan: FlatPlan) -> None:
-    """Raise where a table has changed since the spans were made: they would be of other entries than the mask."""
+    """Raise where a table has changed since the spans were made: they would be of other entries than the mask. Entries
+    that the mask does not read may change; that shapes suffice was seen when the plan was made."""
+    for n, shape, _ in plan.key.given:
+        if tuple(plan.given[n].shape) != shape:
+            raise ParameterError(f"table `{n}` has another shape than when it was planned\n  make another plan")
     for n, version in (plan._versions() if plan._read else {}).items():
         if version != plan._read[n]:
             raise ParameterError(f"table `{n}` has changed since it was planned\n  make another plan")

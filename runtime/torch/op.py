@@ -268,6 +268,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
         torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, request.layout,
         settings.backend, settings.engines, settings.show,
+        *(x.shape for x in att.learned.values()),  # whose `.data` may be another
         None if plan is None else (att.options, att.program.exprs), *said,
     )  # fmt: skip
     return key, tables

@@ -383,3 +383,19 @@ def test_calls_with_gradients_after_calls_without_are_repeated(generic):
         torch.autograd.grad(att(*learning_arrays).sum(), learning_arrays)
     assert [kind for kind, *_ in att.repeats] == ["plain", "learning"]
     assert len(generic) == 1  # the cotangent of a sum has no memory of its own
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("data", [torch.ones(64)[:3], torch.ones(4, 4)])
+def test_learned_tables_whose_data_have_another_shape_than_at_the_last_call(data, planned):
+    """The last entry of a shorter one stood for those that are missing; other axes were errors of other libraries."""
+    slope, q = torch.nn.Parameter(torch.ones(4)), torch.randn(1, 4, 64, 16)
+    att = fk.compile("causal", fk.score("score + slope[h] * (k - q)", slope=slope))
+    how = {"plan": att.plan(64, 64, 1, 4)} if planned else {}
+    for _ in range(2):
+        want = att(q, q, q, **how)
+    slope.data = data
+    with pytest.raises(fk.ParameterError, match=r"`slope` (has 3 entries|is a table with 1 axis|has another shape)"):
+        att(q, q, q, **how)
+    slope.data = torch.ones(8)[::2]
+    np.testing.assert_allclose(att(q, q, q, **how).detach(), want.detach(), atol=1e-6)
