@@ -20,7 +20,7 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.parameters import kind_of
+from frisket.runtime.machine.parameters import kind_of, short_tables
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run_cpp import Prepared, function
@@ -45,6 +45,11 @@ class DecodeCall:
         params = {n: x.clone() if isinstance(x, Tensor) else x for n, x in params.items()}  # as they were
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
+        stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
+        readers = (e for e in att.program.exprs if e is not None)
+        self.short = any(short_tables(e, plan.values, stops) for e in readers)
+        if self.short:  # whether visible positions read past an end hangs on lengths: every call asks
+            return
         call = att.call(Request(q, k, v, plan, params=live))
         self.options, self.ready = att.options, prepare(call, att.options)
         self.native = self.ready.target.backend == "cpp"
@@ -123,7 +128,7 @@ def step_of(
             raise
         native_build.fall_back(error)
         return None
-    if step.ready.awaits:
+    if step.short or step.ready.awaits:
         return None
     remember(steps, key, step, KEPT)
     return step

@@ -606,6 +606,25 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
+SHORT = {
+    "documents": ("causal & doc[q] == doc[k]", None, {"doc": torch.arange(9)}),
+    "slopes": ("causal", "score + slope[h] * (k - q)", {"slope": torch.ones(HEADS - 1)}),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("plain", "documents"), ("plain", "slopes"), ("ring", "slopes")])
+def test_a_step_refuses_a_table_that_ends_before_what_it_sees(kind, name):
+    """Steps read its last entry instead, where longer chunks were refused."""
+    mask, score, tables = SHORT[name]
+    mask = f"{mask} & window(9)"
+    cache, (q, k, v) = made(kind, torch.float32), (x[:, :, :12] for x in streams())
+    with pytest.raises(fk.ParameterError, match=r"has \d entries on axis 0 and is read at"):
+        cache.attention(fk.compile(mask, score), q, k, v, **tables)
+    cache = made("plain", torch.float32)
+    found = cache.attention(fk.compile("causal & k < 9 & t[k]"), q, k, v, t=torch.arange(9) % 2 == 0)
+    assert found[:, :, 0].any()
+
+
 Q, K, V = (x[:, :, :3] for x in streams())
 MISASKED = {
     "three axes": (Q[:, :, 0], {}, r"q has the shape \(3, 4, 16\); queries of this cache are \[batch, heads, new, he"),
