@@ -519,3 +519,13 @@ def test_bad_input(name):
     wrong, says = BAD[name]
     with pytest.raises(fk.FrisketError, match=says):
         wrong()
+
+
+@pytest.mark.parametrize("what", ["segment_ids", "positions"])
+def test_a_list_of_two_rows_is_a_batch_of_two(what):
+    """It was read as a pair, of queries and of keys."""
+    ids = np.asarray(SEGMENTS)
+    want = OP(Q, K, V, causal=True, **{what: ids}).attention_outputs
+    np.testing.assert_array_equal(OP(Q, K, V, causal=True, **{what: ids.tolist()}).attention_outputs, want)
+    pair = OP(Q, K, V, causal=True, **{what: [ids, ids]}).attention_outputs
+    np.testing.assert_array_equal(pair, want)
