@@ -101,7 +101,8 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
                 places = zip(x.shape, x.stride())
                 apart = not x.is_contiguous()
                 size = x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if apart else x.nbytes
-                return string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
+                held = string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
+                return held, x.dtype, x.shape, x.stride(), x.is_neg()  # `t_()` leaves the memory as it is
     if not x.is_inference():
         return x._version
     return version_of(x.cpu()) if wait and not x.is_cpu else object()

@@ -625,6 +625,17 @@ def test_a_step_refuses_a_table_that_ends_before_what_it_sees(kind, name):
     assert found[:, :, 0].any()
 
 
+def test_a_step_sees_a_table_that_was_transposed_in_place():
+    """Its memory is as it was."""
+    att, cache, seen = fk.compile("causal & t[q, k]"), made("plain", torch.float32), torch.eye(LENGTH).bool()
+    seen[:, 0], (q, k, v) = True, (x[:, :, :3] for x in streams())
+    outs = [cache.append(k, v).attend(att, q, t=seen)]
+    seen.t_()
+    outs.append(cache.attend(att, q, t=seen))
+    np.testing.assert_array_equal(outs[1], cache.attend(att, q, t=seen.clone()))
+    assert not torch.equal(*outs)
+
+
 Q, K, V = (x[:, :, :3] for x in streams())
 MISASKED = {
     "three axes": (Q[:, :, 0], {}, r"q has the shape \(3, 4, 16\); queries of this cache are \[batch, heads, new, he"),
