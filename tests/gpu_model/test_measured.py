@@ -17,6 +17,12 @@ BANDS = {
     "": (0.75, 1.2),
 }  # model / measured
 
+OFF = {  # steps that the model takes for slower or faster than the H100 is, by more than all others
+    "4 queries, bfloat16, one piece": (0.94, 1.08),
+    "4 queries, int8, pages of 64": (0.78, 1.55),
+    "4 queries, float8_e4m3fn, pages of 64": (0.78, 1.55),
+}
+
 
 def known():
     for name, row in measured.measured("speed").items():
@@ -60,15 +66,15 @@ def test_orders_of_tiles(rows):
 
 
 def test_steps_of_serving(rows):
-    """Long caches of 16 bits are read at the rate of the memory, which is the same in both, but for 7 % of four queries
-    of 32 sequences; a step of 15 us differs by what two launches take. Four queries over int8 in pages, which the model
-    finds a fifth faster than they are, are the lower end."""
+    """Long caches of 16 bits are read at the rate of the memory, which is the same in both; a step of 15 us differs by
+    what two launches take."""
     for name, row in measured.measured("serving").items():
         for size, real in row["rows"].items():
             found = rows[measured.step_of(name)]["rows"][size]
             us = real["figures"]["us"]["frisket"]
             assert found["figures"][measured.WAITED]["frisket, measured"] == round(us, 1), "run: gpu_model.py measured"
-            low, high = (0.94, 1.08) if "bfloat16" in name and us > 100 else (0.78, 1.55)
+            low, high = (0.94, 1.06) if "bfloat16" in name and us > 100 else (0.8, 1.55)
+            low, high = OFF.get(name, (low, high)) if us > 100 else (low, high)
             assert low <= found["ratios"][f"frisket: {measured.PAIR}"][0] <= high, (name, size)
 
 
