@@ -52,17 +52,29 @@ class BaseOperation(ABC):
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """The operation, wherever it runs."""
 
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation on the platform of the name ("tt" is Tenstorrent's); `forward_native` unless written."""
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on TPUs; `forward_native` unless written."""
         return self.forward_native(*args, **kwargs)
 
-    forward_tpu = forward_cpu = forward_tt = forward_gpu
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on GPUs; `forward_native` unless written."""
+        return self.forward_native(*args, **kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation on GPUs of NVIDIA, or as `forward_rocm` of AMD; `forward_gpu` unless written."""
+        """The operation on NVIDIA's GPUs; `forward_gpu` unless written."""
         return self.forward_gpu(*args, **kwargs)
 
-    forward_rocm = forward_cuda
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on AMD's GPUs; `forward_gpu` unless written."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on CPUs; `forward_native` unless written."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation on Tenstorrent's processors; `forward_native` unless written."""
+        return self.forward_native(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the `forward_...` of the platform."""
