@@ -171,7 +171,9 @@ def divided(step: Step, whole: bool = False) -> Shares:
     they are the forward's: a program for every tile of queries of every head."""
     plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
-    tile = default_target(step.geometry, "bfloat16", keys=MEDIUM, stored=stored, unwritten=True, arch=step.arch)
+    tile = default_target(
+        step.geometry, "bfloat16", keys=MEDIUM, stored=stored, paged=step.page > 0, unwritten=True, arch=step.arch
+    )
     found = None if whole else shares(plan, None, step.geometry, tile, step.dims, gpu.processors)
     return found or Shares(replace(tile, splits=1), tile.block_q, 1, (tile.block_q, tile.block_k))
 

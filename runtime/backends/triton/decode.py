@@ -167,10 +167,7 @@ def _whole_groups(g: Geometry) -> bool:
 
 def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
     """The target of few queries, which wait for memory: more stages of loads, where they fit, and no more warps than
-    rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys, and
-    few rows have tiles of 64 keys."""
-    if paged and rows <= 16:
-        target = replace(target, block_k=min(target.block_k, 64))
+    rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys."""
     of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
     stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
     fits = target.num_stages > 1 and 3 * stage <= DEEP

@@ -159,7 +159,7 @@ def target(
         geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
+        paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
     )  # fmt: skip
     return _precise(made, dtype)
 

@@ -67,7 +67,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
 )
 # Tiles for which another Triton spills, of arrays that tensor descriptors read, without a score mod or table at every
 # position. This one spills 24 bytes at most, outside the loops. On an H100 gradients take 11 % less time with them
-# under a causal mask, 6 % less with documents, and 4 % less under a window of 128 keys. None has run those of 256.
+# under a causal mask, 6 % less with documents, and 4 % less under a window of 128 keys. Those of 256 ran alone.
 OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
     ("3.6", "sm_90"): {
         ("dkv", w, dim): tile
@@ -81,7 +81,7 @@ APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8,
 # Tiles that no search chose, by padded head size. Products of float32 have no warp groups and take twice the registers.
 # Larger heads in 16 bits are by architecture. On an H100 tiles of 512 ran, at 155 TFLOP/s forward and 101 for gradients
 # (causal, 8,192 tokens); those here are the fastest by the model of benchmarks/gpu_sim, which gave the forward 0.9 of
-# what was measured. The others are those that fit.
+# what was measured. Triton 3.6 has wider ones, which another spills. The others are those that fit.
 BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("tiles_by_hand.json").read_text(encoding="utf-8")
 )
@@ -111,9 +111,9 @@ CACHED: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
     "sm_90": {(64, 1): (64, 64, 4), (64, 2): (64, 64, 4), (128, 1): (64, 64, 4), (128, 2): (128, 64, 8)}
 }
 STORED_STAGES, CACHED_STAGES = 5, 3
-# Keys of 8 bits in a tile for up to 32 rows, three stages of which need this much shared memory. By the model of
-# benchmarks/gpu_sim a loop over 128 keys keeps the memory busy, where two warps convert each key, and one over 64 does
-# not. On an H100 one query of 8 heads over keys of int8 in one piece takes 0.88 of the time that it takes with 64 keys.
+# Keys of 8 bits in a tile for up to 32 rows, in pages for 17 to 32; three stages need this much shared memory. By the
+# model of benchmarks/gpu_sim a loop over 128 keys keeps the memory busy, where two warps convert each key, and one over
+# 64 does not. On an H100 one query of 8 heads over keys of int8 takes 0.88 of the time that it takes with 64 keys.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
 # Sides of tiles in kernels of captured gradients, where tiles of 64 x 64 spill and these do not, or hardly.
 SQUARE = {("sm_80", 128): 32, ("sm_80", 256): 32, ("gfx942", 128): 32}
@@ -126,12 +126,13 @@ def window_of(keys: float) -> Window:
 
 def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
-    stored: bool = False, unwritten: bool = False, arch: str = "sm_90", descriptors: bool = True,
+    stored: bool = False, paged: bool = False, unwritten: bool = False, arch: str = "sm_90", descriptors: bool = True,
 ) -> Target:  # fmt: skip
     """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
     that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
-    scales or pages, as in a cache, and `unwritten` that those which no query sees may hold anything. `reads` is an
-    answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without `descriptors` arrays are read by pointers.
+    scales or pages, as in a cache, `paged` that they have pages, and `unwritten` that those which no query sees may
+    hold anything. `reads` is an answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without `descriptors`
+    arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -148,22 +149,21 @@ def default_target(
     if not descriptors and f"{name} by pointers" in TABLE:
         name = f"{name} by pointers"
         table = TABLE[name]
-    tiles = {
-        n: SINGLE[n][str(max(dim, min(whole, 512)))]
-        if dtype == "float32"
-        else _carried(n, table[n], window, dim, curved, reads, arch)
-        for n in SINGLE
-    }
     cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
-    if large and dtype != "float32":
+    if dtype == "float32":
+        tiles = {n: SINGLE[n][str(max(dim, min(whole, 512)))] for n in SINGLE}
+    elif large:
         described = reads != "each" and g.head_dim == g.v_dim == whole
-        of = BY_HAND.get(name if described else f"{name} by pointers", BY_HAND.get(name, {}))
-        tiles = dict(of.get(str(whole)) or BY_HAND["others"][str(min(whole, 1024))])
-    elif dtype != "float32" and reads != "each" and (arch, dim) in APART:
-        tiles["dkv"], tiles["dv"] = APART[arch, dim]
-    if descriptors and dtype != "float32" and reads == "axis" and not (curved or large):
-        measured = OF_TRITON.get((triton_version(), arch), {})
-        tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
+        names = (f"{name}, Triton {triton_version()}", name) if described else (f"{name} by pointers", name)
+        size = str(min(whole, 1024))
+        tiles = dict(next(BY_HAND[n][size] for n in (*names, "others") if size in BY_HAND.get(n, {})))
+    else:
+        tiles = {n: _carried(n, table[n], window, dim, curved, reads, arch) for n in SINGLE}
+        if reads != "each" and (arch, dim) in APART:
+            tiles["dkv"], tiles["dv"] = APART[arch, dim]
+        if descriptors and reads == "axis" and not curved:
+            measured = OF_TRITON.get((triton_version(), arch), {})
+            tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
     many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
@@ -177,7 +177,7 @@ def default_target(
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
-    if wide and g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
+    if wide and 16 * paged < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
@@ -282,9 +282,10 @@ def target(
     keys = keys if closed else min(keys, MEDIUM)
     curved = score_class(score) == "general"
     program = None if plan is None else plan.host_program
+    kept = None if program is None else program.stored
     made = default_target(
         g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), arch=arch,
-        stored=bool(g.kv_dtype) or (program is not None and program.stored is not None),
+        stored=bool(g.kv_dtype) or kept is not None, paged=kept is not None and kept.page > 0,
         unwritten=program is not None and program.unwritten,
     )  # fmt: skip
     return tuning.applied(with_precision(ordered(made, g) if growing else made, dtype, arch))

@@ -19,7 +19,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.arguments import near
 from frisket.runtime.backends.triton.decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
-from frisket.runtime.backends.triton.tiles import target
+from frisket.runtime.backends.triton.tiles import default_target, target
 from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
 H200 = 132
@@ -194,6 +194,21 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
     own = target(None, g, "bfloat16", tuning=Tuning(forward=LaunchOptions(block_k=128)))
     assert chosen(heads=64, dim=dim, tile=own).target.block_k == 128
     assert chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16", (64, 128))).block[1] == 128
+
+
+@pytest.mark.parametrize(("q_len", "paged", "keys"), [(1, False, 128), (1, True, 64), (4, True, 128), (5, False, 64)])
+def test_few_keys_of_8_bits_have_wide_tiles(q_len, paged, keys):
+    """Of 8, 32 and 40 rows. In pages one query was not faster with them on an H100."""
+    g = Geometry(8, 64, 8, q_len, 32768, 128, 128, 0.1, kv_dtype="int8")
+    assert default_target(g, "bfloat16", stored=True, paged=paged).decode.block_k == keys
+
+
+@pytest.mark.parametrize(("q_len", "heads", "pack"), [(1, 8, 1), (100, 8, 1), (1, 64, 8)])
+def test_heads_above_256_have_few_rows(q_len, heads, pack):
+    """More of them would need more shared memory than a GPU has."""
+    tile = target(None, Geometry(1, heads, 8, q_len, 32768, 512, 512, 0.1), "bfloat16", arch="sm_90")
+    found = chosen(heads=heads, q_len=q_len, dim=512, tile=tile)
+    assert (found.target.block_q, found.target.block_k, found.pack) == (16, 32, pack)
 
 
 def test_three_stages_only_where_they_fit():

@@ -60,7 +60,7 @@ def loops(text):
 def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     plan, dims = plan_of(kv, page), Dims(DIM, DIM, "bfloat16", GROUP, kv)
     g = Geometry(1, GROUP * KEY_HEADS, KEY_HEADS, queries, LENGTH, DIM, DIM, DIM**-0.5, kv_dtype=kv)
-    tile = default_target(g, "bfloat16", keys=MEDIUM, stored=bool(kv or page), arch="sm_90")
+    tile = default_target(g, "bfloat16", keys=MEDIUM, stored=bool(kv or page), paged=bool(page), arch="sm_90")
     few = shares(plan, None, g, tile, dims, PROCESSORS)
     assert few.pack == GROUP
     assert few.queries >= queries  # one tile of queries: keys are read once

@@ -71,7 +71,7 @@ def stored(arch, dims, q_len, kv_heads):
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
     plan = make_plan(mask, score * key, weight=value, pages=Pages("pages", 16))
     g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, kv_dtype=dims.kv_dtype)
-    target = default_target(g, dims.dtype, keys=MEDIUM, stored=True, arch=arch)
+    target = default_target(g, dims.dtype, keys=MEDIUM, stored=True, paged=True, arch=arch)
     few = triton_decode.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
     if few is None:
         return triton_forward.emit(plan, target, dims), plan, target
@@ -121,9 +121,8 @@ def test_rest(arch, dim, name, kind, request):
     for arch in ARCHITECTURES for dim in (320, 512, 576)
 ])  # fmt: skip
 def test_larger_heads_fit(arch, dim):
-    """No table has their tiles. Those that do not fit end in an error at the first call. They were searched with Triton
-    3.6; 3.9 spills 2,016 bytes in dk at 512 on sm_90."""
+    """Tiles of heads above 256 that do not fit end in an error at the first call. Up to 512 they hardly spill."""
     for kind in KINDS:
         for _, line, found in lines(arch, dim, "causal", kind):
             assert found.fits, line
-            assert found.spills <= 64 or dim > 512 or not triton.__version__.startswith("3.6"), line
+            assert found.spills <= 64 or dim > 512, line
