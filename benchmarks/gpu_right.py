@@ -93,7 +93,8 @@ def errors(
     heads, lengths = max(2, case.heads), (case.q_len, case.kv_len, case.kv_len)
     made = [torch.randn(case.batch, heads, n, dim).to(getattr(torch, dtype)) for n in lengths]
     if shared:
-        made = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, : heads // (1 + i)] for i, x in zip((0, 1, 1), made)]
+        kept = zip((heads, heads // 2, heads // 2), made, strict=True)
+        made = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, :n] for n, x in kept]
     cotangent = torch.randn_like(made[0])
     known = [x.double().requires_grad_() for x in made]
     own = [x.to(scale.device).requires_grad_() for x in made]

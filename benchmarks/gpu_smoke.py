@@ -35,7 +35,8 @@ def versions(scale: Scale) -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    found["cpus"], found["cudnn"] = str(os.cpu_count()), str(torch.backends.cudnn.version())
+    found["cpus"] = str(os.cpu_count())
+    found["cudnn"] = str(torch.backends.cudnn.version())
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
     try:
         found["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()

@@ -119,8 +119,8 @@ def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) ->
 def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
     kv_heads, head_dim = arrays["k"].shape[2:]
-    kinds = {arrays[n].dtype.name for n in "kv"}
-    if arrays["k_scale"] is not None and not kinds <= {*BYTES}:  # cast, as Floats of 8 bits are where all floats are
+    kinds = sorted({arrays[n].dtype.name for n in "kv"})
+    if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # cast, as Floats of 8 bits are where all floats are
         raise ParameterError(
             f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
         )

@@ -101,7 +101,7 @@ def _by_place(
     tables: dict[str, Any], what: str, given: Any, lengths: tuple[int, int, int, int], moved: bool
 ) -> dict[str, str]:
     """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
-    rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # of a batch of two, say
+    rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # one array, [batch, length]
     pair = given if isinstance(given, tuple | list) and len(given) == 2 and not rows else (given, given)
     texts = {}
     for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:], strict=True):

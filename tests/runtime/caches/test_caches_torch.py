@@ -626,7 +626,7 @@ def test_a_step_refuses_a_table_that_ends_before_what_it_sees(kind, name):
 
 
 def test_a_step_sees_a_table_that_was_transposed_in_place():
-    """Its memory is as it was."""
+    """`t_()` swaps the strides of a tensor and leaves its memory as it is."""
     att, cache, seen = fk.compile("causal & t[q, k]"), made("plain", torch.float32), torch.eye(LENGTH).bool()
     seen[:, 0], (q, k, v) = True, (x[:, :, :3] for x in streams())
     outs = [cache.append(k, v).attend(att, q, t=seen)]
