@@ -184,7 +184,7 @@ class Target:
     num_warps: int = 4
     num_stages: int = 2
     order: Literal["forward", "longest-first", "longest-of-all-first"] = "longest-first"  # of rows; of each head's rows
-    precision: Literal["ieee", "tf32", "tf32x3"] = "ieee"  # of products of float32
+    precision: Literal["ieee", "tf32", "tf32x3", "bf16x6"] = "ieee"  # of products of float32
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
     splits: int = 0
     descriptors: bool = False

@@ -9,13 +9,15 @@ const Real BASE = SCORED ? LOG2E : 1;
 const int V_STEPS = deep(V_DIM);
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
-const int Q_LINE = stride_of(line(Q_WIDE), ROWS / PAIR), V_LINE = stride_of(line(V_WIDE), ROWS / PAIR);  // of packed rows
+const int LONG = deep(ROWS);                                          // steps of rows, Operands of a row that is turned
+const int Q_LINE = stride_of(line(Q_WIDE), LONG), V_LINE = stride_of(line(V_WIDE), LONG);  // of packed rows
 const int K_STRIDE = stride_of(Q_WIDE, deep(BLOCK_K));
 const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
-const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
-const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;            // rows of dK need no copy
-const bool DV_AS_IS = HALF == 0 && V_DIM % LANES == 0;
-const bool K_AS_IS = DK_AS_IS && !MOVED;
+const int LEFT = round_up(BLOCK_K, PACK * LANES) / PACK * TERMS;      // Operands in a row of slopes
+const int64_t NEXT_TERM = ROWS / PACK * BLOCK_K;                          // from one term of weights to the next
+const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0 && !(AMX && MOVED);            // rows of dK need no copy
+const bool DV_AS_IS = HALF == 0 && V_DIM % LANES == 0 && !(AMX && MOVED);
+const bool K_AS_IS = DK_AS_IS && !MOVED && !AMX;
 const int64_t TURNED_K = (int64_t)STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
 const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)deep(BLOCK_K) * Q_WIDE);  // Operands of a packed tile
 const int64_t KEPT_BYTES = 16 << 20;     // packed tiles that a worker keeps, from one row of tiles to the next
@@ -47,13 +49,13 @@ static bool any_odd(const Lines<const Entry> &lines, int64_t rows, int dim) {
 
 #if PAIRS
 // Two rows as bfloat16, lane by lane in one word.
-INLINE Operands joined(Vec low, Vec high) {
+INLINE void store_rows(Operand *to, Vec low, Vec high, int64_t) {
     typedef uint16_t Both __attribute__((vector_size(64)));
     Operand memory[LANES];
     store_operands(memory, low, high);
     Both x = load<Both>(memory);
-    return (Operands)__builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10,
-                                             26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    store(to, __builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11,
+                                      27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 #endif
 
@@ -108,32 +110,35 @@ struct Sums {
 struct Worker {
     int64_t slots;
     int64_t *tag;    // [slots] which tile is there
-    bool *tag_odd;   // [slots] its keys hold NaN or infinity
+    bool *tag_odd;   // [slots] its keys hold NaN or infinity, or numbers that are not tame
+    bool *tag_wild;  // [slots] its values hold numbers that are not tame
     Operand *tiles;  // [slots, TILE]
     Real *own;       // dK, dV of an item
     Sums dk, dv;
     bool with_dq, with_dk, with_dv, with_slopes;
     Captured captured;
     // a tile of queries
-    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * line(Q_WIDE)], dout_lines[ROWS / PAIR * line(V_WIDE)];
-#if PAIRS
+    alignas(64) Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[LONG * line(Q_WIDE)], dout_lines[LONG * line(V_WIDE)];
+#if PAIRS || AMX
     Operand dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
 #endif
     Real dq[ROWS * Q_WIDE], shift[ROWS], share[ROWS], delta[ROWS];
     Row rows[ROWS];
     int present;     // queries of the tile
+    const Operand *next;  // the packed tile that comes next, null if it is not there
     bool queries_odd, few;  // few: the forward's products were those of few rows
+    bool wild_queries, wild_outs;  // queries, and dout or out, hold numbers that are not tame
     // a tile of keys beside it
     Column columns[VECTORS];
     Real distances[DISTANCES ? DISTANCES * SPAN : 1];
     Bits seen[GROUP * VECTORS];
     Real scores[GROUP * BLOCK_K], products[GROUP * BLOCK_K];
-    Operand weights[ROWS / PAIR * BLOCK_K], slopes[ROWS / PAIR * BLOCK_K];
+    Operand weights[NEXT_TERM * TERMS], slopes[NEXT_TERM * TERMS];
 #if AMX
-    Operand turned[BLOCK_K * ROWS / PAIR];  // A^T: weights or slopes, a key after the other
+    Operand turned[BLOCK_K * LONG];  // A^T: weights or slopes, a key after the other
 #endif
     Steps by_query[GROUPS], by_key[KEY_GROUPS];  // keys that a group of rows sees, and queries that see a group of keys
-    int32_t keys[GROUPS * (BLOCK_K / PAIR)], queries[KEY_GROUPS][ROWS / PAIR];
+    int32_t keys[GROUPS * (BLOCK_K / PACK)], queries[KEY_GROUPS][ROWS / PACK];
     int count[KEY_GROUPS];         // of `queries`
     bool open[VECTORS];            // whether the group of rows at hand sees a vector of keys
     bool repeated[ROWS];           // whether a row sees what the row before it sees
@@ -176,7 +181,7 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
 // dout times out of every row, in the order of the products of dout and values: where a row sees one key, whose value is
 // out, nothing is left of their difference.
 static void multiply_outs(Worker &w) {
-#if PAIRS
+#if PAIRS || AMX
     const Operand *dout = w.dout_left;
     const int row = V_STEPS;
 #else
@@ -185,11 +190,12 @@ static void multiply_outs(Worker &w) {
 #endif
 #if AMX
     for (int start = 0; start < w.present; start += LANES) {
-        Operand square[LANES * LANES];
+        Operand square[TERMS * LANES * LANES];
         Real sums[LANES * LANES] = {};
-        for (int step = 0; step < V_STEPS; step += LANES) {
-            turn_square(square, LANES, w.outs + start * V_STEPS + step, V_STEPS);
-            multiply_squares<LANES, 1, true>(dout + start * row + step, row, square, 0, LANES, sums, LANES);
+        for (int step = 0; step < V_STEPS; step += LANES * TERMS) {
+            for (int n = 0; n < TERMS; n++)
+                turn_square(square + n * 256, LANES, w.outs + start * V_STEPS + step + n * LANES, V_STEPS);
+            multiply_squares<LANES, 1, true>(dout + start * row + step, row, square, 0, LANES * TERMS, sums, LANES);
         }
         for (int i = 0; i < LANES; i++) w.delta[start + i] = sums[i * LANES + i];
     }
@@ -216,7 +222,7 @@ INLINE void multiply_rows(int vectors, const Operand *a, int64_t a_row, const Op
 
 // Evaluates the mask for `rows` rows from `start` on, and writes down which keys they see and which keys see them.
 static void look(Worker &w, const Fixed &fixed, int start, int rows) {
-    int32_t *keys = w.keys + start / GROUP * (BLOCK_K / PAIR);
+    int32_t *keys = w.keys + start / GROUP * (BLOCK_K / PACK);
     uint32_t some[VECTORS], truth[GROUP][VECTORS];
     int count = 0;
     for (int j = 0; j < VECTORS; j++) {
@@ -233,38 +239,41 @@ static void look(Worker &w, const Fixed &fixed, int start, int rows) {
         for (int j = 0; j < VECTORS; j++)
             for (uint32_t left = truth[i][j]; left;) {
                 const int group = (j * LANES + __builtin_ctz(left)) / GROUP, past = (group + 1) * GROUP - j * LANES;
-                int32_t *queries = w.queries[group], query = (start + i) / PAIR;
+                int32_t *queries = w.queries[group], query = (start + i) / PACK;
                 int &n = w.count[group];
                 if (!n || queries[n - 1] != query) queries[n++] = query;
                 left = past < LANES ? left >> past << past : 0;
             }
     for (int j = 0; j < VECTORS; j++) {
-        w.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        w.open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
         count = listed(keys, count, j, some[j]);
     }
     w.by_query[start / GROUP] = steps_of(keys, count);
 }
 
 // Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are.
-// PARTIAL: not every position is visible.
+// PARTIAL: not every position is visible. `wild_keys`, `wild_values`: keys or queries, values or dout are not tame.
 template <bool PARTIAL>
 static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<const Entry> &from,
-                  int64_t present, int start, Real unit, Real scale) {
+                  const Lines<const Entry> &values_from, int64_t present, int start, Real unit, Real scale, bool wild_keys,
+                  bool wild_values) {
     const int rows = GROUP < w.present - start ? GROUP : w.present - start;
     if (PARTIAL) {
         look(w, fixed, start, rows);
-        for (int i = start / PAIR * BLOCK_K; i < (start + GROUP) / PAIR * BLOCK_K; i += BLOCK_K)
-            for (int j = 0; j < VECTORS; j++)
-                if (!w.open[j]) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
+        for (int i = start / PACK * BLOCK_K; i < (start + GROUP) / PACK * BLOCK_K; i += BLOCK_K)
+            for (int j = 0; j < VECTORS * TERMS; j++) {
+                const int64_t at = i + j % VECTORS * LANES + j / VECTORS * NEXT_TERM;
+                if (!w.open[j % VECTORS]) store(w.weights + at, Operands{}), store(w.slopes + at, Operands{});
+            }
 #if AMX
         for (int i = start; i < start + GROUP; i++)
             for (int j = 0; j < VECTORS; j += 2)
-                if (!w.open[j]) store(w.slopes_left + i * LEFT + j / 2 * LANES, Operands{});
+                if (!w.open[j]) store_terms(w.slopes_left + i * LEFT + j / 2 * LANES * TERMS, Vec{}, Vec{});
 #endif
         if (!w.by_query[start / GROUP].count) return;
     }
     const Operand *q = w.query + start * QUERY;
-#if PAIRS
+#if PAIRS || AMX
     const Operand *dout = w.dout_left + start * V_STEPS;
     const int dout_row = V_STEPS;
 #else
@@ -274,15 +283,25 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     for (int j = 0, n; j < VECTORS; j += n ? n : 1) {
         n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
         if (!n) continue;
-        if (MOVED || !w.few) multiply_rows(n, q, QUERY, keys + vector_at(j, STEPS), STEPS, w.scores + j * LANES);
-        if (w.with_slopes) multiply_rows(n, dout, dout_row, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
+#if TERMS > 1
+        for (int i = j; i < j + n; i++) {
+            const int64_t first = i * LANES, left = present - first;
+            if (wild_keys && (MOVED || !w.few)) dots_of_terms<HEAD_DIM>(q, rows, from, first, left, w.scores + first, BLOCK_K);
+            if (wild_values && w.with_slopes)
+                dots_of_terms<V_DIM>(dout, rows, values_from, first, left, w.products + first, BLOCK_K);
+        }
+#endif
+        if ((MOVED || !w.few) && !wild_keys) multiply_rows(n, q, QUERY, keys + vector_at(j, STEPS), STEPS, w.scores + j * LANES);
+        if (w.with_slopes && !wild_values) multiply_rows(n, dout, dout_row, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
     }
     for (int64_t j = 0; !MOVED && w.few && j < BLOCK_K; j += LANES)
         if (!PARTIAL || w.open[j / LANES])
             few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
-    for (int i = 0; i < GROUP; i += PAIR) {
-        Operand *weights = w.weights + (start + i) / PAIR * BLOCK_K, *slopes = w.slopes + (start + i) / PAIR * BLOCK_K;
-#if PAIRS
+    (void)values_from;
+    for (int i = 0; i < GROUP; i += PACK) {
+        Operand *weights = w.weights + (start + i) / PACK * BLOCK_K, *slopes = w.slopes + (start + i) / PACK * BLOCK_K;
+        if (AMX && w.next) fetch_part(w.next, TILE, (start + i) / PACK, round_up(w.present, GROUP) / PACK);
+#if PAIRS || AMX
         Vec held[2][2] = {};
         for (int j = 0; j < VECTORS; j++) {
             if (PARTIAL && !w.open[j]) continue;
@@ -291,10 +310,10 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
                 position<PARTIAL>(w, fixed, start, i + r, j, unit, scale, p[r], ds[r]);
                 held[r][j & 1] = ds[r];
                 if (!(j & 1) && j < VECTORS - 1) continue;
-                store_operands(w.slopes_left + (start + i + r) * LEFT + j / 2 * LANES, held[r][0], j & 1 ? ds[r] : Vec{});
+                store_terms(w.slopes_left + (start + i + r) * LEFT + j / 2 * LANES * TERMS, held[r][0], j & 1 ? ds[r] : Vec{});
             }
-            store(weights + j * LANES, joined(p[0], p[1]));
-            store(slopes + j * LANES, joined(ds[0], ds[1]));
+            store_rows(weights + j * LANES, p[0], p[1], NEXT_TERM);
+            store_rows(slopes + j * LANES, ds[0], ds[1], NEXT_TERM);
         }
 #else
         for (int j = 0; j < VECTORS; j++) {
@@ -335,10 +354,11 @@ template <int WIDE>
 static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a, const Operand *b, int64_t b_step, Real *c,
                               int64_t c_row, const int32_t *at) {
 #if AMX
-    const int row = ROWS / PAIR;
-    for (int i = 0; i < groups * GROUP / PAIR; i += LANES)
-        for (int j = 0; j < keys; j += LANES) turn_square(w.turned + j * row + i, row, a + i * BLOCK_K + j, BLOCK_K);
-    accumulate<WIDE, K_TAIL>(keys, w.by_key, w.turned, row, 1, b, b_step, c, c_row);
+    for (int i = 0; i < groups * GROUP / PACK; i += LANES)
+        for (int j = 0; j < keys; j += LANES)
+            for (int n = 0; n < TERMS; n++)
+                turn_square(w.turned + j * LONG + i * TERMS + n * LANES, LONG, a + n * NEXT_TERM + i * BLOCK_K + j, BLOCK_K);
+    accumulate<WIDE, K_TAIL>(keys, w.by_key, w.turned, LONG, 1, b, b_step, c, c_row);
     (void)at;
 #else
     accumulate<WIDE, K_TAIL, MOVED>(keys, w.by_key, a, 1, BLOCK_K, b, b_step, c, c_row, at);
@@ -347,13 +367,6 @@ static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a,
 }
 
 // The same three products position by position, without the masked ones: where an operand holds NaN or infinity.
-INLINE Real half(const Operand *x, int64_t which) {
-#if PAIRS
-    return real((Entry)(x[0] >> 16 * which));
-#else
-    return x[0];
-#endif
-}
 template <int WIDE, class Factor>
 static void add_products(Real *to, int64_t count, const Operand *rows, int64_t stride, Factor factor) {
     // The unit sums even and odd steps apart, and adds both sums to C every 32 steps.
@@ -364,14 +377,15 @@ static void add_products(Real *to, int64_t count, const Operand *rows, int64_t s
         for (; i < end; i++) {
             const Real x = factor(i);
             Real *some = sum[AMX ? i % 2 : 0];
-            for (int d = 0; d < WIDE && x != 0; d++) some[d] += x * half(rows + entry_at(i / PAIR, d, stride), i % PAIR);
+            for (int d = 0; d < WIDE && x != 0; d++)
+                some[d] += x * number(rows + entry_at(i / PACK, d, stride), i % PACK, LANES * LANES);
         }
         for (int d = 0; d < WIDE; d++) to[d] += sum[0][d] + sum[1][d];
     }
 }
 static void add_exactly(Worker &w, int groups, const Operand *rows, int64_t stride, int64_t present, int64_t tile) {
     const int64_t queries = w.present < groups * GROUP ? w.present : groups * GROUP;
-    const auto at = [](const Operand *x, int64_t i, int64_t j) { return half(x + i / PAIR * BLOCK_K + j, i % PAIR); };
+    const auto at = [](const Operand *x, int64_t i, int64_t j) { return number(x + i / PACK * BLOCK_K + j, i % PACK, NEXT_TERM); };
     for (int64_t i = 0; i < queries && w.with_dq; i++)
         add_products<Q_WIDE>(w.dq + i * Q_WIDE, present, rows, stride, [&](int64_t j) { return at(w.slopes, i, j); });
     const int32_t *k_rows = w.dk.rows_of(tile, w.counted), *v_rows = w.dv.rows_of(tile, w.counted);

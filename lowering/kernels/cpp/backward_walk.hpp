@@ -26,9 +26,13 @@ INLINE Lines<const Entry> lines_of(const Array &x, int64_t batch, int64_t head, 
     return {entries_of<const Entry>(x, batch, head) + (MOVED ? 0 : start * x.row), x.row, rows_from(rows, start)};
 }
 
+static int64_t name_of(const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
+    return (batch * call->kv_heads + kv_head) * tiles_of(call) + tile;
+}
+
 // Packed keys and values of one tile, from before or made now.
 static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
-    const int64_t name = (batch * call->kv_heads + kv_head) * tiles_of(call) + tile, slot = tile % w.slots;
+    const int64_t name = name_of(call, batch, kv_head, tile), slot = tile % w.slots;
     if (w.tag[slot] == name) return slot;
     w.tag[slot] = name;
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
@@ -36,8 +40,9 @@ static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_hea
     Operand *to = w.tiles + slot * TILE;
     pack_turned<HEAD_DIM, BESIDE>(to, k, present, BLOCK_K);
     pack_turned<V_DIM, BESIDE>(to + TURNED_K, v, present, BLOCK_K);
-    if (!K_AS_IS) pack_rows<HEAD_DIM, K_STRIDE>(to + TURNED_K + TURNED_V, k, present, deep(BLOCK_K) * PAIR);
-    w.tag_odd[slot] = any_odd(k, present, HEAD_DIM);
+    if (!K_AS_IS) pack_rows<HEAD_DIM, K_STRIDE>(to + TURNED_K + TURNED_V, k, present, round_up(BLOCK_K, DEPTH));
+    w.tag_odd[slot] = TERMS > 1 ? !tame(most_of<HEAD_DIM>(k, present)) : any_odd(k, present, HEAD_DIM);
+    w.tag_wild[slot] = TERMS > 1 && !tame(most_of<V_DIM>(v, present));
     return slot;
 }
 
@@ -48,17 +53,28 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const auto of = [&](const Array &x) { return lines_of(x, batch, head, call->q_rows, start); };
     const Lines<const Entry> q = of(call->q), out = of(call->out), dout = of(call->dout);
     w.present = present;
-    pack_queries(w.query, q, present, all, unit_of(call));
     pack_rows<HEAD_DIM, Q_LINE>(w.q_lines, q, present, all);
     pack_rows<V_DIM, V_LINE>(w.dout_lines, dout, present, all);
-#if PAIRS
+#if PAIRS || AMX
     pack_left<V_DIM>(w.dout_left, dout, present, all, 1);
 #endif
-    w.queries_odd = any_odd(q, present, HEAD_DIM) || any_odd(dout, present, V_DIM);
     w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
     pack_left<V_DIM>(w.outs, out, present, all, 1);
     multiply_outs(w);
+#if TERMS > 1
+    const bool wild_dout = !tame(most_of<V_DIM>(dout, present));
+    w.wild_queries = !tame(most_of<HEAD_DIM>(q, present) * magnitude(unit_of(call)));
+    w.wild_outs = wild_dout || !tame(most_of<V_DIM>(out, present));
+    w.queries_odd = w.wild_queries || wild_dout;
+    for (int i = 0; i < present && w.wild_outs; i++) {
+        Real products[LANES];
+        dots_of_terms<V_DIM>(w.dout_left + i * V_STEPS, 1, out, i, 1, products, 0);
+        w.delta[i] = products[0];
+    }
+#else
+    w.queries_odd = any_odd(q, present, HEAD_DIM) || any_odd(dout, present, V_DIM);
+#endif
     for (int i = 0; i < present; i++) {
         const int64_t at = line + row_at(call->q_rows, start + i);
         const Real lse = call->lse[at];
@@ -69,23 +85,26 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
         if (call->dlse) w.delta[i] -= call->dlse[at];
     }
+    pack_queries(w.query, q, present, all, unit_of(call), w.few && !MOVED);
     for (int i = 0; i < all * Q_WIDE; i++) w.dq[i] = 0;
 }
 
 // A tile of queries beside one tile of keys.
 template <bool PARTIAL>
 static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Lines<const Entry> &keys,
-                  const Operand *rows, int64_t stride, int64_t n, int64_t present, bool exactly) {
+                  const Lines<const Entry> &values, const Operand *rows, int64_t stride, int64_t n, int64_t present,
+                  int64_t slot, bool exactly) {
     const Real scale = (Real)call->scale, unit = unit_of(call);
     const int groups = (w.present + GROUP - 1) / GROUP;
     for (int i = 0; i < KEY_GROUPS; i++) w.count[i] = 0;
     for (int start = 0; start < w.present; start += GROUP)
-        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, unit, scale);
-    if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
+        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, values, present, start, unit, scale,
+                       TERMS > 1 && (w.wild_queries || w.tag_odd[slot]), TERMS > 1 && (w.wild_outs || w.tag_wild[slot]));
+    if (exactly) return add_exactly(w, groups, rows, stride, present, n);
     const int seen = present < BLOCK_K ? (int)present : BLOCK_K;
     const int all_keys = round_up(seen, GROUP) < BLOCK_K ? round_up(seen, GROUP) : BLOCK_K;
     for (int i = 0; i * GROUP < seen; i++)
-        w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PAIR, nullptr};
+        w.by_key[i] = PARTIAL ? steps_of(w.queries[i], w.count[i]) : Steps{0, groups * GROUP / PACK, nullptr};
     if (w.with_dv)
         accumulate_turned<V_WIDE>(w, groups, all_keys, w.weights, w.dout_lines, V_LINE, w.dv.tile(n),
                                   w.dv.row_of(n, V_WIDE), w.dv.rows_of(n, w.counted));
@@ -93,8 +112,8 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
         accumulate_turned<Q_WIDE>(w, groups, all_keys, w.slopes, w.q_lines, Q_LINE, w.dk.tile(n),
                                   w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
     if (!w.with_dq) return;
-    for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PAIR - 1) / PAIR, nullptr};
-#if PAIRS
+    for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PACK - 1) / PACK, nullptr};
+#if PAIRS || AMX
     const Operand *slopes = w.slopes_left;
 #else
     const Operand *slopes = w.slopes;
@@ -122,7 +141,10 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             const int64_t start = n * BLOCK_K, slot = packed(w, call, batch, kv_head, n);
             const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
             const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
+            w.next = w.tag[(n + 1) % w.slots] == name_of(call, batch, kv_head, n + 1) ? w.tiles + (n + 1) % w.slots * TILE : nullptr;
             const Lines<const Entry> keys = lines_of(call->k, batch, kv_head, call->k_rows, start);
+            const Lines<const Entry> values = lines_of(call->v, batch, kv_head, call->k_rows, start);
+            const bool odd = w.queries_odd || w.tag_odd[slot];
             int64_t stride = K_STRIDE;
             if (K_AS_IS) rows = (const Operand *)keys.data, stride = keys.stride;
             if (partial || POSITIONS)
@@ -137,9 +159,9 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
                     captured.place[c] = task.lines[c] + (part * call->batch * call->heads + line) * length + in_line;
                 }
             if (partial)
-                visit<true>(w, call, fixed, tile, keys, rows, stride, n, present, w.queries_odd || w.tag_odd[slot]);
+                visit<true>(w, call, fixed, tile, keys, values, rows, stride, n, present, slot, odd);
             else
-                visit<false>(w, call, fixed, tile, keys, rows, stride, n, present, false);
+                visit<false>(w, call, fixed, tile, keys, values, rows, stride, n, present, slot, TERMS > 1 && odd);
         }
     for (int n = 0; n < CAPTURED; n++) {
         if (!captured.buffer[n]) continue;

@@ -4,7 +4,7 @@ static Worker *worker_for(Task &task) {
     int64_t slots = tiles < most ? tiles : most;
     if (slots < 1) slots = 1;
     const int64_t own = task.parts > 1 || (DK_AS_IS && DV_AS_IS) ? 0 : tiles * BLOCK_K * (Q_WIDE + V_WIDE);
-    void *memory = malloc(sizeof(Worker) + slots * (TILE * (int64_t)sizeof(Operand) + 9) + own * (int64_t)sizeof(Real) + 256);
+    void *memory = malloc(sizeof(Worker) + slots * (TILE * (int64_t)sizeof(Operand) + 10) + own * (int64_t)sizeof(Real) + 256);
     if (!memory) return nullptr;
     Worker *w = (Worker *)(((uintptr_t)memory + 127) & ~(uintptr_t)63);
     ((void **)w)[-1] = memory;
@@ -12,7 +12,7 @@ static Worker *worker_for(Task &task) {
     w->tiles = (Operand *)(((uintptr_t)(w + 1) + 63) & ~(uintptr_t)63);
     w->own = (Real *)(w->tiles + slots * TILE);
     w->tag = (int64_t *)(w->own + own);
-    w->tag_odd = (bool *)(w->tag + slots);
+    w->tag_odd = (bool *)(w->tag + slots), w->tag_wild = w->tag_odd + slots;
     for (int64_t i = 0; i < slots; i++) w->tag[i] = -1;
     for (int i = 0; i < BLOCK_K && MOVED; i++) w->counted[i] = i;
     w->with_dq = call->dq.data, w->with_dk = call->dk.data, w->with_dv = call->dv.data;

@@ -10,27 +10,29 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : AMX ? 4 : 16;              // the most rows that vectors multiply by unpacked keys
-const int SQUARE = AMX && !MOVED ? 16 : FEW;           // and the most that a matrix unit does
+const int FEW = MOVED ? 0 : AMX && PAIRS ? 4 : 16;     // the most rows that vectors multiply by unpacked keys
+const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // and the most that a matrix unit does
 const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // how columns of such rows lie
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
-const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
+const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PACK * TERMS;  // Operands in a row of weights
 const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
+const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that are zeros
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
 const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
-const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
 
-// What is known of a packed tile: its number, and whether its values are finite.
+// What is known of a packed tile: its number, whether its values are finite, and whether terms hold its numbers.
 enum Finite { UNKNOWN, FINITE, ODD };
 struct Slot {
     int64_t tile;
     Finite values;
+    bool tame_keys, tame_values;
 };
 
 // Rows that are worked on together, beside a tile of keys.
@@ -47,22 +49,23 @@ struct Worker {
     int64_t bytes, slots, tile;
     Slot *slot;       // [slots]
     Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
-    Operand query[ROWS * QUERY];
+    alignas(64) Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
     Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
-#if AMX
+#if AMX && PAIRS
     Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
     Real products[4 * 256];
 #endif
     Strip strips[STRIPS];
-    Lane some[V_STEPS * PAIR];  // whether any row of the item sees a key
+    Lane some[V_KEYS];          // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
-    int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
+    int32_t list[ROWS / GROUP * (BLOCK_K / PACK)];
+    bool tame_queries;         // terms hold them
     Row rows[ROWS];
     bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
@@ -107,7 +110,7 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-const int CHUNKS = (V_STEPS * PAIR + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
+const int CHUNKS = (V_KEYS + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
 
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
 // between rows of a chunk; of MOVED keys the first row of all, and a table.
@@ -124,8 +127,11 @@ struct Tile {
     int64_t present;                // keys before the end
     const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
     int64_t v_stride;               // of `values`
+    const Operand *next;            // the packed tile that comes next, null if it is not there
     Slot *slot;
 };
+
+INLINE bool tame_keys(const Worker &w, const Tile &tile) { return w.tame_queries && tile.slot->tame_keys; }
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
     if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
 }
 
-#if AMX
+#if AMX && PAIRS
 // -- up to 16 rows on a matrix unit -------------------------------------------------------------------------------
 
 // Products of queries, which were turned once, and N vectors of keys from vector j on. Keys are the left operand, read
@@ -313,10 +319,10 @@ INLINE void look(Worker &w, Strip &strip, int g, int M, int rows, int &lo, int &
         some[j] = truths(all);
     }
     for (int j = here * VECTORS; j < M * VECTORS; j++) strip.seen[j] = Bits{};
-    int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
+    int32_t *list = w.list + g / GROUP * (BLOCK_K / PACK);
     int steps = 0;
     for (int j = 0; j < VECTORS; j++) {
-        strip.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        strip.open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
         steps = listed(list, steps, j, some[j]);
     }
     while (lo < hi && !strip.open[lo]) lo++;
@@ -340,7 +346,7 @@ INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int
     }
     lo = (int)(first / LANES), hi = (int)((last + LANES - 1) / LANES);
     if (lo > hi) lo = hi = 0;
-    w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
+    w.steps[g / GROUP] = {(int)(first / PACK), lo < hi ? (int)((last + PACK - 1) / PACK - first / PACK) : 0, nullptr};
 }
 
 // Products of M rows from g on and a tile of keys, and which of these the rows see. PARTIAL: not every position is
@@ -348,15 +354,21 @@ INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int
 template <bool PARTIAL, bool SMALL>
 static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int M, int rows) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
-    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
+    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PACK - 1) / PACK;
     int lo = 0, hi = VECTORS;
     if (CLIPPED) clip(w, strip, tile, g, rows, lo, hi);
     else if (PARTIAL) look(w, strip, g, M, rows, lo, hi);
     else w.steps[g / GROUP] = {0, present, nullptr};
-    if (PAIR == 2 && !SMALL) lo &= ~1;
+    if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
-#if AMX
+#if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
+#elif AMX
+    for (int j = lo; j < hi && !SMALL && !tame_keys(w, tile); j++)
+        if (!LOOKED || strip.open[j])
+            dots_of_terms<HEAD_DIM>(w.query + g * QUERY, rows - g < M ? rows - g : M, tile.k, j * LANES,
+                                    tile.present - j * LANES, strip.scores + j * LANES, BLOCK_K);
+    if (!SMALL && !tame_keys(w, tile)) return;
 #endif
     for (int j = lo, n; j < hi; j += n ? n : 1) {
         n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
@@ -420,16 +432,16 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
             }
             return p;
         };
-        const int ONE = SMALL ? 1 : PAIR;  // vectors that are stored together
+        const int ONE = SMALL ? 1 : PACK;  // vectors that are stored together
         for (int j = lo; j < hi; j += ONE) {
-            Operand *to = w.weights + row * WEIGHTS + j / PAIR * LANES;
+            Operand *to = w.weights + row * WEIGHTS + j / PACK * LANES * TERMS;
             if (LOOKED && !strip.open[j]) {
-                if (AMX && !SMALL) store(to, Operands{});
+                for (int n = 0; n < TERMS && AMX && !SMALL; n++) store(to + n * LANES, Operands{});
                 continue;
             }
             const Vec left = weight_at(j), right = ONE == 2 && j + 1 < hi ? weight_at(j + 1) : Vec{};
             if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
-            else store_operands(to, left, right);
+            else store_terms(to, left, right);
         }
         w.total[row] = total;
     }
@@ -449,14 +461,14 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 // Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
 // Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
-    if (EIGHT == 1) return;  // whole numbers are finite
+    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; what is not tame has a product of its own
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {
         if (w.from[g] == w.to[g]) continue;
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
-    hi = deep(hi * LANES) * PAIR / LANES;  // the vectors that products read
+    hi = round_up(hi * LANES, DEPTH) / LANES;  // the vectors that products read
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
     if (lo >= hi) return;  // every key is visible
@@ -481,6 +493,20 @@ static void hide(Worker &w, Tile &tile, int rows) {
     }
     tile.values = w.values, tile.v_stride = V_STRIDE;
 }
+
+#if TERMS > 1
+// acc += weights * values, position by position.
+static void add_values_of_terms(Worker &w, const Tile &tile, int rows) {
+    for (int i = 0; i < rows; i++) {
+        const int64_t end = w.to[i / GROUP * GROUP] * LANES, last = end < tile.present ? end : tile.present;
+        for (int64_t j = w.from[i / GROUP * GROUP] * LANES; j < last; j++) {
+            const Real weight = left_number(w.weights + i * WEIGHTS, j);
+            const Stored *value = tile.v.row(j);
+            for (int d = 0; d < V_DIM && weight != 0; d++) w.acc[i * V_WIDE + d] += weight * value[d];
+        }
+    }
+}
+#endif
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
@@ -518,7 +544,10 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
         if (now >= 0 && now < rows) {
             w.from[now] = 0, w.to[now] = VECTORS;
             weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, rows - now < GROUP ? rows - now : GROUP, unit,
-                                     [&](int i) { multiply_until((i + 1) * all / GROUP); });
+                                     [&](int i) {
+                                         if (tile.next) fetch_part(tile.next, w.tile, now + i, rows);
+                                         multiply_until((i + 1) * all / GROUP);
+                                     });
         }
         multiply_until(all);
         if (with_values) values.end(Values::PARTS - 1);
@@ -528,7 +557,7 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
 
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
-#if HALF == 0 && EIGHT == 0
+#if HALF == 0 && EIGHT == 0 && !AMX
     return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;

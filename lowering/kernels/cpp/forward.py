@@ -36,7 +36,7 @@ KEYWORDS = (
 ).split()
 MACROS = (
     "ADD AMX APART BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
-    "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SWAPPED UNROLLED WIDER"
+    "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
 WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # names of what is ours
@@ -164,6 +164,8 @@ class CppKernel:
         page.line(f"#define REAL_BYTES {8 if self.double else 4}")
         page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
         page.line(f"#define HALF {half}  // 0: entries are Real, 1: bfloat16, 2: float16")
+        if t.precision == "bf16x6":
+            page.line("#define SIX  // a matrix unit, if there is one, multiplies float32 by six products of bfloat16")
         page.line(f"typedef {'double' if self.double else 'float'} Real;  // scores, weights, sums")
         page.line(f"typedef {'int64_t' if self.plan.int64 else 'int32_t'} Int;")
         entry, eight = EIGHT.get(self.stored, ("Entry", 0))

@@ -39,14 +39,17 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = unit_of(call);
-    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
+    const bool few = item.rows() <= FEW;
+    const int all = round_up(item.rows(), few ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
+    w.tame_queries = true;
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Lines<const Entry> q = rows_of(call->q, item.batch, item.head + n, call->q_rows, item.start);
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
-        pack_queries(w.query + row * QUERY, q, item.count, here, unit);
+        pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
+        if (TERMS > 1 && !few) w.tame_queries &= tame(most_of<HEAD_DIM>(q, item.count) * magnitude(unit));
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -55,7 +58,7 @@ static void begin(Worker &w, const Item &item) {
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
-#if AMX
+#if AMX && PAIRS
     for (int step = 0; step < STEPS && all == 16; step += 16)
         turn_square(w.turned + step * 16, 16, w.query + step, QUERY);
 #endif
@@ -66,7 +69,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr, nullptr};
     for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
@@ -89,11 +92,15 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const bool here = in_place(call);
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
-        *tile.slot = {name, UNKNOWN};
+        *tile.slot = {name, UNKNOWN, true, true};
         pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
         const int64_t own = tile.present < BLOCK_K ? tile.present : BLOCK_K;  // what is behind is of the next tile
-        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_STEPS * PAIR);
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_KEYS);
+        if (TERMS > 1) tile.slot->tame_keys = tame(most_of<HEAD_DIM>(tile.k, own));
+        if (TERMS > 1) tile.slot->tame_values = tame(most_of<V_DIM>(tile.v, own));
     }
+    const int64_t next = (number + 1) % w.slots;
+    tile.next = w.slot[next].tile == name + 1 ? w.tiles + next * w.tile : nullptr;
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;
 }
@@ -111,20 +118,24 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
                     w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
-        for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
+        for (int i = 0; i < V_KEYS; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
     if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
-#if AMX
+#if AMX && PAIRS
         if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
 #endif
         return add_few_values<PARTIAL>(w, tile, item.rows());
     }
     pack(w, item, tile, number);
 #if AMX
-    if (!PARTIAL) return weigh_and_add(w, tile, item.rows(), unit);
+    const bool tame_values = tile.slot->tame_values;
+    if (!PARTIAL && tame_keys(w, tile) && tame_values) return weigh_and_add(w, tile, item.rows(), unit);
 #endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
+#if TERMS > 1
+    if (!tame_values) return add_values_of_terms(w, tile, item.rows());
+#endif
     if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
 }

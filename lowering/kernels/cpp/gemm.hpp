@@ -9,7 +9,7 @@
 // B is read a vector at a time at b + step * b_step: K as packed by `pack_turned` (a column of keys after the
 // other) for S and dP, rows as they are (or as packed by `pack_rows`) for O, dV, dK, dQ.
 // What is multiplied is an Operand: a Real, or where the CPU multiplies pairs of bfloat16 (PAIR = 2), two
-// neighbours along the steps in one word.
+// neighbours along the steps in one word. PACK is the same of packed matrices.
 
 #if HALF == 1 && defined(__AVX512BF16__) && REGISTER_BYTES == 64
 #define PAIRS 1
@@ -24,21 +24,30 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
 // AMX: an Intel CPU's matrix unit multiplies pairs, 16 at a time. The compiler gets -DFRISKET_AMX where the process may
 // use the unit; compilers without these headers, g++ 10 for one, do not know its instructions.
-#if PAIRS && defined(FRISKET_AMX) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
+//
+// A float32 is the sum of three bfloat16, its TERMS: the number rounded, what that leaves out, rounded, and the rest.
+// A product of float32 is six products of terms; the three others are below its last bit. Numbers that are not `tame`
+// are multiplied by vectors instead.
+#if defined(FRISKET_AMX) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)) && \
+    (PAIRS || (defined(SIX) && REGISTER_BYTES == 64 && defined(__AVX512BF16__)))
 #define AMX 1
+#define TERMS (PAIRS ? 1 : 3)
 #else
 #define AMX 0
+#define TERMS 1
 #endif
+const int PACK = AMX ? 2 : PAIR;
 const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands, zeros included
+constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PACK * TERMS; }  // Operands, zeros included
 // B in memory is rows, a step each, `stride` apart. For a matrix unit, B is squares of 16 steps by 16 columns. A square
-// is contiguous. The squares of the same 16 columns follow each other, and `stride` leads to the next 16 columns.
+// is contiguous, and those of its other terms follow. The squares of the same 16 columns follow each other, and `stride`
+// leads to the next 16 columns. In a row of A, 16 steps of each term follow each other.
 constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
 constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
-    return AMX ? column / 16 * stride + step * 16 + column % 16 : step * stride + column;
+    return AMX ? column / 16 * stride + (step / 16 * TERMS * 16 + step % 16) * 16 + column % 16 : step * stride + column;
 }
 // From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
 // rows share a few places of the first-level cache, which then does not hold them.
@@ -128,11 +137,20 @@ template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *
     if (ROWS > 16) ADDED ? load_square<2>(c + 16 * c_row, c_row) : square_of_zeros<2>();
     if (ROWS > 16 && WIDE > 1) ADDED ? load_square<3>(c + 16 * c_row + 16, c_row) : square_of_zeros<3>();
 }
+const int PRODUCTS = TERMS == 1 ? 1 : 6;  // of terms; from one to the next, the unit keeps the squares of A or those of B
+const int A_TERM[] = {0, 0, 1, 1, 2, 0}, B_TERM[] = {TERMS - 1, 1, 1, 0, 0, 0};
 template <int ROWS, int WIDE>
-INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride) {
-    load_square<4>(a, a_row), load_square<6>(b, 16), add_product<0, 4, 6>();
-    if (ROWS > 16) load_square<5>(a + 16 * a_row, a_row), add_product<2, 5, 6>();
-    if (WIDE > 1) load_square<7>(b + stride, 16), add_product<1, 4, 7>();
+INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int product) {
+    a += A_TERM[product] * 16, b += B_TERM[product] * 256;
+    const bool new_a = !product || A_TERM[product] != A_TERM[product - 1];
+    const bool new_b = !product || B_TERM[product] != B_TERM[product - 1];
+    if (new_a) load_square<4>(a, a_row);
+    if (new_b) load_square<6>(b, 16);
+    add_product<0, 4, 6>();
+    if (ROWS > 16 && new_a) load_square<5>(a + 16 * a_row, a_row);
+    if (ROWS > 16) add_product<2, 5, 6>();
+    if (WIDE > 1 && new_b) load_square<7>(b + stride, 16);
+    if (WIDE > 1) add_product<1, 4, 7>();
     if (ROWS > 16 && WIDE > 1) add_product<3, 5, 7>();
 }
 template <int ROWS, int WIDE> INLINE void end_squares(Real *c, int64_t c_row) {
@@ -145,14 +163,17 @@ template <int ROWS, int WIDE, bool ADDED>
 static void multiply_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int64_t steps, Real *c,
                              int64_t c_row) {
     begin_squares<ROWS, WIDE, ADDED>(c, c_row);
-    for (int64_t step = 0; step < steps; step += 16, a += 16, b += 256) add_squares<ROWS, WIDE>(a, a_row, b, stride);
+    for (int64_t step = 0; step < steps; step += 16 * TERMS, a += 16 * TERMS, b += 256 * TERMS)
+        UNROLLED for (int product = 0; product < PRODUCTS; product++)
+            add_squares<ROWS, WIDE>(a, a_row, b, stride, product);
     end_squares<ROWS, WIDE>(c, c_row);
 }
 
-// The product of GROUP rows and WIDE columns, cut into pieces of 16 steps and two vectors. The caller does other work
-// between two pieces. piece(n) stores the part before, and the caller stores the last one by end(PARTS - 1).
+// The product of GROUP rows and WIDE columns, cut into pieces of 16 steps, two vectors and one of PRODUCTS. The caller
+// does other work between two pieces. piece(n) stores the part before, and the caller stores the last one by
+// end(PARTS - 1).
 template <int WIDE, int STEPS, bool ADDED> struct Product {
-    static const int PARTS = (WIDE / LANES + 1) / 2, PIECES = PARTS * (STEPS / 16);
+    static const int PARTS = (WIDE / LANES + 1) / 2, CHAIN = STEPS / (16 * TERMS) * PRODUCTS, PIECES = PARTS * CHAIN;
     static const bool ODD = WIDE / LANES % 2;
     const Operand *a;
     int64_t a_row;
@@ -165,13 +186,14 @@ template <int WIDE, int STEPS, bool ADDED> struct Product {
         ODD && part == PARTS - 1 ? end_squares<GROUP, 1>(to, c_row) : end_squares<GROUP, 2>(to, c_row);
     }
     void piece(int n) const {
-        const int part = n / (STEPS / 16), step = n % (STEPS / 16);
+        const int part = n / CHAIN, place = n % CHAIN, step = place / PRODUCTS * TERMS, product = place % PRODUCTS;
         const bool one = ODD && part == PARTS - 1;
         const Real *from = c + part * 2 * LANES;
         const Operand *left = a + step * 16, *right = b + part * 2 * stride + step * 256;
-        if (step == 0 && part) end(part - 1);
-        if (step == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
-        one ? add_squares<GROUP, 1>(left, a_row, right, stride) : add_squares<GROUP, 2>(left, a_row, right, stride);
+        if (place == 0 && part) end(part - 1);
+        if (place == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
+        one ? add_squares<GROUP, 1>(left, a_row, right, stride, product)
+            : add_squares<GROUP, 2>(left, a_row, right, stride, product);
     }
 };
 #else
@@ -196,15 +218,15 @@ INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t 
 #endif
 }
 
-// The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
+// The steps of a product that some rows of its result need, PACK numbers each: `count` from `first` on, or those of a list.
 struct Steps {
     int first, count;
     const int32_t *list;  // null: neighbours
 };
-// Writes down the Operands of vector j of which some lane is wanted, behind `count` others; how many there are then.
+// Writes down the steps of vector j of which some lane is wanted, behind `count` others; how many there are then.
 INLINE int listed(int32_t *list, int count, int j, uint32_t lanes) {
-    uint32_t left = PAIR == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
-    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PAIR;
+    uint32_t left = PACK == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
+    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PACK;
     return count;
 }
 INLINE Steps steps_of(const int32_t *list, int count) {
@@ -220,7 +242,8 @@ INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, 
 #if AMX  // all steps between the first and the last
     if (!count) return;
     const int first = (list ? list[0] : steps.first) & ~15, end = list ? list[count - 1] + 1 : steps.first + count;
-    multiply_some<M, ADD>(N, a + first, a_row, 1, b + first * LANES, b_step, round_up(end - first, 16), c, c_row);
+    multiply_some<M, ADD>(N, a + first * TERMS, a_row, 1, b + first * TERMS * LANES, b_step,
+                          round_up(end - first, 16) * TERMS, c, c_row);
 #else
     if (list)
         return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
@@ -368,6 +391,71 @@ template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *fr
 }
 #endif
 
+// -- terms of float32 ---------------------------------------------------------------------------------------------
+
+#if TERMS > 1
+INLINE Vec first_term(Vec x) { return (Vec)((Raw)x + 0x8000 & 0xFFFF0000); }  // to nearest, ties away from zero
+// The terms of 2 * LANES neighbours, `apart` from each other: a row of A, or a row that becomes a column of B.
+INLINE void store_terms(Operand *to, Vec left, Vec right, int64_t apart = LANES) {
+    left = settled(left), right = settled(right);  // a product has been rounded
+    UNROLLED for (int n = 0; n < TERMS; n++, to += apart) {
+        const Vec x = first_term(left), y = first_term(right);
+        Raw both;
+        asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(x), "v"(y));
+        store(to, both);
+        left -= x, right -= y;
+    }
+}
+// The terms of two rows, lane by lane in one word.
+INLINE void store_rows(Operand *to, Vec low, Vec high, int64_t apart) {
+    low = settled(low), high = settled(high);
+    UNROLLED for (int n = 0; n < TERMS; n++, to += apart) {
+        const Vec x = first_term(low), y = first_term(high);
+        store(to, (Raw)x >> 16 | (Raw)y);
+        low -= x, high -= y;
+    }
+}
+#else
+INLINE void store_terms(Operand *to, Vec left, Vec right) { store_operands(to, left, right); }
+#endif
+
+// The number at `which` of a word.
+INLINE Real half(const Operand *x, int64_t which) {
+#if TERMS > 1
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, *x) >> 16 * which << 16);
+#elif PAIRS
+    return real((Entry)(*x >> 16 * which));
+#else
+    return *x;
+#endif
+}
+// Number i of words whose terms are `apart`.
+INLINE Real number(const Operand *x, int64_t which, int64_t apart) {
+    Real total = 0;
+    for (int n = TERMS - 1; n >= 0; n--) total += half(x + n * apart, which);
+    return total;
+}
+// Number i of a row of A.
+INLINE Real left_number(const Operand *row, int64_t i) {
+    return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
+}
+
+// The largest magnitude in rows of DIM entries; NaN if there is one.
+template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
+    Raw most = {};
+    for (int64_t i = 0; i < rows; i++)
+        for (int d = 0; d < DIM; d += LANES) {
+            const Raw x = (Raw)load_reals(from.row(i) + d, DIM - d) << 1;
+            most = x > most ? x : most;
+        }
+    Unsigned all = 0;
+    for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
+    return __builtin_bit_cast(Real, all >> 1);
+}
+// Whether terms are as good as numbers of such a magnitude: the unit takes numbers below 2^-126 for 0, terms of infinity
+// are not a number, and the product of three of these overflows nowhere.
+INLINE bool tame(Real most) { return most == 0 || (most >= (Real)0x1p-100 && most <= (Real)0x1p36); }
+
 // -- packing ------------------------------------------------------------------------------------------------------
 
 // Rows of entries, a stride apart; those of a MOVED call are where a table says.
@@ -386,7 +474,13 @@ template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
-#if PAIRS
+#if TERMS > 1
+        for (int d = 0; d < DIM; d += DEPTH) {
+            const Vec left = load_reals(from + d, i < rows ? DIM - d : 0) * factor;
+            const Vec right = load_reals(from + d + LANES, i < rows ? DIM - d - LANES : 0) * factor;
+            store_terms(to + d / DEPTH * TERMS * LANES, left, right);
+        }
+#elif PAIRS
         const int whole = i < rows ? DIM / 2 : 0;
         __builtin_memcpy(to, from, whole * sizeof(Operand));
         for (int d = whole; d < WIDE; d++) to[d] = i < rows && 2 * d < DIM ? from[2 * d] : 0;
@@ -404,6 +498,12 @@ template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of m
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
 }
 
+// Fetches part n of `parts` of a packed tile into the second level.
+INLINE void fetch_part(const Operand *tile, int64_t size, int n, int parts) {
+    const int64_t lines = size / 16;
+    for (int64_t i = lines * n / parts; i < lines * (n + 1) / parts; i++) __builtin_prefetch(tile + i * 16, 0, 2);
+}
+
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
 // row, as `Lines` has.
@@ -416,7 +516,18 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
             decltype(from.row(0)) row[LANES], ahead[LANES];
             for (int i = 0; i < LANES; i++)
                 row[i] = from.row(first + i < present ? first + i : first), ahead[i] = from.row(first + i + AHEAD);
-            for (int step = 0; step < STEPS; step += LANES) {
+            for (int step = 0; step < STEPS; step += LANES * TERMS) {
+#if TERMS > 1
+                Operand terms[TERMS][LANES][LANES];
+                const int d = step / TERMS * PACK;
+                for (int i = 0; i < LANES; i++) {
+                    const int64_t left = first + i < present ? DIM - d : 0;
+                    __builtin_prefetch(ahead[i] + d), __builtin_prefetch(ahead[i] + d + LANES);
+                    store_terms(terms[0][i], load_reals(row[i] + d, left), load_reals(row[i] + d + LANES, left - LANES),
+                                LANES * LANES);
+                }
+                for (int n = 0; n < TERMS; n++) turn_square(to + (step + n * LANES) * LANES, LANES, terms[n][0], LANES);
+#else
                 Vec square[LANES];
                 UNROLLED for (int i = 0; i < LANES; i++) {
                     __builtin_prefetch(ahead[i] + step * PAIR);
@@ -426,29 +537,33 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
                 transpose(square);
                 UNROLLED for (int i = 0; i < LANES; i++)
                     if (step + i < STEPS) store(to + (step + i) * N * LANES + block * LANES, square[i]);
+#endif
             }
         }
 }
 
-// `keys` rows of DIM entries as they are: B of keys / PAIR steps and of DIM columns, rounded up to LANES.
+// `keys` rows of DIM entries as they are: B of keys / PACK steps and of DIM columns, rounded up to LANES.
 template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR) {
+    for (int64_t i = 0; i < keys; i += PACK) {
         const auto *first = from.row(i < present ? i : 0), *second = from.row(i + 1 < present ? i + 1 : 0);
-        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PAIR - 1);
+        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PACK - 1);
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
             if (MOVED) __builtin_prefetch(ahead + d), __builtin_prefetch(behind + d);
             else if (AMX) fetch(ahead, d), fetch(behind, d);
-#if PAIRS
+#if TERMS > 1
+            store_rows(to + entry_at(i / PACK, d, STRIDE), load_reals(first + d, i < present ? left : 0),
+                       load_reals(second + d, i + 1 < present ? left : 0), LANES * LANES);
+#elif PAIRS
             Raw low = {}, high = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) low = (Raw)load_reals(first + d, left) >> 16;
             if (i + 1 < present) high = (Raw)load_reals(second + d, left);
-            store(to + entry_at(i / PAIR, d, STRIDE), low | high);
+            store(to + entry_at(i / PACK, d, STRIDE), low | high);
 #else
             (void)second;
-            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
+            store(to + entry_at(i / PACK, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
 #endif
         }
     }
@@ -504,6 +619,21 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     }
     UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
+
+#if TERMS > 1
+// The same for `rows` rows of packed queries or dO, and keys or values wherever they are: for numbers that are not tame.
+template <int DIM, class From>
+static void dots_of_terms(const Operand *a, int rows, const From &keys, int64_t first, int64_t present, Real *to,
+                          int64_t to_row) {
+    Real left[round_up(DIM, LANES)] = {}, right[LANES * DIM];
+    present = present < LANES ? present : LANES;
+    for (int64_t i = 0; i < present; i++) __builtin_memcpy(right + i * DIM, keys.row(first + i), DIM * sizeof(Real));
+    for (int i = 0; i < rows && present > 0; i++, a += deep(DIM), to += to_row) {
+        for (int d = 0; d < DIM; d++) left[d] = left_number(a, d);
+        dots<1, DIM>(left, 0, right, right, DIM, present, to, 0);
+    }
+}
+#endif
 
 // c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
 // of which those without a `some` may be anything. WHOLE: rows of values do not end before.

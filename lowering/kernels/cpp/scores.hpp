@@ -17,9 +17,11 @@ constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
-// Rows of queries, `all` of them; where products are exact the unit is in the queries.
-static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit) {
-    pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
+// Rows of queries, `all` of them; where products are exact the unit is in the queries. `few` rows are not packed.
+static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit, bool few) {
+    if (TERMS == 1 || !few) return pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
+    for (int64_t i = 0; i < rows; i++)
+        for (int d = 0; d < QUERY; d++) to[i * QUERY + d] = d < HEAD_DIM ? (Operand)(real(from.row(i)[d]) * unit) : 0;
 }
 
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }

@@ -21,12 +21,21 @@ from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
+SIX_QUERIES, SIX_KEYS = 64, 1024  # of a call whose float32 a matrix unit multiplies
 FEW = 16  # queries of a call that decodes: read once, in small steps
 
 
-def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
+def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
+    """Whether a matrix unit of bfloat16 multiplies float32 faster than vectors do, in six products."""
+    return dtype == "float32" and not g.kv_dtype and not narrow and g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS
+
+
+def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:
     """The queries and keys of a tile, say (96, 128): `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few
-    keys, or several runs of them. The queries are a number of the call: kernels of one head size share a text."""
+    keys, or several runs of them. `six`: float32 is multiplied on a matrix unit. The queries are a number of the call:
+    kernels of one head size share a text."""
+    if six:
+        return 192 if g.batch * g.heads * -(-g.q_len // 192) >= ITEMS else 96, 64
     entry = 8 if dtype == "float64" else 4
     keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024 else 128
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:

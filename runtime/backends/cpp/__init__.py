@@ -12,6 +12,8 @@ register(Backend(
     highlight="cpp",
     reason=lambda framework: str(REASON()),
     tiles=Lazy("frisket.lowering.kernels.cpp.tiles:tiles"),
+    target=Lazy("frisket.runtime.backends.cpp.text:target"),
+    call_target=Lazy("frisket.runtime.backends.cpp.text:call_target"),
     text=Lazy("frisket.runtime.backends.cpp.text:text"),
     ahead=Lazy("frisket.runtime.backends.cpp.text:ahead"),
     executors={

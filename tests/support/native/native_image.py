@@ -54,9 +54,10 @@ class Image:
 class Problem:
     """A case with its arrays, what the oracle says, and a run of a kernel on it."""
 
-    def __init__(self, case: Case, *, sinks: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, case: Case, *, sinks: bool = False, dropout: float = 0.0, precision: str = "ieee") -> None:
         draw = np.random.default_rng(1)
         self.case, self.g, self.dropout = case, geometry(case), float(np.float32(dropout))
+        self.precision = precision
         self.dtype = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
         self.real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
@@ -74,7 +75,7 @@ class Problem:
         self.spans = spans(case)
 
     def kernel(self, kind: str) -> cpp.CppKernel:
-        target = Target("cpp", *self.case.block)
+        target = Target("cpp", *self.case.block, precision=self.precision)
         made = cpp.CppKernel if kind == "forward" else cpp_backward.BackwardKernel
         return made(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
 

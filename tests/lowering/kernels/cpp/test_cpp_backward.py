@@ -40,6 +40,7 @@ class Case:
     origin: tuple = (0, 0, 0, 0)
     sinks: tuple | None = None
     rate: float | None = None
+    precision: str = "ieee"
     with_dlse: bool = True
 
     def but(self, **changes):
@@ -159,7 +160,7 @@ def problem(case: Case) -> Problem:
     args = (work.plan, work.spans, g, q, k, v, TO[case.dtype](out.astype(np.float32)), lse, dout, dlse, slots)
     if case.dtype == "float64":
         args = (*args[:6], out, *args[7:])
-    args = (*args, work.tables, Target("cpp", *case.tile), case.dtype)
+    args = (*args, work.tables, Target("cpp", *case.tile, precision=case.precision), case.dtype)
     return Problem(args, want, allowed, {"sinks": options.get("sinks")}, work)
 
 

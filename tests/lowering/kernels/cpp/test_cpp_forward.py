@@ -43,6 +43,7 @@ class Case:
     origin: tuple = (0, 0, 0, 0)
     sinks: tuple | None = None
     rate: float | None = None
+    precision: str = "ieee"
     scale: float | None = None
 
     def but(self, **changes):
@@ -154,9 +155,10 @@ class Problem:
 
     def run(self, **options):
         c = self.case
+        target = Target("cpp", *c.tile, precision=c.precision)
         return native_call.forward(
-            self.plan, self.spans, self.geometry, *self.arrays, self.slots, self.tables, Target("cpp", *c.tile),
-            c.dtype, sinks=self.sinks, **options,
+            self.plan, self.spans, self.geometry, *self.arrays, self.slots, self.tables, target, c.dtype,
+            sinks=self.sinks, **options,
         )  # fmt: skip
 
 

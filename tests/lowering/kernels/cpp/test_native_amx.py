@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from support.native import native_call
 
+from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.cpp import text
+from frisket.runtime.calls.tuning import Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
 from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 
@@ -26,29 +29,41 @@ def software(monkeypatch):
     monkeypatch.setitem(cpp_cpu.VARIANTS, SOFTWARE, ((*flags, "-include", str(UNIT)), wanted))
 
 
-def halves(cases, *usual):
-    """The cases of bfloat16: some in every run, others in the matrix."""
-    names = [n for n, case in cases.items() if case.dtype == "bfloat16"]
+def of(dtype, cases, *usual):
+    """The cases of a dtype: some in every run, others in the matrix."""
+    names = [n for n, case in cases.items() if case.dtype == dtype]
     return [n if n in usual else pytest.param(n, marks=pytest.mark.matrix) for n in names]
 
 
+def six(case):
+    """The case with products of float32 as six of bfloat16."""
+    return case.but(precision="bf16x6") if case.dtype == "float32" else case
+
+
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("name", halves(test_cpp_forward.CASES, "bfloat16", "bfloat16-odd-sizes"))
+@pytest.mark.parametrize(
+    "name",
+    [*of("bfloat16", test_cpp_forward.CASES, "bfloat16", "bfloat16-odd-sizes"),
+     *of("float32", test_cpp_forward.CASES, "window", "everything", "many-query-heads", "dim-8")],
+)  # fmt: skip
 def test_forward(name, variant):
-    made = test_cpp_forward.problem(test_cpp_forward.CASES[name])
+    made = test_cpp_forward.problem(six(test_cpp_forward.CASES[name]))
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("name", halves(test_cpp_backward.CASES, "bfloat16-odd-sizes"))
+@pytest.mark.parametrize(
+    "name",
+    [*of("bfloat16", test_cpp_backward.CASES, "bfloat16-odd-sizes"), *of("float32", test_cpp_backward.CASES, "window")],
+)
 def test_backward(name, variant):
-    case = test_cpp_backward.CASES[name]
+    case = six(test_cpp_backward.CASES[name])
     made = test_cpp_backward.problem(case)
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
 
 
 @pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("name", halves(test_native_stored.CASES, "prefill-bfloat16-holes"))
+@pytest.mark.parametrize("name", of("bfloat16", test_native_stored.CASES, "prefill-bfloat16-holes"))
 def test_stored(name, variant):
     made = test_native_stored.Problem(test_native_stored.CASES[name])
     made.check(made.run(variant=variant))
@@ -123,11 +138,91 @@ def test_the_least_scores_before_others(variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
+SIX = test_cpp_forward.Case(precision="bf16x6", q_len=100, kv_len=333, tile=(96, 64), kv_heads=1, scale=0.1)
+RANGES = {
+    "large scores": lambda q, k, v: (q * np.float32(1e15), k * np.float32(1e15), v),
+    "large keys": lambda q, k, v: (q * np.float32(1e-15), k * np.float32(1e15), v),
+    "small queries": lambda q, k, v: (q * np.float32(1e-33), k * np.float32(1e30), v),
+    "large values": lambda q, k, v: (q, k, v * np.float32(1e30)),
+    "small values": lambda q, k, v: (q, k, v * np.float32(1e-33)),
+}
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("mask", [None, "k % 3 < 2 & k < q + 200"])
+@pytest.mark.parametrize("name", RANGES)
+def test_float32_that_terms_do_not_hold(name, mask, variant):
+    """Numbers out of the range of terms give what vectors give."""
+    made = test_cpp_forward.problem(SIX.but(mask=mask), RANGES[name])
+    out, lse, top = (np.asarray(x, np.float64) for x in made.run(variant=variant))
+    size = np.abs(made.want[0]).max()
+    np.testing.assert_allclose(out / size, made.want[0] / size, atol=4e-6)
+    np.testing.assert_allclose(lse, made.want[1], rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(top, made.want[2], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("hidden", [True, False])
+def test_infinity_in_float32(hidden, variant):
+    """Infinity stays infinity where a row sees it, and NaN that no row sees changes nothing."""
+
+    def change(q, k, v):
+        k[:, :, 300:], v[:, :, 300:] = (np.nan, np.inf) if hidden else (k[:, :, 300:], v[:, :, 300:])
+        v[:, :, 7, 3], v[:, :, 9, 4] = -np.inf, np.nan
+        return q, k, v
+
+    made = test_cpp_forward.problem(SIX.but(mask="k < 300"), change)
+    found = made.run(variant=variant)
+    plain = made.case.but(precision="ieee")
+    want = test_cpp_forward.problem(plain, change).run(variant=variant)
+    assert (found[0][..., 3] == -np.inf).all()
+    assert np.isnan(found[0][..., 4]).all()
+    for got, x in zip(found, want, strict=True):
+        np.testing.assert_allclose(got, x, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("dim", [64, 200])
+def test_six_products_are_as_near_as_vectors(dim, variant):
+    def off(precision):
+        case = test_cpp_forward.Case(
+            None, precision=precision, q_len=128, kv_len=512, dim=dim, v_dim=dim, tile=(96, 64)
+        )
+        made = test_cpp_forward.problem(case)
+        return [np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2)) for x, y in
+                zip(made.run(variant=variant), made.want, strict=True)]  # fmt: skip
+
+    for six, vectors in zip(off("bf16x6"), off("ieee"), strict=True):
+        assert six <= 1.3 * vectors
+
+
+@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("mask", ["causal", None])
+@pytest.mark.parametrize("changed", [("q", "k"), ("v",), ("dout",), ("k",)])
+@pytest.mark.parametrize("factor", [2.0**45, 2.0**-105])
+def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, variant):
+    found = []
+    for precision in ("bf16x6", "ieee"):
+        case = test_cpp_backward.Case(mask, precision=precision, q_len=130, kv_len=200, with_dlse=False)
+        made = test_cpp_backward.problem(case)
+        args = list(made.args)
+        for name in changed:
+            at = {"q": 3, "k": 4, "v": 5, "dout": 8}[name]
+            args[at] = args[at] * np.float32(factor)
+        norm = np.zeros((1, 2, 130, 2), np.float32)
+        args[6:8] = native_call.forward(*args[:6], *args[10:], variant=variant, norm=norm)[:2]
+        found.append(native_call.backward(*args, **made.options, variant=variant, norm=norm))
+    for name in "qkv":
+        got, want = (np.asarray(x[name], np.float64) for x in found)
+        assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
-def test_sanitizers(sanitizer, tmp_path):
+@pytest.mark.parametrize("name", ["bfloat16", "six products"])
+def test_sanitizers(name, sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
-    test_native_variants.check("bfloat16", run)
+    test_native_variants.check(name, run)
 
 
 @pytest.mark.skipif(len(HERE) < 2, reason="left out: this CPU has no matrix unit")
@@ -139,15 +234,29 @@ def test_software_has_the_bits_of_the_unit():
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="left out: no objdump here")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["bfloat16", "plain"])
+@pytest.mark.parametrize("name", ["bfloat16", "plain", "six products"])
 def test_the_instructions(name, kind, tmp_path):
-    """bfloat16 alone is multiplied there."""
+    """bfloat16 is multiplied there, and float32 where the target says so."""
     text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
     text.write_text(test_native_variants.problem(name).source(kind))
     command = [*cpp_build.compiler(), *cpp_build.FLAGS, *cpp_cpu.flags_of("amx"), "-o", made, text]
     subprocess.run(command, check=True, capture_output=True)
     found = subprocess.run(["objdump", "-d", made], capture_output=True, text=True, check=True).stdout
-    assert bool(re.search("tdpbf16ps", found)) == (name == "bfloat16")
+    assert bool(re.search("tdpbf16ps", found)) == (name != "plain")
+
+
+def test_which_calls_take_six_products(monkeypatch):
+    def precision(tuning=Tuning(), lacks="", narrow=False, dtype="float32", tile=None, **sizes):
+        monkeypatch.setattr(text, "lacking", lambda variant: lacks)
+        shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64, "v_dim": 64}
+        g = Geometry(**shape | {"scale": 0.1} | sizes)
+        asked = text.call_target(None, g, dtype, tile, tuning, None, None), text.target(None, g, dtype, tile, narrow)
+        return [t.precision for t in asked]
+
+    assert precision() == precision(tile=(64, 64)) == precision(q_len=64) == ["bf16x6"] * 2
+    for changed in ({"q_len": 63}, {"kv_len": 1023}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"lacks": "no unit"}):
+        assert precision(**changed) == ["ieee"] * 2
+    assert precision(narrow=True)[1] == precision(Tuning(precision="ieee"))[0] == "ieee"
 
 
 def test_a_system_that_refuses(monkeypatch):

@@ -24,6 +24,7 @@ BLOCKED = eq(lookup("ids", (q // 16,)), lookup("ids", (k // 16,)))
 MORE = {
     "plain": (Case(causal, heads=4, kv_heads=2), {"sinks": True, "dropout": 0.25}),
     "bfloat16": (Case(causal, dtype="bfloat16", dim=64, v_dim=64), {}),
+    "six products": (Case(causal, dim=72, v_dim=40, q_len=77, kv_len=91), {"precision": "bf16x6"}),
     "float16": (Case(causal, dtype="float16", dim=64, v_dim=40), {}),
     "float64": (CASES["softcap"].but(dtype="float64"), {"sinks": True, "dropout": 0.5}),
     "odd sizes": (Case(causal, dim=72, v_dim=24, q_len=77, kv_len=91), {}),
