@@ -12,17 +12,13 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.cpp_cpu import lacking
 
 
-def target(
-    plan: Any, g: Geometry, dtype: str, tile: tuple[int, int] | None, narrow: bool, exact: bool = False
-) -> Target:
+def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
     six = not exact and pays(g, dtype, narrow) and not lacking("amx")
     return Target("cpp", *(tile or tiles(g, dtype, narrow, six)), precision="bf16x6" if six else "ieee")
 
 
-def call_target(
-    plan: Any, g: Geometry, dtype: str, tile: tuple[int, int] | None, tuning: Any, device: Any, arch: str | None
-) -> Target:  # fmt: skip
+def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
     """The target of a call of torch."""
     return target(plan, g, dtype, tile, plan is not None and plan.narrow, tuning.precision == "ieee")
 

@@ -13,7 +13,7 @@ from support.native import native_call
 
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.cpp import text
-from frisket.runtime.calls.tuning import Tuning
+from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
 from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 
@@ -246,7 +246,7 @@ def test_the_instructions(name, kind, tmp_path):
 
 
 def test_which_calls_take_six_products(monkeypatch):
-    def precision(tuning=Tuning(), lacks="", narrow=False, dtype="float32", tile=None, **sizes):
+    def precision(tuning=AS_CHOSEN, lacks="", narrow=False, dtype="float32", tile=None, **sizes):
         monkeypatch.setattr(text, "lacking", lambda variant: lacks)
         shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64, "v_dim": 64}
         g = Geometry(**shape | {"scale": 0.1} | sizes)
