@@ -94,7 +94,7 @@ class AttentionFn:
 
         `bias` is added behind the score mod. Dropout is drawn from the key for every position, batch entry and head,
         `broadcast_dropout` or not: no random numbers are stored that sharing would save. Softmax is in float32 and
-        products of float32 are exact, whatever `force_fp32_for_softmax` and `precision` say. Attention weights are
+        products of float32 are as precise, whatever `force_fp32_for_softmax` and `precision` say. Attention weights are
         never made, so `sow_weights` is refused, and so are einsums of the caller's.
         """
         _refuse(module, "sow_weights=True", "attention weights are never made, so that there is nothing to sow")

@@ -9,18 +9,18 @@ const Real BASE = SCORED ? LOG2E : 1;
 const int V_STEPS = deep(V_DIM);
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
-const int LONG = deep(ROWS);                                          // steps of rows, Operands of a row that is turned
+const int LONG = deep(ROWS);                                          // Operands in a row of turned weights
 const int Q_LINE = stride_of(line(Q_WIDE), LONG), V_LINE = stride_of(line(V_WIDE), LONG);  // of packed rows
 const int K_STRIDE = stride_of(Q_WIDE, deep(BLOCK_K));
 const int KEY_GROUPS = (BLOCK_K + GROUP - 1) / GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PACK * LANES) / PACK * TERMS;      // Operands in a row of slopes
-const int64_t NEXT_TERM = ROWS / PACK * BLOCK_K;                          // from one term of weights to the next
-const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0 && !(AMX && MOVED);            // rows of dK need no copy
+const int64_t NEXT_TERM = ROWS / PACK * BLOCK_K;                      // from one term of weights to the next
+const bool DK_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0 && !(AMX && MOVED);  // rows of dK need no copy
 const bool DV_AS_IS = HALF == 0 && V_DIM % LANES == 0 && !(AMX && MOVED);
 const bool K_AS_IS = DK_AS_IS && !MOVED && !AMX;
 const int64_t TURNED_K = (int64_t)STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
 const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)deep(BLOCK_K) * Q_WIDE);  // Operands of a packed tile
-const int64_t KEPT_BYTES = 16 << 20;     // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEPT_BYTES = (TERMS > 1 ? 32 : 16) << 20;  // packed tiles that a worker keeps for the next row of tiles
 const int64_t COPIES_BYTES = 64 << 20;   // of scattered gradients
 const int64_t PARTS_BYTES = 256 << 20;   // of dK, dV of parts
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");

@@ -20,7 +20,7 @@ const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of
 const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that are zeros
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
 const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
-const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps for the next row of tiles
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
@@ -77,7 +77,7 @@ struct Worker {
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
 // that a fork could leave locked.
-const int PLACES = 16;  // workers kept, some 140 MB at most; more threads than this call malloc each time
+const int PLACES = 16;  // workers kept, some 140 or 280 MB at most; more threads than this call malloc each time
 static void *places[PLACES];
 
 static Worker *take(int64_t slots, int64_t tile) {

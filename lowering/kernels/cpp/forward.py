@@ -184,8 +184,13 @@ class CppKernel:
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:
-        most = max(self.target.block_q, tallest(self.head_dim, self.v_dim))  # one text for every length
-        sizes = {"BLOCK_Q": most, "BLOCK_K": self.target.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
+        most = tallest(self.head_dim, self.v_dim, self.target.precision == "bf16x6")  # one text for every length
+        sizes = {
+            "BLOCK_Q": max(self.target.block_q, most),
+            "BLOCK_K": self.target.block_k,
+            "HEAD_DIM": self.head_dim,
+            "V_DIM": self.v_dim,
+        }
         return sizes | {"PAGE": self.plan.page}
 
     def entries(self) -> str:

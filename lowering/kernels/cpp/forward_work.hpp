@@ -69,7 +69,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr, nullptr};
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE};
     for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {

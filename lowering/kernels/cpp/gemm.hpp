@@ -43,11 +43,12 @@ const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit b
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PACK * TERMS; }  // Operands, zeros included
 // B in memory is rows, a step each, `stride` apart. For a matrix unit, B is squares of 16 steps by 16 columns. A square
-// is contiguous, and those of its other terms follow. The squares of the same 16 columns follow each other, and `stride`
-// leads to the next 16 columns. In a row of A, 16 steps of each term follow each other.
+// is contiguous, and the squares of its other terms follow. The squares of the same 16 columns follow each other, and
+// `stride` leads to the next 16 columns. In a row of A, 16 steps of one term come before 16 of the next.
 constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
 constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
-    return AMX ? column / 16 * stride + (step / 16 * TERMS * 16 + step % 16) * 16 + column % 16 : step * stride + column;
+    const int64_t row = step / 16 * TERMS * 16 + step % 16;
+    return AMX ? column / 16 * stride + row * 16 + column % 16 : step * stride + column;
 }
 // From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
 // rows share a few places of the first-level cache, which then does not hold them.
@@ -137,7 +138,8 @@ template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *
     if (ROWS > 16) ADDED ? load_square<2>(c + 16 * c_row, c_row) : square_of_zeros<2>();
     if (ROWS > 16 && WIDE > 1) ADDED ? load_square<3>(c + 16 * c_row + 16, c_row) : square_of_zeros<3>();
 }
-const int PRODUCTS = TERMS == 1 ? 1 : 6;  // of terms; from one to the next, the unit keeps the squares of A or those of B
+// Products of terms, the smallest first: from one to the next, the unit keeps the squares of A or those of B.
+const int PRODUCTS = TERMS == 1 ? 1 : 6;
 const int A_TERM[] = {0, 0, 1, 1, 2, 0}, B_TERM[] = {TERMS - 1, 1, 1, 0, 0, 0};
 template <int ROWS, int WIDE>
 INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int product) {
@@ -218,7 +220,7 @@ INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t 
 #endif
 }
 
-// The steps of a product that some rows of its result need, PACK numbers each: `count` from `first` on, or those of a list.
+// The steps of a product that some rows of its result need, PACK numbers each: `count` from `first` on, or a list.
 struct Steps {
     int first, count;
     const int32_t *list;  // null: neighbours
@@ -419,7 +421,7 @@ INLINE void store_rows(Operand *to, Vec low, Vec high, int64_t apart) {
 INLINE void store_terms(Operand *to, Vec left, Vec right) { store_operands(to, left, right); }
 #endif
 
-// The number at `which` of a word.
+// The lower or the upper number of an Operand that is a pair; the number that is no pair.
 INLINE Real half(const Operand *x, int64_t which) {
 #if TERMS > 1
     return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, *x) >> 16 * which << 16);
@@ -429,13 +431,13 @@ INLINE Real half(const Operand *x, int64_t which) {
     return *x;
 #endif
 }
-// Number i of words whose terms are `apart`.
+// The sum of the terms of a number, which are `apart`.
 INLINE Real number(const Operand *x, int64_t which, int64_t apart) {
     Real total = 0;
     for (int n = TERMS - 1; n >= 0; n--) total += half(x + n * apart, which);
     return total;
 }
-// Number i of a row of A.
+// Number i of a packed row of A.
 INLINE Real left_number(const Operand *row, int64_t i) {
     return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
 }
@@ -452,8 +454,8 @@ template <int DIM, class From> static Real most_of(const From &from, int64_t row
     for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
     return __builtin_bit_cast(Real, all >> 1);
 }
-// Whether terms are as good as numbers of such a magnitude: the unit takes numbers below 2^-126 for 0, terms of infinity
-// are not a number, and the product of three of these overflows nowhere.
+// Whether products of terms are as good as those of numbers up to a magnitude: the unit takes what is below 2^-126 for
+// 0, a term of infinity is NaN, and a term of a product that overflows may have the other sign.
 INLINE bool tame(Real most) { return most == 0 || (most >= (Real)0x1p-100 && most <= (Real)0x1p36); }
 
 // -- packing ------------------------------------------------------------------------------------------------------
@@ -621,7 +623,7 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
 }
 
 #if TERMS > 1
-// The same for `rows` rows of packed queries or dO, and keys or values wherever they are: for numbers that are not tame.
+// Products by vectors, of numbers that are not tame: `rows` packed rows of queries or dO by a vector of keys or values.
 template <int DIM, class From>
 static void dots_of_terms(const Operand *a, int rows, const From &keys, int64_t first, int64_t present, Real *to,
                           int64_t to_row) {

@@ -10,7 +10,8 @@ What was seen, as parts of the speed of a plain product, at D = 64 unless it say
 A kernel leaves out what a few rows do not see of a tile's ends, so wide tiles cost little where rows see one run of
 keys, and much where they see many. Tall tiles pack keys less often, which counts when heads are wide. For bfloat16 on
 the matrix unit of an Intel Xeon (AMX, 2 MiB of L2), tiles of 256 keys take 0.92 of the time of those of 128; with its
-other vectors 0.98 to 1.00, and with those of AVX2 1.00 at D = 128 and 1.06 at D = 64.
+other vectors 0.98 to 1.00, and with those of AVX2 1.00 at D = 128 and 1.06 at D = 64. float32 in six products, whose
+tiles have three times the bytes: 192 x 64 0.93, 0.84 and 0.85 of the time of 96 x 64 at D = 64, 128 and 256.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
-SIX_QUERIES, SIX_KEYS = 64, 1024  # of a call whose float32 a matrix unit multiplies
+SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matrix unit multiplies, at least
 FEW = 16  # queries of a call that decodes: read once, in small steps
 
 
 def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
     """Whether a matrix unit of bfloat16 multiplies float32 faster than vectors do, in six products."""
-    return dtype == "float32" and not g.kv_dtype and not narrow and g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS
+    long = g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS and min(g.head_dim, g.v_dim) >= SIX_DIM
+    return dtype == "float32" and not g.kv_dtype and not narrow and long
 
 
 def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:
@@ -35,7 +37,8 @@ def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int
     keys, or several runs of them. `six`: float32 is multiplied on a matrix unit. The queries are a number of the call:
     kernels of one head size share a text."""
     if six:
-        return 192 if g.batch * g.heads * -(-g.q_len // 192) >= ITEMS else 96, 64
+        heights = (n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192)
+        return next(heights, 64), 64
     entry = 8 if dtype == "float64" else 4
     keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024 else 128
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
@@ -48,9 +51,9 @@ def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int
     return queries, keys
 
 
-def tallest(head_dim: int, v_dim: int) -> int:
+def tallest(head_dim: int, v_dim: int, six: bool = False) -> int:
     """The most queries of a tile."""
-    return 192 if max(head_dim, v_dim) > 128 else 96
+    return 192 if six or max(head_dim, v_dim) > 128 else 96
 
 
 @memo(group="once")

@@ -635,7 +635,7 @@ template <int AXIS, class T, int RANK, class... I> INLINE auto behind(const Tabl
 // B is read a vector at a time at b + step * b_step: K as packed by `pack_turned` (a column of keys after the
 // other) for S and dP, rows as they are (or as packed by `pack_rows`) for O, dV, dK, dQ.
 // What is multiplied is an Operand: a Real, or where the CPU multiplies pairs of bfloat16 (PAIR = 2), two
-// neighbours along the steps in one word.
+// neighbours along the steps in one word. PACK is the same of packed matrices.
 
 #if HALF == 1 && defined(__AVX512BF16__) && REGISTER_BYTES == 64
 #define PAIRS 1
@@ -650,21 +650,31 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 
 // AMX: an Intel CPU's matrix unit multiplies pairs, 16 at a time. The compiler gets -DFRISKET_AMX where the process may
 // use the unit; compilers without these headers, g++ 10 for one, do not know its instructions.
-#if PAIRS && defined(FRISKET_AMX) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
+//
+// A float32 is the sum of three bfloat16, its TERMS: the number rounded, what that leaves out, rounded, and the rest.
+// A product of float32 is six products of terms; the three others are below its last bit. Numbers that are not `tame`
+// are multiplied by vectors instead.
+#if defined(FRISKET_AMX) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)) && \
+    (PAIRS || (defined(SIX) && REGISTER_BYTES == 64 && defined(__AVX512BF16__)))
 #define AMX 1
+#define TERMS (PAIRS ? 1 : 3)
 #else
 #define AMX 0
+#define TERMS 1
 #endif
+const int PACK = AMX ? 2 : PAIR;
 const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PAIR; }  // Operands, zeros included
+constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PACK * TERMS; }  // Operands, zeros included
 // B in memory is rows, a step each, `stride` apart. For a matrix unit, B is squares of 16 steps by 16 columns. A square
-// is contiguous. The squares of the same 16 columns follow each other, and `stride` leads to the next 16 columns.
+// is contiguous, and the squares of its other terms follow. The squares of the same 16 columns follow each other, and
+// `stride` leads to the next 16 columns. In a row of A, 16 steps of one term come before 16 of the next.
 constexpr int stride_of(int wide, int steps) { return AMX ? steps * 16 : wide; }
 constexpr int64_t entry_at(int64_t step, int64_t column, int64_t stride) {
-    return AMX ? column / 16 * stride + step * 16 + column % 16 : step * stride + column;
+    const int64_t row = step / 16 * TERMS * 16 + step % 16;
+    return AMX ? column / 16 * stride + row * 16 + column % 16 : step * stride + column;
 }
 // From one packed row to the next: its width, and a vector more where rows would be a large power of two apart. Such
 // rows share a few places of the first-level cache, which then does not hold them.
@@ -754,11 +764,21 @@ template <int ROWS, int WIDE, bool ADDED> INLINE void begin_squares(const Real *
     if (ROWS > 16) ADDED ? load_square<2>(c + 16 * c_row, c_row) : square_of_zeros<2>();
     if (ROWS > 16 && WIDE > 1) ADDED ? load_square<3>(c + 16 * c_row + 16, c_row) : square_of_zeros<3>();
 }
+// Products of terms, the smallest first: from one to the next, the unit keeps the squares of A or those of B.
+const int PRODUCTS = TERMS == 1 ? 1 : 6;
+const int A_TERM[] = {0, 0, 1, 1, 2, 0}, B_TERM[] = {TERMS - 1, 1, 1, 0, 0, 0};
 template <int ROWS, int WIDE>
-INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride) {
-    load_square<4>(a, a_row), load_square<6>(b, 16), add_product<0, 4, 6>();
-    if (ROWS > 16) load_square<5>(a + 16 * a_row, a_row), add_product<2, 5, 6>();
-    if (WIDE > 1) load_square<7>(b + stride, 16), add_product<1, 4, 7>();
+INLINE void add_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int product) {
+    a += A_TERM[product] * 16, b += B_TERM[product] * 256;
+    const bool new_a = !product || A_TERM[product] != A_TERM[product - 1];
+    const bool new_b = !product || B_TERM[product] != B_TERM[product - 1];
+    if (new_a) load_square<4>(a, a_row);
+    if (new_b) load_square<6>(b, 16);
+    add_product<0, 4, 6>();
+    if (ROWS > 16 && new_a) load_square<5>(a + 16 * a_row, a_row);
+    if (ROWS > 16) add_product<2, 5, 6>();
+    if (WIDE > 1 && new_b) load_square<7>(b + stride, 16);
+    if (WIDE > 1) add_product<1, 4, 7>();
     if (ROWS > 16 && WIDE > 1) add_product<3, 5, 7>();
 }
 template <int ROWS, int WIDE> INLINE void end_squares(Real *c, int64_t c_row) {
@@ -771,14 +791,17 @@ template <int ROWS, int WIDE, bool ADDED>
 static void multiply_squares(const Operand *a, int64_t a_row, const Operand *b, int64_t stride, int64_t steps, Real *c,
                              int64_t c_row) {
     begin_squares<ROWS, WIDE, ADDED>(c, c_row);
-    for (int64_t step = 0; step < steps; step += 16, a += 16, b += 256) add_squares<ROWS, WIDE>(a, a_row, b, stride);
+    for (int64_t step = 0; step < steps; step += 16 * TERMS, a += 16 * TERMS, b += 256 * TERMS)
+        UNROLLED for (int product = 0; product < PRODUCTS; product++)
+            add_squares<ROWS, WIDE>(a, a_row, b, stride, product);
     end_squares<ROWS, WIDE>(c, c_row);
 }
 
-// The product of GROUP rows and WIDE columns, cut into pieces of 16 steps and two vectors. The caller does other work
-// between two pieces. piece(n) stores the part before, and the caller stores the last one by end(PARTS - 1).
+// The product of GROUP rows and WIDE columns, cut into pieces of 16 steps, two vectors and one of PRODUCTS. The caller
+// does other work between two pieces. piece(n) stores the part before, and the caller stores the last one by
+// end(PARTS - 1).
 template <int WIDE, int STEPS, bool ADDED> struct Product {
-    static const int PARTS = (WIDE / LANES + 1) / 2, PIECES = PARTS * (STEPS / 16);
+    static const int PARTS = (WIDE / LANES + 1) / 2, CHAIN = STEPS / (16 * TERMS) * PRODUCTS, PIECES = PARTS * CHAIN;
     static const bool ODD = WIDE / LANES % 2;
     const Operand *a;
     int64_t a_row;
@@ -791,13 +814,14 @@ template <int WIDE, int STEPS, bool ADDED> struct Product {
         ODD && part == PARTS - 1 ? end_squares<GROUP, 1>(to, c_row) : end_squares<GROUP, 2>(to, c_row);
     }
     void piece(int n) const {
-        const int part = n / (STEPS / 16), step = n % (STEPS / 16);
+        const int part = n / CHAIN, place = n % CHAIN, step = place / PRODUCTS * TERMS, product = place % PRODUCTS;
         const bool one = ODD && part == PARTS - 1;
         const Real *from = c + part * 2 * LANES;
         const Operand *left = a + step * 16, *right = b + part * 2 * stride + step * 256;
-        if (step == 0 && part) end(part - 1);
-        if (step == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
-        one ? add_squares<GROUP, 1>(left, a_row, right, stride) : add_squares<GROUP, 2>(left, a_row, right, stride);
+        if (place == 0 && part) end(part - 1);
+        if (place == 0) one ? begin_squares<GROUP, 1, ADDED>(from, c_row) : begin_squares<GROUP, 2, ADDED>(from, c_row);
+        one ? add_squares<GROUP, 1>(left, a_row, right, stride, product)
+            : add_squares<GROUP, 2>(left, a_row, right, stride, product);
     }
 };
 #else
@@ -822,15 +846,15 @@ INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t 
 #endif
 }
 
-// The steps of a product that some rows of its result need, in Operands: `count` from `first` on, or those of a list.
+// The steps of a product that some rows of its result need, PACK numbers each: `count` from `first` on, or a list.
 struct Steps {
     int first, count;
     const int32_t *list;  // null: neighbours
 };
-// Writes down the Operands of vector j of which some lane is wanted, behind `count` others; how many there are then.
+// Writes down the steps of vector j of which some lane is wanted, behind `count` others; how many there are then.
 INLINE int listed(int32_t *list, int count, int j, uint32_t lanes) {
-    uint32_t left = PAIR == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
-    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PAIR;
+    uint32_t left = PACK == 2 ? (lanes | lanes >> 1) & 0x55555555 : lanes;
+    for (; left; left &= left - 1) list[count++] = (j * LANES + __builtin_ctz(left)) / PACK;
     return count;
 }
 INLINE Steps steps_of(const int32_t *list, int count) {
@@ -846,7 +870,8 @@ INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, 
 #if AMX  // all steps between the first and the last
     if (!count) return;
     const int first = (list ? list[0] : steps.first) & ~15, end = list ? list[count - 1] + 1 : steps.first + count;
-    multiply_some<M, ADD>(N, a + first, a_row, 1, b + first * LANES, b_step, round_up(end - first, 16), c, c_row);
+    multiply_some<M, ADD>(N, a + first * TERMS, a_row, 1, b + first * TERMS * LANES, b_step,
+                          round_up(end - first, 16) * TERMS, c, c_row);
 #else
     if (list)
         return multiply<M, N, START, true, SPREAD>(a, a_row, a_step, b, b_step, count, c, c_row, factor, list, rows);
@@ -994,6 +1019,71 @@ template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *fr
 }
 #endif
 
+// -- terms of float32 ---------------------------------------------------------------------------------------------
+
+#if TERMS > 1
+INLINE Vec first_term(Vec x) { return (Vec)((Raw)x + 0x8000 & 0xFFFF0000); }  // to nearest, ties away from zero
+// The terms of 2 * LANES neighbours, `apart` from each other: a row of A, or a row that becomes a column of B.
+INLINE void store_terms(Operand *to, Vec left, Vec right, int64_t apart = LANES) {
+    left = settled(left), right = settled(right);  // a product has been rounded
+    UNROLLED for (int n = 0; n < TERMS; n++, to += apart) {
+        const Vec x = first_term(left), y = first_term(right);
+        Raw both;
+        asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(x), "v"(y));
+        store(to, both);
+        left -= x, right -= y;
+    }
+}
+// The terms of two rows, lane by lane in one word.
+INLINE void store_rows(Operand *to, Vec low, Vec high, int64_t apart) {
+    low = settled(low), high = settled(high);
+    UNROLLED for (int n = 0; n < TERMS; n++, to += apart) {
+        const Vec x = first_term(low), y = first_term(high);
+        store(to, (Raw)x >> 16 | (Raw)y);
+        low -= x, high -= y;
+    }
+}
+#else
+INLINE void store_terms(Operand *to, Vec left, Vec right) { store_operands(to, left, right); }
+#endif
+
+// The lower or the upper number of an Operand that is a pair; the number that is no pair.
+INLINE Real half(const Operand *x, int64_t which) {
+#if TERMS > 1
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, *x) >> 16 * which << 16);
+#elif PAIRS
+    return real((Entry)(*x >> 16 * which));
+#else
+    return *x;
+#endif
+}
+// The sum of the terms of a number, which are `apart`.
+INLINE Real number(const Operand *x, int64_t which, int64_t apart) {
+    Real total = 0;
+    for (int n = TERMS - 1; n >= 0; n--) total += half(x + n * apart, which);
+    return total;
+}
+// Number i of a packed row of A.
+INLINE Real left_number(const Operand *row, int64_t i) {
+    return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
+}
+
+// The largest magnitude in rows of DIM entries; NaN if there is one.
+template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
+    Raw most = {};
+    for (int64_t i = 0; i < rows; i++)
+        for (int d = 0; d < DIM; d += LANES) {
+            const Raw x = (Raw)load_reals(from.row(i) + d, DIM - d) << 1;
+            most = x > most ? x : most;
+        }
+    Unsigned all = 0;
+    for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
+    return __builtin_bit_cast(Real, all >> 1);
+}
+// Whether products of terms are as good as those of numbers up to a magnitude: the unit takes what is below 2^-126 for
+// 0, a term of infinity is NaN, and a term of a product that overflows may have the other sign.
+INLINE bool tame(Real most) { return most == 0 || (most >= (Real)0x1p-100 && most <= (Real)0x1p36); }
+
 // -- packing ------------------------------------------------------------------------------------------------------
 
 // Rows of entries, a stride apart; those of a MOVED call are where a table says.
@@ -1012,7 +1102,13 @@ template <int DIM, int WIDE = deep(DIM)>
 static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows, int64_t all, Real factor) {
     for (int64_t i = 0; i < all; i++, to += WIDE) {
         const Entry *from = lines.row(i < rows ? i : 0);
-#if PAIRS
+#if TERMS > 1
+        for (int d = 0; d < DIM; d += DEPTH) {
+            const Vec left = load_reals(from + d, i < rows ? DIM - d : 0) * factor;
+            const Vec right = load_reals(from + d + LANES, i < rows ? DIM - d - LANES : 0) * factor;
+            store_terms(to + d / DEPTH * TERMS * LANES, left, right);
+        }
+#elif PAIRS
         const int whole = i < rows ? DIM / 2 : 0;
         __builtin_memcpy(to, from, whole * sizeof(Operand));
         for (int d = whole; d < WIDE; d++) to[d] = i < rows && 2 * d < DIM ? from[2 * d] : 0;
@@ -1030,6 +1126,12 @@ template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of m
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
 }
 
+// Fetches part n of `parts` of a packed tile into the second level.
+INLINE void fetch_part(const Operand *tile, int64_t size, int n, int parts) {
+    const int64_t lines = size / 16;
+    for (int64_t i = lines * n / parts; i < lines * (n + 1) / parts; i++) __builtin_prefetch(tile + i * 16, 0, 2);
+}
+
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
 // row, as `Lines` has.
@@ -1042,7 +1144,18 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
             decltype(from.row(0)) row[LANES], ahead[LANES];
             for (int i = 0; i < LANES; i++)
                 row[i] = from.row(first + i < present ? first + i : first), ahead[i] = from.row(first + i + AHEAD);
-            for (int step = 0; step < STEPS; step += LANES) {
+            for (int step = 0; step < STEPS; step += LANES * TERMS) {
+#if TERMS > 1
+                Operand terms[TERMS][LANES][LANES];
+                const int d = step / TERMS * PACK;
+                for (int i = 0; i < LANES; i++) {
+                    const int64_t left = first + i < present ? DIM - d : 0;
+                    __builtin_prefetch(ahead[i] + d), __builtin_prefetch(ahead[i] + d + LANES);
+                    store_terms(terms[0][i], load_reals(row[i] + d, left), load_reals(row[i] + d + LANES, left - LANES),
+                                LANES * LANES);
+                }
+                for (int n = 0; n < TERMS; n++) turn_square(to + (step + n * LANES) * LANES, LANES, terms[n][0], LANES);
+#else
                 Vec square[LANES];
                 UNROLLED for (int i = 0; i < LANES; i++) {
                     __builtin_prefetch(ahead[i] + step * PAIR);
@@ -1052,29 +1165,33 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
                 transpose(square);
                 UNROLLED for (int i = 0; i < LANES; i++)
                     if (step + i < STEPS) store(to + (step + i) * N * LANES + block * LANES, square[i]);
+#endif
             }
         }
 }
 
-// `keys` rows of DIM entries as they are: B of keys / PAIR steps and of DIM columns, rounded up to LANES.
+// `keys` rows of DIM entries as they are: B of keys / PACK steps and of DIM columns, rounded up to LANES.
 template <int DIM, int STRIDE, class From>
 static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR) {
+    for (int64_t i = 0; i < keys; i += PACK) {
         const auto *first = from.row(i < present ? i : 0), *second = from.row(i + 1 < present ? i + 1 : 0);
-        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PAIR - 1);
+        const auto *ahead = from.row(i + AHEAD), *behind = from.row(i + AHEAD + PACK - 1);
         for (int d = 0; d < WIDE; d += LANES) {
             const int64_t left = DIM - d;
             if (MOVED) __builtin_prefetch(ahead + d), __builtin_prefetch(behind + d);
             else if (AMX) fetch(ahead, d), fetch(behind, d);
-#if PAIRS
+#if TERMS > 1
+            store_rows(to + entry_at(i / PACK, d, STRIDE), load_reals(first + d, i < present ? left : 0),
+                       load_reals(second + d, i + 1 < present ? left : 0), LANES * LANES);
+#elif PAIRS
             Raw low = {}, high = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
             if (i < present) low = (Raw)load_reals(first + d, left) >> 16;
             if (i + 1 < present) high = (Raw)load_reals(second + d, left);
-            store(to + entry_at(i / PAIR, d, STRIDE), low | high);
+            store(to + entry_at(i / PACK, d, STRIDE), low | high);
 #else
             (void)second;
-            store(to + entry_at(i / PAIR, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
+            store(to + entry_at(i / PACK, d, STRIDE), i < present ? load_reals(first + d, left) : Vec{});
 #endif
         }
     }
@@ -1130,6 +1247,21 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     }
     UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
+
+#if TERMS > 1
+// Products by vectors, of numbers that are not tame: `rows` packed rows of queries or dO by a vector of keys or values.
+template <int DIM, class From>
+static void dots_of_terms(const Operand *a, int rows, const From &keys, int64_t first, int64_t present, Real *to,
+                          int64_t to_row) {
+    Real left[round_up(DIM, LANES)] = {}, right[LANES * DIM];
+    present = present < LANES ? present : LANES;
+    for (int64_t i = 0; i < present; i++) __builtin_memcpy(right + i * DIM, keys.row(first + i), DIM * sizeof(Real));
+    for (int i = 0; i < rows && present > 0; i++, a += deep(DIM), to += to_row) {
+        for (int d = 0; d < DIM; d++) left[d] = left_number(a, d);
+        dots<1, DIM>(left, 0, right, right, DIM, present, to, 0);
+    }
+}
+#endif
 
 // c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
 // of which those without a `some` may be anything. WHOLE: rows of values do not end before.
@@ -1254,9 +1386,11 @@ constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps
 // What a score is multiplied with: times log2 e where nothing modifies it.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
-// Rows of queries, `all` of them; where products are exact the unit is in the queries.
-static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit) {
-    pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
+// Rows of queries, `all` of them; where products are exact the unit is in the queries. `few` rows are not packed.
+static void pack_queries(Operand *to, const Lines<const Entry> &from, int64_t rows, int64_t all, Real unit, bool few) {
+    if (TERMS == 1 || !few) return pack_left<HEAD_DIM, QUERY>(to, from, rows, all, PAIR == 1 ? unit : 1);
+    for (int64_t i = 0; i < rows; i++)
+        for (int d = 0; d < QUERY; d++) to[i * QUERY + d] = d < HEAD_DIM ? (Operand)(real(from.row(i)[d]) * unit) : 0;
 }
 
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
@@ -1314,27 +1448,29 @@ const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : AMX ? 4 : 16;              // the most rows that vectors multiply by unpacked keys
-const int SQUARE = AMX && !MOVED ? 16 : FEW;           // and the most that a matrix unit does
+const int FEW = MOVED ? 0 : AMX && PAIRS ? 4 : 16;     // the most rows that vectors multiply by unpacked keys
+const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // and the most that a matrix unit does
 const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // how columns of such rows lie
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
-const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
+const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PACK * TERMS;  // Operands in a row of weights
 const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
+const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that are zeros
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
 const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
-const int64_t KEPT_BYTES = 8 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps for the next row of tiles
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
 
-// What is known of a packed tile: its number, and whether its values are finite.
+// What is known of a packed tile: its number, whether its values are finite, and whether terms hold its numbers.
 enum Finite { UNKNOWN, FINITE, ODD };
 struct Slot {
     int64_t tile;
     Finite values;
+    bool tame_keys, tame_values;
 };
 
 // Rows that are worked on together, beside a tile of keys.
@@ -1351,22 +1487,23 @@ struct Worker {
     int64_t bytes, slots, tile;
     Slot *slot;       // [slots]
     Operand *tiles;   // [slots, tile], each the keys of a tile and, unless they are read in place, its values
-    Operand query[ROWS * QUERY];
+    alignas(64) Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
     Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
-#if AMX
+#if AMX && PAIRS
     Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
     Real products[4 * 256];
 #endif
     Strip strips[STRIPS];
-    Lane some[V_STEPS * PAIR];  // whether any row of the item sees a key
+    Lane some[V_KEYS];          // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
-    int32_t list[ROWS / GROUP * (BLOCK_K / PAIR)];
+    int32_t list[ROWS / GROUP * (BLOCK_K / PACK)];
+    bool tame_queries;         // terms hold them
     Row rows[ROWS];
     bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
@@ -1378,7 +1515,7 @@ struct Worker {
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
 // that a fork could leave locked.
-const int PLACES = 16;  // workers kept, some 140 MB at most; more threads than this call malloc each time
+const int PLACES = 16;  // workers kept, some 140 or 280 MB at most; more threads than this call malloc each time
 static void *places[PLACES];
 
 static Worker *take(int64_t slots, int64_t tile) {
@@ -1411,7 +1548,7 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-const int CHUNKS = (V_STEPS * PAIR + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
+const int CHUNKS = (V_KEYS + AHEAD) / CHUNK;  // of a tile, zeros behind it included, and of the rows AHEAD
 
 // Where the keys or values of a tile are, and those fetched ahead of it: the address of each chunk, and the stride
 // between rows of a chunk; of MOVED keys the first row of all, and a table.
@@ -1428,8 +1565,11 @@ struct Tile {
     int64_t present;                // keys before the end
     const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
     int64_t v_stride;               // of `values`
+    const Operand *next;            // the packed tile that comes next, null if it is not there
     Slot *slot;
 };
+
+INLINE bool tame_keys(const Worker &w, const Tile &tile) { return w.tame_queries && tile.slot->tame_keys; }
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
@@ -1473,7 +1613,7 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
     if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
 }
 
-#if AMX
+#if AMX && PAIRS
 // -- up to 16 rows on a matrix unit -------------------------------------------------------------------------------
 
 // Products of queries, which were turned once, and N vectors of keys from vector j on. Keys are the left operand, read
@@ -1617,10 +1757,10 @@ INLINE void look(Worker &w, Strip &strip, int g, int M, int rows, int &lo, int &
         some[j] = truths(all);
     }
     for (int j = here * VECTORS; j < M * VECTORS; j++) strip.seen[j] = Bits{};
-    int32_t *list = w.list + g / GROUP * (BLOCK_K / PAIR);
+    int32_t *list = w.list + g / GROUP * (BLOCK_K / PACK);
     int steps = 0;
     for (int j = 0; j < VECTORS; j++) {
-        strip.open[j] = some[j] || (PAIR == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        strip.open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
         steps = listed(list, steps, j, some[j]);
     }
     while (lo < hi && !strip.open[lo]) lo++;
@@ -1644,7 +1784,7 @@ INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int
     }
     lo = (int)(first / LANES), hi = (int)((last + LANES - 1) / LANES);
     if (lo > hi) lo = hi = 0;
-    w.steps[g / GROUP] = {(int)(first / PAIR), lo < hi ? (int)((last + PAIR - 1) / PAIR - first / PAIR) : 0, nullptr};
+    w.steps[g / GROUP] = {(int)(first / PACK), lo < hi ? (int)((last + PACK - 1) / PACK - first / PACK) : 0, nullptr};
 }
 
 // Products of M rows from g on and a tile of keys, and which of these the rows see. PARTIAL: not every position is
@@ -1652,15 +1792,21 @@ INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int
 template <bool PARTIAL, bool SMALL>
 static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int M, int rows) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
-    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PAIR - 1) / PAIR;
+    const int present = (int)((tile.present < BLOCK_K ? tile.present : BLOCK_K) + PACK - 1) / PACK;
     int lo = 0, hi = VECTORS;
     if (CLIPPED) clip(w, strip, tile, g, rows, lo, hi);
     else if (PARTIAL) look(w, strip, g, M, rows, lo, hi);
     else w.steps[g / GROUP] = {0, present, nullptr};
-    if (PAIR == 2 && !SMALL) lo &= ~1;
+    if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
-#if AMX
+#if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
+#elif AMX
+    for (int j = lo; j < hi && !SMALL && !tame_keys(w, tile); j++)
+        if (!LOOKED || strip.open[j])
+            dots_of_terms<HEAD_DIM>(w.query + g * QUERY, rows - g < M ? rows - g : M, tile.k, j * LANES,
+                                    tile.present - j * LANES, strip.scores + j * LANES, BLOCK_K);
+    if (!SMALL && !tame_keys(w, tile)) return;
 #endif
     for (int j = lo, n; j < hi; j += n ? n : 1) {
         n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
@@ -1724,16 +1870,16 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
             }
             return p;
         };
-        const int ONE = SMALL ? 1 : PAIR;  // vectors that are stored together
+        const int ONE = SMALL ? 1 : PACK;  // vectors that are stored together
         for (int j = lo; j < hi; j += ONE) {
-            Operand *to = w.weights + row * WEIGHTS + j / PAIR * LANES;
+            Operand *to = w.weights + row * WEIGHTS + j / PACK * LANES * TERMS;
             if (LOOKED && !strip.open[j]) {
-                if (AMX && !SMALL) store(to, Operands{});
+                for (int n = 0; n < TERMS && AMX && !SMALL; n++) store(to + n * LANES, Operands{});
                 continue;
             }
             const Vec left = weight_at(j), right = ONE == 2 && j + 1 < hi ? weight_at(j + 1) : Vec{};
             if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
-            else store_operands(to, left, right);
+            else store_terms(to, left, right);
         }
         w.total[row] = total;
     }
@@ -1753,14 +1899,14 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 // Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
 // Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
-    if (EIGHT == 1) return;  // whole numbers are finite
+    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; what is not tame has a product of its own
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {
         if (w.from[g] == w.to[g]) continue;
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
-    hi = deep(hi * LANES) * PAIR / LANES;  // the vectors that products read
+    hi = round_up(hi * LANES, DEPTH) / LANES;  // the vectors that products read
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
     if (lo >= hi) return;  // every key is visible
@@ -1785,6 +1931,20 @@ static void hide(Worker &w, Tile &tile, int rows) {
     }
     tile.values = w.values, tile.v_stride = V_STRIDE;
 }
+
+#if TERMS > 1
+// acc += weights * values, position by position.
+static void add_values_of_terms(Worker &w, const Tile &tile, int rows) {
+    for (int i = 0; i < rows; i++) {
+        const int64_t end = w.to[i / GROUP * GROUP] * LANES, last = end < tile.present ? end : tile.present;
+        for (int64_t j = w.from[i / GROUP * GROUP] * LANES; j < last; j++) {
+            const Real weight = left_number(w.weights + i * WEIGHTS, j);
+            const Stored *value = tile.v.row(j);
+            for (int d = 0; d < V_DIM && weight != 0; d++) w.acc[i * V_WIDE + d] += weight * value[d];
+        }
+    }
+}
+#endif
 
 // acc = acc * shrink + weights * values
 static void add_values(Worker &w, const Tile &tile, int rows) {
@@ -1822,7 +1982,10 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
         if (now >= 0 && now < rows) {
             w.from[now] = 0, w.to[now] = VECTORS;
             weigh_rows<false, false>(w, w.strips[now / GROUP % 2], now, rows - now < GROUP ? rows - now : GROUP, unit,
-                                     [&](int i) { multiply_until((i + 1) * all / GROUP); });
+                                     [&](int i) {
+                                         if (tile.next) fetch_part(tile.next, w.tile, now + i, rows);
+                                         multiply_until((i + 1) * all / GROUP);
+                                     });
         }
         multiply_until(all);
         if (with_values) values.end(Values::PARTS - 1);
@@ -1832,7 +1995,7 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
 
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
-#if HALF == 0 && EIGHT == 0
+#if HALF == 0 && EIGHT == 0 && !AMX
     return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;
@@ -1880,14 +2043,17 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = unit_of(call);
-    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
+    const bool few = item.rows() <= FEW;
+    const int all = round_up(item.rows(), few ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
+    w.tame_queries = true;
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Lines<const Entry> q = rows_of(call->q, item.batch, item.head + n, call->q_rows, item.start);
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
-        pack_queries(w.query + row * QUERY, q, item.count, here, unit);
+        pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
+        if (TERMS > 1 && !few) w.tame_queries &= tame(most_of<HEAD_DIM>(q, item.count) * magnitude(unit));
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -1896,7 +2062,7 @@ static void begin(Worker &w, const Item &item) {
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
-#if AMX
+#if AMX && PAIRS
     for (int step = 0; step < STEPS && all == 16; step += 16)
         turn_square(w.turned + step * 16, 16, w.query + step, QUERY);
 #endif
@@ -1907,7 +2073,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const int64_t head = item.kv_head(), start = number * BLOCK_K;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE, nullptr};
+    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE};
     for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
@@ -1930,11 +2096,15 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const bool here = in_place(call);
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
-        *tile.slot = {name, UNKNOWN};
+        *tile.slot = {name, UNKNOWN, true, true};
         pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
         const int64_t own = tile.present < BLOCK_K ? tile.present : BLOCK_K;  // what is behind is of the next tile
-        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_STEPS * PAIR);
+        if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_KEYS);
+        if (TERMS > 1) tile.slot->tame_keys = tame(most_of<HEAD_DIM>(tile.k, own));
+        if (TERMS > 1) tile.slot->tame_values = tame(most_of<V_DIM>(tile.v, own));
     }
+    const int64_t next = (number + 1) % w.slots;
+    tile.next = w.slot[next].tile == name + 1 ? w.tiles + next * w.tile : nullptr;
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;
 }
@@ -1952,20 +2122,24 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
                     w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
     if (PARTIAL)
-        for (int i = 0; i < V_STEPS * PAIR; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
+        for (int i = 0; i < V_KEYS; i++) w.some[i] = w.edges[i < BLOCK_K ? i : 0] = 0;
     const Real unit = unit_of(call);
     if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
-#if AMX
+#if AMX && PAIRS
         if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
 #endif
         return add_few_values<PARTIAL>(w, tile, item.rows());
     }
     pack(w, item, tile, number);
 #if AMX
-    if (!PARTIAL) return weigh_and_add(w, tile, item.rows(), unit);
+    const bool tame_values = tile.slot->tame_values;
+    if (!PARTIAL && tame_keys(w, tile) && tame_values) return weigh_and_add(w, tile, item.rows(), unit);
 #endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
+#if TERMS > 1
+    if (!tame_values) return add_values_of_terms(w, tile, item.rows());
+#endif
     if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
 }

@@ -193,7 +193,7 @@ def test_six_products_are_as_near_as_vectors(dim, variant):
                 zip(made.run(variant=variant), made.want, strict=True)]  # fmt: skip
 
     for six, vectors in zip(off("bf16x6"), off("ieee"), strict=True):
-        assert six <= 1.3 * vectors
+        assert six <= 1.1 * vectors
 
 
 @pytest.mark.parametrize("variant", HERE)
@@ -254,7 +254,14 @@ def test_which_calls_take_six_products(monkeypatch):
         return [t.precision for t in asked]
 
     assert precision() == precision(tile=(64, 64)) == precision(q_len=64) == ["bf16x6"] * 2
-    for changed in ({"q_len": 63}, {"kv_len": 1023}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"lacks": "no unit"}):
+    for changed in (
+        {"q_len": 63},
+        {"kv_len": 1023},
+        {"v_dim": 63},
+        {"dtype": "float16"},
+        {"kv_dtype": "int8"},
+        {"lacks": "no unit"},
+    ):
         assert precision(**changed) == ["ieee"] * 2
     assert precision(narrow=True)[1] == precision(Tuning(precision="ieee"))[0] == "ieee"
 
