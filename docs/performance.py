@@ -566,8 +566,8 @@ TOPICS = (
     Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
           "dense formula for the score mods that it does not have.", "python benchmarks/cpu_jax.py", of_jax),
     Topic("cpu-dims", "Native kernels of every head size", "Two heads, one thread. Rows are mask, tokens x head size, "
-          "direction. Both CPUs have AVX-512. The Intel Xeon also has a matrix unit (AMX), which multiplies bfloat16, and "
-          "float32 as six products of bfloat16 from 1,024 tokens and head size 64 on.",
+          "direction. Both CPUs have AVX-512. The Intel Xeon also has a matrix unit (AMX), which multiplies bfloat16, "
+          "and float32 as six products of bfloat16 from 1,024 tokens and head size 64 on.",
           "python benchmarks/cpu_dims.py",
           each(("native", "float32 on an AMD EPYC", "ms"), ("avx2", "float32 with vectors of AVX2 on that CPU", "ms"),
                ("xeon", "float32 on an Intel Xeon", "ms"), ("amx", "bfloat16 on an Intel Xeon", "ms"))),
