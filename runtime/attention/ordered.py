@@ -13,13 +13,13 @@ from frisket.lowering.plan import Geometry
 from frisket.lowering.stages import Stages
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
-from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph, to_numpy
+from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.reordered import moved
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import digest, traced
+from frisket.runtime.machine.parameters import as_value, digest, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.torch.jagged import is_jagged
@@ -101,7 +101,7 @@ class OrderedAttention(Attention):
                 f"`{wrong[0]}` is traced by JAX, and an order is found by its values\n"
                 "  give it to `frisket.reorder` outside of the traced function"
             )
-        key = (q_len, kv_len, device, tuple((n, digest(to_numpy(x))) for n, x in sorted(mine.items())))
+        key = (q_len, kv_len, device, tuple((n, digest(as_value(n, x))) for n, x in sorted(mine.items())))
         found = self._ordered.get(key)
         if found is None:
             block, moving = CPU if device == "cpu" else (BLOCK, MOVING)

@@ -148,6 +148,18 @@ def test_a_value_given_anew_is_used():
     torch.testing.assert_close(att(q, k, v, w=2), want, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("backend", ["aten", "cpp"])
+def test_ids_that_float64_cannot_tell_apart(backend):
+    """An order is kept for the values of a call: ids above 2^53, such as hashes, were compared in float64."""
+    att, plain = (fk.compile("same(doc) & k < w", backend=backend, reorder=how) for how in ("auto", None))
+    (q, k, v), ids = drawn(192), DOC + np.int64(1 << 60)
+    for doc, w in ((ids * 0 + (1 << 60), 192), (ids, 192), (ids, 100)):
+        given = {"doc": doc, "w": w}
+        torch.testing.assert_close(att(q, k, v, **given), plain(q, k, v, **given), atol=2e-6, rtol=2e-5)
+    with pytest.raises(ParameterError, match="`doc` has masked entries"):
+        att(q, k, v, doc=np.ma.masked_array(doc, doc % 2), w=100)
+
+
 @pytest.mark.parametrize("name", ["at_0", "at_1", "at__0", "order_q"])
 def test_names_of_the_user_keep_their_values(name):
     """Tables that an order makes have other names, beside those of the mask and of the score mod."""
