@@ -86,17 +86,17 @@ class Order:
 
     def apply(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
         """`x`, an array of numpy, torch or JAX, in this order along `axis`; `keys` where it holds keys or values."""
-        return x if self._still(keys) else take(x, self._index(keys, False), self._axis(x, axis, keys))
+        return x if self._still(keys) else take(x, self._indices[keys, False], self._axis(x, axis, keys))
 
     def undo(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
         """`x` as it was before `apply`."""
-        return x if self._still(keys) else take(x, self._index(keys, True), self._axis(x, axis, keys))
+        return x if self._still(keys) else take(x, self._indices[keys, True], self._axis(x, axis, keys))
 
     def _moved(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
         """`apply`, or `undo` where it goes `back`, whose gradient is gathered too; JAX has no forward mode of it."""
         if self._still(keys):
             return x
-        return take(x, self._index(keys, back), self._axis(x, axis, keys), self._index(keys, not back), not back)
+        return take(x, self._indices[keys, back], self._axis(x, axis, keys), self._indices[keys, not back], not back)
 
     def ready(self) -> None:
         """Compute the places now, because a graph of torch cannot.
@@ -104,8 +104,7 @@ class Order:
         >>> import frisket as fk
         >>> fk.reorder("causal & dilated(1024, 4)", 16384, 16384).ready()  # before torch.compile(step)
         """
-        for keys in (False, True):
-            self._index(keys, False)
+        _ = self._indices
 
     def _still(self, keys: bool) -> bool:
         return (self.keys if keys else self.queries) is None
@@ -115,11 +114,8 @@ class Order:
         both = {False: self.positions.astype(np.int64), True: self.kv_positions.astype(np.int64)}
         return {(keys, back): np.argsort(x) if back else x for keys, x in both.items() for back in (False, True)}
 
-    def _index(self, keys: bool, back: bool) -> NDArray[np.int64]:
-        return self._indices[keys, back]
-
-    def _check_length(self, x: Any, axis: int, keys: bool) -> None:
-        """Raise where an axis has another length than the order."""
+    def _axis(self, x: Any, axis: int, keys: bool) -> int:
+        """An axis, counted from the first; raises where it has another length than the order."""
         size = self.kv_len if keys else self.q_len
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
             raise ShapeError(
@@ -127,9 +123,6 @@ class Order:
                 f"  this order is of {self.q_len:,} queries and {self.kv_len:,} keys; lengths of batches and heads "
                 "come before: write axis="
             )
-
-    def _axis(self, x: Any, axis: int, keys: bool) -> int:
-        self._check_length(x, axis, keys)
         return axis % len(x.shape)
 
     @cached_property

@@ -121,10 +121,10 @@ class OrderedAttention(Attention):
             return super().__call__(q, k, v, **options)
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att, by_rows = self._at(q.shape[axis], k.shape[axis], _device(q), params)
-        options = self._beside(options)
+        options = self._beside(options, order)
         if order.rows is not None and self._reads_rows(q, k, v):
             for x, keys in ((q, False), (k, True), (v, True)):
-                order._check_length(x, axis, keys)
+                order._axis(x, axis, keys)
             return by_rows(q, k, v, **options)
         move = order._moved
         k, v = (move(x, axis, keys=True) for x in (k, v))
@@ -141,11 +141,16 @@ class OrderedAttention(Attention):
         record = RECORDS[choose(self.options.backend, framework, "cpu")]
         return framework in record.executors and record.executors[framework].rows
 
-    def _beside(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _beside(self, options: dict[str, Any], order: Order) -> dict[str, Any]:
         """The arguments that the attention in order takes: what its order was found by, it holds."""
-        if self._fixed is not None or self.mask is None:
+        if self.mask is None:
             return options
-        return {n: x for n, x in options.items() if n not in self.mask.unbound}
+        if (held := [n for n in options if n in self.mask.params]) and order.by_table:
+            raise ParameterError(
+                f"`{held[0]}` is given, and the order of this attention is a table for the value that its mask holds\n"
+                f'  compile the mask without a value of `{held[0]}`, and with reorder="auto"'
+            )
+        return {n: x for n, x in options.items() if self._fixed is not None or n not in self.mask.unbound}
 
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
@@ -173,7 +178,7 @@ class OrderedAttention(Attention):
         params = {n: x for n, x in sizes.items() if n in self.program.names}
         order, *both = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)
         rows = q is not None and order.rows is not None and not sizes.get("backend") and self._reads_rows(q, k, v)
-        return both[rows].stages(q, k, v, **self._beside(sizes))
+        return both[rows].stages(q, k, v, **self._beside(sizes, order))
 
     def plan(self, *lengths: Any, **options: Any) -> Any:
         """Refused: a plan is of arrays that are in order. `Attention.plan` of the attention there makes one."""

@@ -160,6 +160,21 @@ def test_ids_that_float64_cannot_tell_apart(backend):
         att(q, k, v, doc=np.ma.masked_array(doc, doc % 2), w=100)
 
 
+@pytest.mark.parametrize("score", [None, "score + 0.01 * w", "score + 0.1 * doc[k]"])
+@pytest.mark.parametrize("given", ["auto", "order"])
+def test_an_order_by_a_table_holds_the_values_of_its_mask(given, score):
+    """Where a part of the mask, or the score mod, still read the name, that part alone had the new value."""
+    values = {"doc": DOC, "w": 150}
+    mask = fk.mask("same(doc) & k < w & q - k < w", **values)
+    order = "auto" if given == "auto" else fk.reorder(mask, 192, block=BLOCK, moving=0)
+    att, qkv = fk.compile(mask, score, reorder=order, **values if score else {}), drawn(192)
+    assert att.order_of(192, 192).by_table
+    for name, x in {"w": 30, "doc": np.roll(DOC, 5)}.items():
+        for call in (att, att.check, att.stages):
+            with pytest.raises(ParameterError, match=f"`{name}` is given, and the order of this attention is a table"):
+                call(*qkv, **{name: x})
+
+
 @pytest.mark.parametrize("name", ["at_0", "at_1", "at__0", "order_q"])
 def test_names_of_the_user_keep_their_values(name):
     """Tables that an order makes have other names, beside those of the mask and of the score mod."""
