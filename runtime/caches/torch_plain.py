@@ -13,6 +13,7 @@ from frisket.dsl.errors import CapacityError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
 from frisket.runtime.calls.stored_kv import WORDS, live_of
+from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.call import results
 
 from . import torch_store as store
@@ -276,11 +277,12 @@ class TorchCache(nn.Module):
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         live = live_of(has["k_scale"], has["v_scale"], has["pages"])
         given = {n: x for n, x in params.items() if n not in ASKED} if params else params
-        step = step_of(self._steps, att, q, k, v, sizes, live, tables, given)
+        lse, top, sinks = map(params.get, ASKED)
+        learned = torch.is_grad_enabled() and learns(att.options.sinks if sinks is None else sinks)
+        step = None if learned else step_of(self._steps, att, q, k, v, sizes, live, tables, given)
         if step is None:
             more: dict[str, Any] = {**{WORDS[n]: x for n, x in live.items()}, **tables, **params}
             return att(q, k, v, sizes=sizes, **more)
-        lse, top, sinks = map(params.get, ASKED)
         return results(step(q, k, v, live, tables, sinks, bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:

@@ -606,6 +606,25 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["plain", "ring"])
+def test_learned_sinks_get_their_gradient_in_a_step(kind):
+    """Steps left it out, where longer chunks had it."""
+    att, new = fk.compile("causal & window(5)"), [x[:, :, :1] for x in streams()]
+    held = fk.compile("causal & window(5)", sinks=torch.nn.Parameter(torch.ones(HEADS)))
+    sinks = torch.ones(HEADS, requires_grad=True)
+    for call, given, learned in ((att, {"sinks": sinks}, sinks), (held, {}, held.options.sinks)):
+        cache = made(kind, torch.float32)
+        with torch.no_grad():
+            want = cache.attention(call, *new, **given)
+        found = cache.truncate(0).attention(call, *new, **given)
+        np.testing.assert_allclose(found.detach(), want, atol=1e-6)
+        own = torch.full((HEADS,), 1.0, requires_grad=True)
+        one = att(*new, sinks=own).square().sum()
+        np.testing.assert_allclose(
+            *(torch.autograd.grad(x, s)[0] for x, s in ((found.square().sum(), learned), (one, own))), atol=1e-6
+        )
+
+
 SHORT = {
     "documents": ("causal & doc[q] == doc[k]", None, {"doc": torch.arange(9)}),
     "slopes": ("causal", "score + slope[h] * (k - q)", {"slope": torch.ones(HEADS - 1)}),
