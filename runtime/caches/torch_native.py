@@ -31,19 +31,17 @@ def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, rin
     plain = held.dtype == dtype
     if new > FEW or not held.is_cpu or v.dtype != dtype or not (plain or (dtype in FROM and held.dtype in TO)):
         return False
-    if in_graph(k) or not type(k) is type(v) is type(held) is Tensor:
-        return False
-    run = _function()
-    if run is None:
+    if in_graph(k) or not type(k) is type(v) is type(held) is Tensor or (run := _function()) is None:
         return False
     k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
     values, pages, lengths = has["v"], has["pages"], has["lengths"]
     narrow = [] if plain else [has["k_scale"], has["v_scale"]]
-    kinds = (held, held.dtype), (values, held.dtype), (lengths, torch.int32), *((x, torch.float32) for x in narrow)
-    if not all(x.dtype == kind and x.is_cpu and x.is_contiguous() for x, kind in kinds):
+    written, numbers = [held, values, *narrow], [lengths] if pages is None else [lengths, pages]
+    kinds = (held.dtype, [held, values]), (torch.float32, narrow), (torch.int32, numbers)
+    whole = all(x.dtype == kind and x.is_cpu and x.is_contiguous() for kind, have in kinds for x in have)
+    if not whole or any(x.shape[:3] != held.shape[:3] for x in written):
         return False  # somebody has put other buffers there
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
-    written = [held, values, *narrow]
     words = CALL.pack(
         batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
         lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,

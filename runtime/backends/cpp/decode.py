@@ -91,7 +91,7 @@ def step_of(
     steps: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
     live: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
 ) -> DecodeCall | None:  # fmt: skip
-    """The `DecodeCall` for a call, kept in `steps`, whose calls all have the same k, v, sizes and live.
+    """The `DecodeCall` for a call, kept in `steps`, whose calls all have the same `sizes`.
 
     None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
     of many queries."""
@@ -112,7 +112,8 @@ def step_of(
             versions.append(version_of(x))
         else:
             return None
-    key = (att, shape, q.dtype, k.dtype, settings.backend, *tables, *[x.shape for x in tables.values()], *said)
+    shapes = [x.shape for x in (q, k, v, *live.values(), *tables.values())]
+    key = (att, q.dtype, k.dtype, settings.backend, *tables, *shapes, *said)
     step = steps.get(key)
     if step is not None and step.versions == versions:
         return step

@@ -606,6 +606,25 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "names"), [("float32", "k"), ("float32", "v"), ("int8", "kv")])
+def test_longer_buffers_beside_short_ones_are_no_place_for_native_code(dtype, names):
+    """What had fewer places than the keys was written past its end."""
+    cache, att, new = made("plain", dtype), fk.compile("causal"), [x[:, :, :1] for x in streams()]
+    cache.attention(att, *new)  # a step that is prepared
+    for n in names:
+        setattr(cache, n, torch.cat(2 * [getattr(cache, n)], 2))
+    with pytest.raises(fk.ShapeError, match=r"k and v have|of the whole problem"):
+        cache.attention(att, *new)
+
+
+def test_pages_that_are_a_part_of_a_larger_table():
+    """New tokens went to the pages that stand first in its memory."""
+    caches, new = [made("paged", "float32") for _ in "ab"], [x[:, :, :17] for x in streams()]
+    pages = caches[1].cache.pages
+    caches[1].cache.pages = torch.cat((pages, pages.flip(0)), 1)[:, : pages.shape[1]]
+    np.testing.assert_allclose(*(c.attention(fk.compile("causal"), *new, None) for c in caches), atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["plain", "ring"])
 def test_learned_sinks_get_their_gradient_in_a_step(kind):
     """Steps left it out, where longer chunks had it."""
