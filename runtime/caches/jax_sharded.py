@@ -15,13 +15,13 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.sharding.fit import names_of
+from frisket.runtime.sharding.mesh import split_as
 
 from .checks import check_queries
 from .jax_store import JaxCache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 
 lax: Any = jax.lax  # JAX leaves some of its functions untyped
-reshard: Any = jax.sharding.reshard
 P: Any = jax.sharding.PartitionSpec
 Axes = str | tuple[str, ...] | None
 
@@ -101,7 +101,7 @@ class ShardedKVCache(JaxCache):
         return found | {"k": vectors, "v": vectors, "lengths": rows, "overflowed": rows}
 
     def _spec(self, *entries: Axes) -> Any:
-        while AxisType.Explicit not in self.mesh.axis_types and entries and entries[-1] is None:
+        while AxisType.Auto in self.mesh.axis_types and entries and entries[-1] is None:
             entries = entries[:-1]
         return P(*entries)
 
@@ -171,7 +171,7 @@ class ShardedKVCache(JaxCache):
 
 
 def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
-    return x if isinstance(spec, dict) else reshard(x, jax.tree.map(lambda _: NamedSharding(mesh, spec), x))
+    return x if isinstance(spec, dict) else jax.tree.map(lambda y: split_as(y, mesh, spec, explicit=True), x)
 
 
 def _axes(axes: Axes, mesh: Mesh) -> Axes:

@@ -18,7 +18,7 @@ from frisket.runtime.sharding.mesh import current_mesh
 from frisket.runtime.sharding.names import EMPTY_VAL
 from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager
 
-from .records import Codec, Record, dtype_from_json, dtype_to_json
+from .records import Codec, Record
 
 
 class Backend(StrEnum):
@@ -46,10 +46,6 @@ class Platform(StrEnum):
     JAX = "jax"
     TRITON = "triton"
     PALLAS = "pallas"
-
-
-def _mesh_to_json(mesh: Any) -> dict[str, Any]:
-    return {"axis_dims": list(mesh.shape.values()), "axis_names": list(mesh.axis_names)}
 
 
 DEFAULTS: dict[str, tuple[Any, str]] = {  # field -> its value where nobody gives one, and its name in a config
@@ -120,10 +116,11 @@ class AttentionMetadata(Record):
     blocksize_b: int = EMPTY_VAL
 
     codecs: ClassVar[dict[str, Codec]] = {
-        "runtime_dtype": (dtype_to_json, dtype_from_json),
-        "runtime_softmax_dtype": (dtype_to_json, dtype_from_json),
-        # over the devices of the process that reads it
-        "mesh": (_mesh_to_json, lambda x: create_mesh(x["axis_dims"], x["axis_names"])),
+        **dict.fromkeys(("runtime_dtype", "runtime_softmax_dtype"), (lambda x: jnp.dtype(x).name, jnp.dtype)),
+        "mesh": (  # over the devices of the process that reads it
+            lambda x: {"axis_dims": list(x.shape.values()), "axis_names": list(x.axis_names)},
+            lambda x: create_mesh(**x),
+        ),
         "platform": (str, Platform),
         "backend": (str, Backend),
         "partition_axis": (asdict, lambda x: PartitionAxis(**x)),

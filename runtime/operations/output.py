@@ -29,7 +29,6 @@ class AttentionOutput(Record):
     attention_weights: Any = None
     attention_outputs: Any = None
 
-    codecs: ClassVar[dict[str, Codec]] = {
-        "attention_weights": (array_to_json, array_from_json),
-        "attention_outputs": (array_to_json, array_from_json),
-    }
+    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(
+        ("attention_weights", "attention_outputs"), (array_to_json, array_from_json)
+    )

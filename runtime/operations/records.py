@@ -17,14 +17,6 @@ from frisket.dsl.errors import ParameterError
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, and back
 
 
-def dtype_to_json(x: Any) -> str:
-    return str(jnp.dtype(x).name)
-
-
-def dtype_from_json(x: str) -> Any:
-    return jnp.dtype(x)
-
-
 def array_to_json(x: Any) -> dict[str, Any]:
     held = np.asarray(x)
     return {"dtype": held.dtype.name, "shape": list(held.shape), "base64": base64.b64encode(held.tobytes()).decode()}
@@ -81,6 +73,5 @@ class Record:
     @classmethod
     def _check(cls, values: Mapping[str, Any]) -> None:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        unknown = [n for n in values if n not in known]
-        if unknown:
+        if unknown := [n for n in values if n not in known]:
             raise ParameterError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import walk
@@ -28,6 +28,7 @@ from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.jax.op import LSE, OUT, alike, of_sinks
 from frisket.runtime.jax.reverse import reverse_only
 from frisket.runtime.machine.parameters import digest
+from frisket.runtime.sharding.mesh import split_as
 
 from .deal import Deal, Variant, check_variant
 from .jax_agree import agree
@@ -40,7 +41,6 @@ _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
 _ppermute: Any = lax.ppermute
 _psum_scatter: Any = lax.psum_scatter
-_reshard: Any = jax.sharding.reshard
 _spec: Any = PartitionSpec
 
 
@@ -128,7 +128,7 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
     ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
     given = *qkv, arrays
     if any(t == AxisType.Explicit for t in mesh.axis_types):  # there shard_map takes nothing that is split otherwise
-        given = _reshard(given, jax.tree.map(partial(NamedSharding, mesh), ins))
+        given = jax.tree.map(lambda x, own: split_as(x, mesh, own, explicit=True), given, ins)
     run: Any = jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)
     return run(*given)
 

@@ -6,6 +6,13 @@ from typing import Any
 
 import jax
 from jax._src.mesh import thread_resources  # JAX has no public word for the mesh of `with mesh:`
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .fit import names_of
+
+_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
+_reshard: Any = jax.sharding.reshard
+_constrain: Any = jax.lax.with_sharding_constraint
 
 
 def current_mesh(own: Any = None) -> Any:
@@ -27,3 +34,14 @@ def current_mesh(own: Any = None) -> Any:
             return abstract
     legacy = thread_resources.env.physical_mesh
     return None if legacy.empty else legacy
+
+
+def split_as(x: Any, mesh: Any, spec: Any, explicit: bool = False) -> Any:
+    """`x` split over the axes of a mesh: explicit ones are set and, unless these alone are meant, automatic ones asked
+    for, each kind by a function of JAX that takes no other."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for kind, put in ((AxisType.Explicit, _reshard), (AxisType.Auto, _constrain))[: 1 if explicit else 2]:
+        if kind in kinds.values():
+            own = (tuple(n for n in names_of(axes) if kinds[n] == kind) or None for axes in spec)
+            x = put(x, NamedSharding(mesh, _spec(*own)))
+    return x

@@ -14,13 +14,11 @@ from frisket.dsl.errors import ParameterError, ShapeError
 
 from . import names as n
 from .fit import fitting, names_of
-from .mesh import current_mesh
+from .mesh import current_mesh, split_as
 from .names import EMPTY, EMPTY_VAL, GENERATION_MODES, MODE_DECODE, MODE_TRAIN, MODES, DynamicShardingAxes
 
 MeshAxes = str | tuple[str, ...] | None
 _spec: Any = PartitionSpec  # JAX leaves some of its functions untyped, and types others too narrowly
-_reshard: Any = jax.sharding.reshard
-_constrain: Any = jax.lax.with_sharding_constraint
 
 FIELDS = {  # semantic axis -> field of a PartitionAxis
     n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis",
@@ -125,8 +123,7 @@ class PartitionAxis:
         name = FIELDS[axis]
         if mode in GENERATION_MODES and f"decode_{name}" in DECODE:
             name = f"decode_{name}"
-        value: MeshAxes = getattr(self, name)
-        return value
+        return getattr(self, name)  # type: ignore[no-any-return]
 
 
 DECODE = {f.name for f in fields(PartitionAxis) if f.name.startswith("decode_")}
@@ -206,11 +203,10 @@ class PartitionManager:
                 "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
                 "`with jax.set_mesh(mesh):`"
             )
-        sharding = NamedSharding(mesh, self.fit(spec, x.shape, mesh))
+        spec = self.fit(spec, x.shape, mesh)
         if isinstance(x, jax.core.Tracer):
-            explicit = all(t != jax.sharding.AxisType.Auto for t in mesh.axis_types)
-            return _reshard(x, sharding) if explicit else _constrain(x, sharding)
-        return jax.device_put(x, sharding)
+            return split_as(x, mesh, spec)
+        return jax.device_put(x, NamedSharding(mesh, spec))
 
     def __enter__(self) -> PartitionManager:
         _tokens.set((*_tokens.get(), _current.set(self)))

@@ -29,8 +29,11 @@ given = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in param
 wanted = cases.wanted(str(att.mask), score, params, sinks)
 
 explicit = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"))
+kinds = AxisType.Auto, AxisType.Explicit, AxisType.Auto
+mixed = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=kinds)
 for how in (
     {"mesh": auto(("dp", "sp", "tp"), 2, 2, 2), "batch_axis": "dp", "head_axis": "tp"},
+    {"mesh": mixed, "batch_axis": "dp", "head_axis": "tp"},
     {"mesh": explicit, "head_axis": "tp", "dtype": "int8"},
 ):
     sizes = cases.B, 64, cases.G, cases.D, cases.V
@@ -126,7 +129,7 @@ def printed(script):
 @pytest.mark.matrix
 def test_a_cache_over_devices():
     said = printed(CASES)
-    assert said.count("split True") == 2
+    assert said.count("split True") == 3
     assert "drafts of a tree are not for several devices" in said
     assert said.count("in place True True") == 2
     append, step = said.split("HLO")[1:]

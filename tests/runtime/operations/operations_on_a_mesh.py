@@ -159,11 +159,14 @@ def managers():
 def explicit():
     """Under `jax.set_mesh`, of arrays that nobody has split yet: the operator does."""
     q, k, v = map(jnp.asarray, arrays())
-    for axes, name, spec in (
-        (("fsdp", "tp"), "frisket", P("fsdp", None, "tp", None)),
-        (("sp", "tp"), "ring", P(None, "sp", "tp", None)),
+    free, fixed = AxisType.Auto, AxisType.Explicit
+    for axes, name, spec, kinds in (
+        (("fsdp", "tp"), "frisket", P("fsdp", None, "tp", None), (fixed, fixed)),
+        (("sp", "tp"), "ring", P(None, "sp", "tp", None), (fixed, fixed)),
+        (("fsdp", "tp"), "frisket-xla", P("fsdp", None, "tp", None), (free, fixed)),
+        (("sp", "tp"), "ring", P(None, "sp", "tp", None), (fixed, free)),
     ):
-        mesh = jax.make_mesh((4, 2), axes, axis_types=(AxisType.Explicit,) * 2)
+        mesh = jax.make_mesh((4, 2), axes, axis_types=kinds)
         op = AttentionRegistry.create(name, AttentionMetadata(mesh=mesh))
 
         def loss(attend):
