@@ -172,7 +172,7 @@ class Attention:
             if out is not None:
                 return out
         request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if watched:
+        if watched or in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend

@@ -122,7 +122,7 @@ class OrderedAttention(Attention):
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att, by_rows = self._at(q.shape[axis], k.shape[axis], _device(q), params)
         options = self._beside(options, order)
-        if order.rows is not None and self._reads_rows(q, k, v):
+        if order.rows is not None and self._reads_rows(q, k, v) and not in_graph(q, *options.values()):
             for x, keys in ((q, False), (k, True), (v, True)):
                 order._axis(x, axis, keys)
             return by_rows(q, k, v, **options)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from frisket.dsl.errors import CapacityError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
+from frisket.runtime.calls.arrays import in_graph
 from frisket.runtime.calls.stored_kv import WORDS, live_of
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.call import results
@@ -278,8 +279,9 @@ class TorchCache(nn.Module):
         live = live_of(has["k_scale"], has["v_scale"], has["pages"])
         given = {n: x for n, x in params.items() if n not in ASKED} if params else params
         lse, top, sinks = map(params.get, ASKED)
-        learned = torch.is_grad_enabled() and learns(att.options.sinks if sinks is None else sinks)
-        step = None if learned else step_of(self._steps, att, q, k, v, sizes, live, tables, given)
+        held = att.options.sinks if sinks is None else sinks
+        call = held is not None and (in_graph(q, held) or (torch.is_grad_enabled() and learns(held)))
+        step = None if call else step_of(self._steps, att, q, k, v, sizes, live, tables, given)
         if step is None:
             more: dict[str, Any] = {**{WORDS[n]: x for n, x in live.items()}, **tables, **params}
             return att(q, k, v, sizes=sizes, **more)

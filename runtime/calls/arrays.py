@@ -41,10 +41,11 @@ def framework_of(x: Any) -> str | None:
     return "numpy" if isinstance(x, np.ndarray) else None
 
 
-def in_graph(x: Any) -> bool:
+def in_graph(x: Any, *others: Any) -> bool:
     """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
     kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
-    under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses."""
+    under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses. Also where one of the
+    `others` may have no memory, as fake tensors and DTensors: a tensor whose class says what torch does to it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -57,7 +58,10 @@ def in_graph(x: Any) -> bool:
     c = torch._C
     if c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:
         return True
-    return bool(c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch))
+    if c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch):
+        return True
+    kind = torch.Tensor
+    return any(isinstance(y, kind) and type(y).__torch_dispatch__ is not kind.__torch_dispatch__ for y in others)
 
 
 def by_dynamo() -> bool:

@@ -164,14 +164,15 @@ def attend(
     visible = None if block_mask is None else block_mask.live
     if ragged is not None:
         visible = visible_inside(visible, ragged)
-    if in_graph(query):
+    watched = in_graph(query, key, value)
+    mod, tensors = (None, {}) if watched or score_mod is None else scored(score_mod)
+    if watched or in_graph(query, *tensors.values()):
         from .graph import operator
 
         live = None if score_mod is None else traced(score_mod, valueless=True)[0]
         live = live if live is None or ragged is None else local_live(live, ragged)
         found: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, live, visible, options, top)
     else:
-        mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
         if mod is not None and ragged is not None:
             mod, more = local(mod, ragged)
             tensors = {**tensors, **more}

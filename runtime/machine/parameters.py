@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -108,6 +109,9 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
     if getattr(value, "is_quantized", False):
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
+    own = getattr(type(value), "__torch_dispatch__", None)
+    if own is not None and own is not sys.modules["torch"].Tensor.__torch_dispatch__:  # then it may have no memory
+        raise ParameterError(f"`{name}` is a {type(value).__name__}; give its values, as x.full_tensor() of a DTensor")
 
 
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:

@@ -65,10 +65,8 @@ def _names(specs: Any) -> Iterable[str]:
         yield specs
     elif isinstance(specs, NamedSharding):
         yield from _names(specs.spec)
-    elif isinstance(specs, Mapping):
-        yield from _names(list(specs.values()))
     elif isinstance(specs, Iterable):
-        for one in specs:
+        for one in specs.values() if isinstance(specs, Mapping) else specs:
             yield from _names(one)
     elif specs is not None:
         raise ParameterError(f"{specs!r} is no partition spec: those hold names of mesh axes, tuples of them, and None")

@@ -84,9 +84,8 @@ class BaseOperation(ABC):
         """The name in `forward_...` that is called: "cuda" or "rocm" where JAX says "gpu"."""
         if self.metadata is not None and self.metadata.backend is not None:
             return str(self.metadata.backend)
-        found = self.current_backend()
-        if found == "gpu":
-            found = platform_of(jax.numpy.zeros(()))
+        here = self.current_backend()
+        found = platform_of(jax.numpy.zeros(())) if here == "gpu" else here
         return found if found in {*Backend} else "native"
 
 
@@ -124,9 +123,8 @@ class OperationRegistry:
             raise ParameterError(f"{operation!r} is no subclass of BaseOperation")
         names = operation.get_impl_name()
         names = (names,) if isinstance(names, str) else tuple(names)
-        for name in names:
-            if name in cls._known:
-                raise ParameterError(f"there is an operation {name!r} already, {cls._known[name].__qualname__}")
+        for name in (n for n in names if n in cls._known):
+            raise ParameterError(f"there is an operation {name!r} already, {cls._known[name].__qualname__}")
         cls._known.update(dict.fromkeys(names, operation))
         return operation
 

@@ -229,10 +229,8 @@ def _dtype(name: str, x: Any) -> Any:
 
 
 def _member(kind: Any, name: str, x: Any) -> Any:
-    if x is None:
-        return None
     try:
-        return kind(str(x).lower())
+        return None if x is None else kind(str(x).lower())
     except ValueError:
         raise ParameterError(f"{name} is {x!r}; it is one of {', '.join(map(repr, map(str, kind)))}") from None
 

@@ -49,8 +49,7 @@ def problem(
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
     are, `causal` and `window` have the last query at the last key. `called` are the operator's keywords."""
     values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
-    taken = next((n for n in values if n in TABLES), None)
-    if taken:
+    if taken := next((n for n in values if n in TABLES), None):
         raise ParameterError(
             f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
         )

@@ -49,11 +49,7 @@ class Record:
 
     def to_json(self, **kwargs: Any) -> str:
         """A text that `from_json` reads, in another process too; `kwargs` as for `json.dumps`: `indent=2`."""
-        made = {}
-        for name, value in self.to_dict().items():
-            write = self.codecs.get(name, (lambda x: x, None))[0]
-            made[name] = None if value is None else write(value)
-        return json.dumps(made, **kwargs)
+        return json.dumps({n: self._coded(n, x, 0) for n, x in self.to_dict().items()}, **kwargs)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -65,10 +61,11 @@ class Record:
         if not isinstance(values, dict):
             raise ParameterError(f"this is no {cls.__name__}: {text[:80]!r}")
         cls._check(values)
-        for name, value in values.items():
-            if value is not None and name in cls.codecs:
-                values[name] = cls.codecs[name][1](value)
-        return cls(**values)
+        return cls(**{n: cls._coded(n, x, 1) for n, x in values.items()})
+
+    @classmethod
+    def _coded(cls, name: str, value: Any, way: int) -> Any:
+        return cls.codecs[name][way](value) if value is not None and name in cls.codecs else value
 
     @classmethod
     def _check(cls, values: Mapping[str, Any]) -> None:

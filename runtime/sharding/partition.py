@@ -94,8 +94,7 @@ class PartitionAxis:
             if value is EMPTY_VAL:
                 found = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
                 value = found[0] if len(found) == 1 else found or None
-            if isinstance(value, list):
-                value = tuple(value)
+            value = tuple(value) if isinstance(value, list) else value
             if not (value is None or isinstance(value, str | tuple)) or not all(
                 isinstance(name, str) for name in names_of(value)
             ):

@@ -77,7 +77,7 @@ def written(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
-    spread = type(q).__name__ == "DTensor"
+    spread = any(type(x).__name__ == "DTensor" for x in (q, k, v, sinks, *params.values()))
     if spread:
         from . import dtensor as torch_dtensor  # noqa: F401, says what the operators are on them
     if rate and seed is None:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -280,3 +281,75 @@ def test_tangents_of_cotangents_are_refused(compiled):
             dual(lambda x, out=out: torch.autograd.grad(out, q, x)[0], one)
     with pytest.raises(BackwardError, match="forward mode is asked for"):
         torch.func.jvp(lambda x: pull(x)[0], (one,), (one,))
+
+
+class Held(torch.Tensor):
+    """A tensor that holds another one and has no memory, as DTensors."""
+
+    @staticmethod
+    def __new__(cls, x):
+        made = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, strides=x.stride())
+        made.held = x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, call, types, args, kwargs=None):
+        bare = tree_map_only(cls, lambda x: x.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, call(*bare[0], **bare[1]))
+
+
+def plain(x):
+    return x.held if type(x) is Held else x
+
+
+ONE = torch.linspace(-1, 1, 4)
+BESIDE = {  # which of the arguments have no memory: they ended the process, or were read where nothing is
+    "k": ("causal", None, {}),
+    "v": ("causal", None, {}),
+    "sinks": ("causal", None, {"sinks": ONE}),
+    "slopes": ("causal", "score + slope[h] * (k - q)", {"slope": ONE}),
+    "documents": ("doc[q] == doc[k]", None, {"doc": torch.arange(40) // 7}),
+    "a number": ("causal", "score * c", {"c": torch.tensor(0.5)}),
+}
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("name", BESIDE)
+def test_tensors_without_memory_beside_plain_queries(name, moved):
+    mask, score, given = BESIDE[name]
+    mask = "k % 4 == 0 | q == k" if moved else mask
+    given = {} if moved and name == "documents" else given
+    att = fk.compile(mask, score, reorder=fk.reorder(mask, 40, block=(8, 8), moving=0) if moved else None)
+    qkv = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(0))
+    want, some = att(*qkv, **given), [Held(x) if n == name else x for n, x in zip("qkv", qkv)]
+    for _ in range(2):
+        torch.testing.assert_close(plain(att(*some, **{n: Held(x) for n, x in given.items()})), want)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "slopes"])
+def test_flex_of_tensors_without_memory_beside_plain_queries(name):
+    qkv = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(0))
+    some, outs = [Held(x) if n == name else x for n, x in zip("qkv", qkv)], []
+    for given, held in ((qkv, ONE), (some, Held(ONE) if name == "slopes" else ONE)):
+        outs.append(plain(flex_attention(*given, score_mod=lambda x, b, h, q, k, held=held: x + held[h] * (k - q))))
+    torch.testing.assert_close(*outs)
+
+
+def test_tables_of_masks_and_origins_have_memory():
+    doc = Held(torch.arange(40) // 7)
+    with pytest.raises(fk.ParameterError, match="`doc` is a Held; give its values"):
+        fk.mask("doc[q] == doc[k]", doc=doc)
+    with pytest.raises(fk.ParameterError, match="`origin` is a Held"):
+        fk.attention(*torch.ones(3, 1, 1, 40, 8), "causal", origin=(0, 0, Held(torch.tensor([3])), 0))
+
+
+def test_a_step_of_a_cache_with_tensors_without_memory():
+    att, outs = fk.compile("causal", "score + slope[h] * (k - q)"), []
+    q, k, v = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
+    for put in (lambda x: x, Held):
+        cache = KVCache.create(batch=1, capacity=16, kv_heads=4, head_dim=16)
+        for new in (slice(8), slice(8, 9)):
+            given = {"slope": put(ONE), "sinks": put(ONE)}
+            out = cache.attention(att, *(x[:, :, new] for x in (q, k, v)), **given)
+        outs.append(plain(out))
+    torch.testing.assert_close(*outs)
