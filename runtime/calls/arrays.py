@@ -44,8 +44,8 @@ def framework_of(x: Any) -> str | None:
 def in_graph(x: Any, *others: Any) -> bool:
     """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
     kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
-    under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses. Also where one of the
-    `others` may have no memory, as fake tensors and DTensors: a tensor whose class says what torch does to it."""
+    under every mode of torch's dispatcher, of fake and meta tensors and other subclasses, and beside `others` of
+    classes whose tensors may have no memory, such as DTensor."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -53,10 +53,8 @@ def in_graph(x: Any, *others: Any) -> bool:
         return True
     if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
         return isinstance(x, torch.Tensor)
-    if x.is_meta:
-        return True
     c = torch._C
-    if c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:
+    if x.is_meta or c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:
         return True
     if c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch):
         return True

@@ -111,7 +111,7 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
     own = getattr(type(value), "__torch_dispatch__", None)
     if own is not None and own is not sys.modules["torch"].Tensor.__torch_dispatch__:  # then it may have no memory
-        raise ParameterError(f"`{name}` is a {type(value).__name__}; give its values, as x.full_tensor() of a DTensor")
+        raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:

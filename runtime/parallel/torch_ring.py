@@ -23,7 +23,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import recorded, version_of
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.parameters import digest
+from frisket.runtime.machine.parameters import check_plain, digest
 from frisket.runtime.torch.autograd import dsinks, written_out
 from frisket.runtime.torch.op import cast, kept_ready
 from frisket.runtime.torch.ready import Ready
@@ -358,6 +358,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Var
             f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_plain(name, x)
         if x.ndim != 4 or x.shape[2] != deal.shard:
             raise ShapeError(
                 f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from .ready import Ready
 
 
-def refuse_recording() -> None:
-    """Refuse a backward that is recorded, mapped or made of tensors without memory, where its forward ran before: as
-    no operator of torch, it would write to memory that is not there."""
+def refuse_recording(*cotangents: Any) -> None:
+    """Refuse a backward, which is no operator, where it is recorded, mapped or made of tensors without memory."""
     modes = torch._C._len_torch_dispatch_stack() and (recorded() or type(torch.empty(0)) is not Tensor)
-    if modes or torch._C._functorch.maybe_current_level() is not None:
+    kind, given = Tensor.__torch_dispatch__, [x for x in cotangents if x is not None]
+    bare = any(type(x).__torch_dispatch__ is not kind or not torch._C._has_storage(x) for x in given)
+    if modes or bare or torch._C._functorch.maybe_current_level() is not None:
         raise BackwardError(
-            "this backward is recorded or mapped (make_fx, vmap, functionalize, fake tensors), and its forward ran "
-            "before\n  call the attention inside of what is recorded or mapped"
+            "this backward is recorded or mapped (make_fx, vmap, is_grads_batched, functionalize, fake tensors), and "
+            "its forward ran before\n  call the attention inside of what is recorded or mapped, as torch.func does"
         )
 
 
@@ -81,7 +82,7 @@ class Attend(torch.autograd.Function):
                 "a table of this attention was changed in place between the forward and the backward, which needs what "
                 "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
             )
-        refuse_recording()
+        refuse_recording(dout, dlse)
         saved = ctx.saved_tensors
         given = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
@@ -112,7 +113,7 @@ class AttendAgain(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * 5
-        refuse_recording()
+        refuse_recording(dout)
         saved = ctx.saved_tensors
         what = *ctx.again, saved, dout, None, (*ctx.needs_input_grad[2:], False)
         if not torch.is_grad_enabled():

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from support.processes import together
 from support.torch import parallel_torch_ranks as ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
@@ -132,6 +134,10 @@ def test_what_does_not_fit_is_refused(alone):
         fk.parallel.attend(att, q, q, q, deal=deal, variant="tree")
     with pytest.raises(ParameterError, match=r"`doc` is split along \(0, 1\); that is one of its axes"):
         fk.parallel.attend(fk.compile("same(doc)"), q, q, q, deal=deal, split={"doc": (0, 1)}, doc=torch.zeros(128))
+    spread = DTensor.from_local(q, init_device_mesh("cpu", (1,)), [Replicate()])
+    for arrays in ((spread, spread, spread), (q, spread, q)):
+        with pytest.raises(ParameterError, match="is a DTensor; give a plain tensor"):
+            fk.parallel.attend(att, *arrays, deal=deal)
     with pytest.raises(ShapeError, match="one dtype"):
         fk.parallel.attend(att, q, q, q.double(), deal=deal)
     with pytest.raises(ParameterError, match=r"attention may show more(.|\n)*deal.under"):

@@ -337,10 +337,21 @@ def test_flex_of_tensors_without_memory_beside_plain_queries(name):
 
 def test_tables_of_masks_and_origins_have_memory():
     doc = Held(torch.arange(40) // 7)
-    with pytest.raises(fk.ParameterError, match="`doc` is a Held; give its values"):
+    with pytest.raises(fk.ParameterError, match="`doc` is a Held; give a plain tensor"):
         fk.mask("doc[q] == doc[k]", doc=doc)
     with pytest.raises(fk.ParameterError, match="`origin` is a Held"):
         fk.attention(*torch.ones(3, 1, 1, 40, 8), "causal", origin=(0, 0, Held(torch.tensor([3])), 0))
+
+
+@pytest.mark.parametrize("score", [None, "score * 2"])
+def test_a_cotangent_without_memory_is_refused(score):
+    att, (q, k, v) = fk.compile("causal", score), inputs()
+    for _ in range(3):  # anew, prepared, repeated
+        out = att(q, k, v)
+        one = torch.ones_like(out)
+        with pytest.raises(BackwardError, match="its forward ran before"):
+            torch.autograd.grad(out, q, Held(one), retain_graph=True)
+        torch.autograd.grad(out, q, torch.nn.Parameter(one))
 
 
 def test_a_step_of_a_cache_with_tensors_without_memory():

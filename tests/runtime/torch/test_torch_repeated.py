@@ -304,6 +304,8 @@ def test_a_backward_is_not_recorded_without_its_forward(backend):
             pytest.raises(BackwardError, match="its forward ran before"),
         ):
             gradient(d)
+        with pytest.raises(BackwardError, match="its forward ran before"):
+            torch.autograd.grad(out, q, torch.stack((d, d)), is_grads_batched=True, retain_graph=True)
         with FlopCounterMode(display=False):
             gradient(d)
 
