@@ -419,7 +419,7 @@ class Attention:
             dtype = given.dtype
         else:
             kv_len = q_len if kv_len is None else kv_len
-            factor = self.options.scale or head_dim**-0.5
+            factor = head_dim**-0.5 if self.options.scale is None else self.options.scale
             g = Geometry(
                 batch, heads, kv_heads or heads, q_len, kv_len, head_dim, v_dim or head_dim, factor, origin, sizes
             )

@@ -193,6 +193,13 @@ def test_sources_and_stages():
     assert "@gluon.jit" in att.source("gluon", **{**shape, "dtype": "bfloat16"})
 
 
+@pytest.mark.parametrize("backend", ["pallas-tpu", "pallas-mosaic-gpu"])
+def test_a_source_for_sizes_has_a_scale_of_zero(backend):
+    zero, usual = (fk.compile("causal", scale=scale) for scale in (0, 0.125))
+    shape = {"q_len": 256, "head_dim": 64, "dtype": "bfloat16"}
+    assert zero.source(backend, **shape) != usual.source(backend, **shape)
+
+
 def test_backends_say_why():
     found = fk.backends()
     assert found["aten"] == found["xla"] == found["dense"] == ""
