@@ -1,6 +1,6 @@
 """The page of the command line: `python docs/command_line.py` writes docs/command-line.md.
 
-What is said of commands and options is what `--help` says; what commands print is what they print.
+Descriptions of commands and options come from `--help`, outputs from running the commands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTRO = """\
 For readers who use frisket from a shell. This page is the reference of every command and its options.
 
 `frisket COMMAND` works on a mask as you write it in [the language](language.md): text in quotes, a `.frisket` file, or
-`-` for standard input. Written by `python docs/command_line.py` from what the commands say of themselves.
+`-` for standard input. `python docs/command_line.py` writes the page from the help and the output of the commands.
 """
 SHOWN = [
     (
@@ -51,8 +51,8 @@ SHOWN = [
     ),
     (
         "Mistakes",
-        "Errors say what is wrong, where, and how to write it right, on standard error; the status is 2. A mismatch "
-        "with the interpreter, in `check` and `run`, is 1, and what is good is 0.",
+        "Errors say what is wrong, where, and how to write it right, on standard error. The status is 2 after an "
+        "error, 1 after a mismatch with the interpreter in `check` and `run`, and 0 otherwise.",
         ["frisket show 'causal & windw(256)'", "frisket show causal --q-lne 512"],
     ),
 ]
@@ -62,12 +62,12 @@ NOTES = """\
 Every command takes `--json` and prints one object, with `"NaN"` and `"Infinity"` as texts. Colour and progress bars are
 for terminals: a pipe gets plain text, nothing is folded or cut, and `frisket … | head` is no error. `NO_COLOR=1` takes
 colours away, `FORCE_COLOR=1` keeps them in a pipe, and a locale without `█` gets `#`. `frisket completion bash` (or
-`zsh`, `fish`) prints the script that
-completes commands, options, files and the names of the library.
+`zsh`, `fish`) prints the script that completes commands, options, files and the names of the library.
 
-`frisket check` is for continuous integration: it runs what is installed beside a float64 interpreter, and what is wrong
-it can run again by name, `--case {case}`. Kernels of accelerators that are not there run in interpreters, which
-take minutes: `--backend` names these.
+`frisket check` is for continuous integration: it compares the backends that are installed with a float64 interpreter,
+and runs a failed case again by its name, `--case {case}`.
+Kernels for accelerators that are not there run in interpreters, which take minutes, and only where `--backend` names
+them.
 """
 SETTINGS = """\
 ## Environment variables
