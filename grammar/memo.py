@@ -54,7 +54,7 @@ class Info(NamedTuple):
 
 
 class Memo:
-    """A table with keys of the caller's: past a bound, the entries used longest ago go.
+    """A table under keys that the caller makes: past a bound, the least recently used entries go.
 
     >>> squares = Memo("squares", 2)
     >>> for n in (1, 2, 1, 3):
@@ -103,7 +103,7 @@ class Memo:
                 self._grow(-entry[1])
 
     def clear(self) -> None:
-        """Forget all answers, and count anew."""
+        """Forget all answers and set the counts to 0."""
         with _lock:
             self.empty()
             self.hits = self.misses = 0
@@ -186,9 +186,9 @@ def memo(
 ) -> Callable[[Callable[P, R]], Remembered[P, R]]:  # fmt: skip
     """A function that remembers `entries` answers in at most `bytes`, or in the table of a group.
 
-    `by="value"`: equal arguments have one answer, and the answers used last stay. `by="identity"`: the same objects
-    have, and the table holds them. `by="weak"`: the same first argument has, beside equal others, and the entry goes
-    when that object does. By identity the answers made last stay.
+    `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have one answer, and the table
+    holds the objects. `by="weak"`: the first argument counts by identity, the others by value, and an entry goes with
+    its first argument. Past the bound the least recently used answers go, with the other two `by` the oldest.
 
     >>> @memo(64)
     ... def square(n: int) -> int:
@@ -235,7 +235,7 @@ _beside = Memo("beside objects", 4096, weigh=1000)  # their owners answer for th
 
 
 def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
-    """An object computed from another, remembered under the key while the other lives: the result must not hold it.
+    """The answer of `make`, remembered under the key while `owner` lives, to which it must not refer.
 
     >>> class Table(list): pass
     >>> table = Table([3, 4])
@@ -253,7 +253,7 @@ def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
 
 
 def remember(answers: dict[Any, Any], key: Any, answer: Any, most: int) -> None:
-    """Keep an answer in the dict of an object, which has `most` entries: those that came first leave."""
+    """Put an answer into an object's dict of at most `most` entries, from which the oldest entries go."""
     answers[key] = answer
     while len(answers) > most:
         answers.pop(next(iter(answers)), None)  # another thread may have taken it

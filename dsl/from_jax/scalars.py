@@ -1,6 +1,6 @@
 """The meaning of JAX's primitives for one element: Exprs in, an Expr out.
 
-JAX wraps at 32 bits, an Int of the language does not: casts among integer types, or floating ones, mean nothing.
+JAX wraps at 32 bits, an Int of the language does not: casts among integers, or among floats, do nothing.
 """
 
 from __future__ import annotations

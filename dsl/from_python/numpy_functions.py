@@ -96,7 +96,7 @@ def element(array: Any) -> Type | None:
 
 
 class TracedTable:
-    """A stand-in for a captured array during the trace. Indexing with positions makes lookups; all else sees it."""
+    """A stand-in for a captured array during the trace. Indexing by positions makes lookups; all else reads it."""
 
     __slots__ = ("_name", "_naming", "array")
     __hash__ = None  # type: ignore[assignment]

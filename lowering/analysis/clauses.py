@@ -213,7 +213,7 @@ def _comparison(e: Expr) -> Conjunction | None:
 
 
 def _parts(form: Linear) -> tuple[Linear, Linear, list[tuple[Expr, int]]]:
-    """The parts of a form that vary with the query or not at all, and with the key alone, and atoms of both."""
+    """(terms without a key, terms of the key alone, [(atom, factor)] of atoms that read query and key) of a form."""
     key = [t for t in form.terms if depends(t[0]) == {"k"}]
     both = [t for t in form.terms if depends(t[0]) == {"q", "k"}]
     rest = form.without(*(a for a, _ in key), *(a for a, _ in both))

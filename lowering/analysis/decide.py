@@ -39,7 +39,7 @@ _Q, _K = var("q"), var("k")
 
 
 def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
-    """The (slice, q, k) of a visible position, global, the first of its slice where rows can be solved, or None."""
+    """(slice, global q, global k) of a visible position or None; the first of its slice where rows can be solved."""
     if mask is FALSE:
         return None
     env = {

@@ -1,7 +1,7 @@
 """The layout of a decoding step: few queries, one row of tiles, the intervals of `rows` in Python's integers.
 
-A step of decoding has new positions and lengths and nothing else; arrays of one element cost more than their sums.
-What stays is worked out once (`decode_spans`), and a step is a pass over a list of operations (`DecodeSpans.spans`).
+A step of decoding has new positions and lengths and nothing else, and numpy is slow on arrays of one element.
+`decode_spans` computes once what all steps share; `DecodeSpans.spans` is one pass over a list of operations.
 The records are those of `layout.analyse`.
 """
 
@@ -191,7 +191,7 @@ def _ends(ways: Solved) -> list[Expr]:
 
 
 def _one_interval(ends: Sequence[int], bk: int, cut: bool) -> Row:
-    """The visible keys and the keys that all queries see, from the first of the call, in tiles: `layout._closed`."""
+    """One span record, from the first and last key that any query sees and that all see; as `layout._closed` makes."""
     first, last, full_first, full_last = ends
     lo, hi = first // bk, last // bk + 1
     if last < first or hi <= lo:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 BYTES = 1 << 25  # of the sets along an axis
 PART = 1 << 16  # positions whose entries are looked up at once
-# the values of a condition; None: it has none, or costs much
+# the values of a condition, or None where it has none or they cost too much
 Asked = Callable[[Expr, Mapping[str, Array]], Array | None]
 
 

@@ -24,14 +24,14 @@ TIMES = {"avx512": (2.58, 5932.7, 1.25, 1.31, 15.3), "avx2": (2.78, 7064.59, 1.9
 
 
 def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
-    """Nanoseconds of the forward of one head of 64 under a mask, with so many rows moved; AVX2 stands for others."""
+    """Nanoseconds of the forward of one head of size 64, `moves` rows reordered; CPUs without AVX-512 as AVX2."""
     variant = best()
     times = TIMES["avx2" if variant in LANES else "avx512"]
     return float(work(mask, q_len, kv_len, LANES.get(variant, 16)) @ times[:-1] + moves * times[-1])
 
 
 def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.float64]:
-    """How much of all `KINDS` but the last a call does. Border tiles are looked at in a sample."""
+    """How much of each kind in `KINDS` but the last a call does, by a sample of its border tiles."""
     block = tiles(Geometry(1, 1, 1, q_len, kv_len, DIM, DIM, 1.0), "float32", False)
     found: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
     counts, pairs = found.counts, block[0] * block[1]

@@ -56,10 +56,9 @@ def compile(
       give others.
     - `backend`: one of `frisket.backends()`, "library" or "native".
     - `tile`: the (queries, keys) of a tile, in tokens.
-    - `engines`: a kernel of a vendor (an engine) runs where it provably computes this mask and score mod, has run on
-      the platform under frisket, and is known to be faster. False keeps to generated kernels. Names, "flash, cudnn",
-      are the engines that take part, also where they have not run yet. FRISKET_ENGINES does this for all calls: names,
-      or 0.
+    - `engines`: a kernel of a vendor (an engine) runs where it provably computes this mask and score mod, was compared
+      in full with float64 on the platform, and is known to be faster. False keeps to generated kernels. Names, "flash,
+      cudnn", are the engines that take part, compared or not. FRISKET_ENGINES does this for all calls: names, or 0.
     - `reorder`: an order that `frisket.reorder` found, or "auto". Each call then moves tokens so that the mask visits
       fewer tiles.
     - `deterministic`: False allows gradients of tables whose sums change from run to run. Triton's then take one pass

@@ -15,6 +15,6 @@ TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
-    """`x` at `index` along an axis; gradients flow, by `inverse` where `index` has one. `scratch`: no user sees it."""
+    """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
     found = TAKES.get(framework_of(x) or "numpy")
     return np.take(x, index, axis=axis) if found is None else found(x, index, axis, inverse, scratch)

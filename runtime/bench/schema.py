@@ -46,10 +46,10 @@ def check(result: Any) -> None:
         for key, kind in MACHINE.items():
             if not isinstance(part["machine"].get(key), kind):
                 raise ParameterError(f"{where}.machine: {key} must be given, as {kind.__name__}")
-        _said(part["settings"], f"{where}.settings", str | Real | None)
+        _checked(part["settings"], f"{where}.settings", str | Real | None)
         if "rounds" not in part["settings"]:
             raise ParameterError(f"{where}.settings: `rounds` must be given, null where it is not known")
-        _said(part.get("notes", {}), f"{where}.notes")
+        _checked(part.get("notes", {}), f"{where}.notes")
         _rows(part["rows"], f"{where}.rows")
 
 
@@ -112,7 +112,7 @@ def _rows(rows: Any, where: str) -> None:
                     raise ParameterError(f"{here}.goals.{side}: there are no figures in {quantity!r}")
                 for who, value in _named(bounds, f"{here}.goals.{side}.{quantity}"):
                     _number(value, f"{here}.goals.{side}.{quantity}.{who}")
-        _said(row.get("notes", {}), f"{here}.notes")
+        _checked(row.get("notes", {}), f"{here}.notes")
 
 
 def _ratio(pair: str, ratio: Any, where: str) -> None:
@@ -131,7 +131,7 @@ def _number(x: Any, where: str) -> None:
         raise ParameterError(f"{where}: {x!r} is no number")
 
 
-def _said(given: Any, where: str, kinds: Any = str | Real) -> None:
+def _checked(given: Any, where: str, kinds: Any = str | Real) -> None:
     for name, value in _named(given, where):
         each = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(x, kinds) for x in each):

@@ -303,7 +303,7 @@ class TorchCache(nn.Module):
         self._host = self.lengths.tolist()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def kept(x: Tensor) -> Tensor:  # 8 bits and their scales, lengths, pages keep their dtypes, all their strides
+        def kept(x: Tensor) -> Tensor:  # only Floats of a cache without scales change dtype; all stay contiguous
             moved = fn(x)
             if x.is_floating_point() and self.k_scale is None:
                 return moved.to(stored_dtype(moved.dtype, PLAIN)).contiguous()

@@ -41,7 +41,7 @@ class CellCounts:
 def from_runs(
     row_ptr: ArrayLike, start: ArrayLike, stop: ArrayLike, kind: ArrayLike, k_tiles: int, cells: int = CELLS
 ) -> CellCounts:
-    """Count tiles per cell in runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, `[start, stop)` of a kind."""
+    """Tiles per cell, from runs in CSR form: row r has the runs row_ptr[r]..row_ptr[r + 1], each [start, stop)."""
     row_ptr, start, stop, kind = (np.asarray(x, np.int64) for x in (row_ptr, start, stop, kind))
     q_tiles = len(row_ptr) - 1
     steps = _steps((q_tiles, k_tiles), cells)

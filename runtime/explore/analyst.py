@@ -155,7 +155,7 @@ class Worker:
 
 
 def bounded(memory: int) -> None:
-    """So many bytes more may this process take, if Linux counts them: `MemoryError` is an answer, swapping is none."""
+    """Limit this process to `memory` more bytes, on Linux: a `MemoryError` is an answer, and swapping is none."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # another system

@@ -109,7 +109,7 @@ def _distinct(found: VisibleRuns, slices: int) -> VisibleRuns:
 
 
 def distinct(things: Iterable[T], arrays: Callable[[T], Iterable[Array | None]]) -> tuple[list[T], NDArray[np.int64]]:
-    """The things whose arrays differ, in order, and for every thing which of them it is."""
+    """(The things with different arrays, in order; for every thing, the index of its equal among them.)"""
     seen: dict[bytes, tuple[int, T]] = {}
     names = ((t, b"".join(x.tobytes() for x in arrays(t) if x is not None)) for t in things)
     place = [seen.setdefault(name, (len(seen), t))[0] for t, name in names]

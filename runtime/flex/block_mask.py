@@ -223,7 +223,7 @@ class BlockMask(theirs.BlockMask):
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:
-        """The results remembered of the tensors, unless one has changed. Lists that were written to are the user's."""
+        """Remembered results, cleared if a tensor has changed. Lists that the user wrote to are kept as given."""
         lists = self._made.get("lists")
         if lists is not None and (own := _versions(lists)) != self._made.setdefault("written", own):
             self._hold(lists)
@@ -276,7 +276,7 @@ class BlockMask(theirs.BlockMask):
 
     def lay_out(self) -> BlockMask:
         """Make the lists and `mask_mod` before a graph of torch reads them, and return the mask. Only needed where
-        torch's compiled functions get new masks at every step: else they are traced again while the graph is made.
+        torch's compiled functions get new masks at every step: there, masks would be traced while a graph is made.
         """
         if torch.compiler.is_dynamo_compiling():
             self._tensors()
@@ -433,7 +433,7 @@ class BlockMask(theirs.BlockMask):
         return mask_in_graph.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The first queries and keys; of a mask without lists, any number. Lists are those of the new lengths."""
+        """The mask of the first queries and keys, or of longer lengths if it has no lists of the user's."""
         lengths = pair((new_q_len, new_kv_len), "lengths", 0)
         return mask_in_graph.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
 

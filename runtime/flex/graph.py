@@ -127,7 +127,7 @@ def _fixed(x: Any) -> Any:
 
 def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> LiveMask:
     """The mask or score that a graph computes, over `values`: the tensors and integers that are the last of its inputs.
-    Sizes of tensors that are open in the graph at hand stay so, if nothing but the ends of lookups hangs on them."""
+    Open sizes of tensors stay open if only the ends of lookups depend on them."""
     found = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
     if any(not isinstance(n, int) for x in values if isinstance(x, Tensor) for n in x.shape):
         longer = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint + 1)

@@ -32,7 +32,7 @@ NAME = "CUSTOM"  # the one place that vLLM keeps for backends from outside
 
 
 def register() -> None:
-    """Tell vLLM that its backend `CUSTOM` is this one, unless another plug-in is. vLLM calls this in each process."""
+    """Make this vLLM's backend `CUSTOM`, unless another plug-in has that name. vLLM calls this in each process."""
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]
         AttentionBackendEnum,
         register_backend,

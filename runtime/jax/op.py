@@ -147,7 +147,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
 
 
 def alike(*groups: Arrays) -> tuple[Arrays, ...]:
-    """Arrays under `jax.shard_map`, each as different between devices as any is, as loops carry them."""
+    """Arrays under `jax.shard_map`, all varying over the same mesh axes, as the carry of a loop must be."""
     axes = {a for arrays in groups for x in arrays.values() for a in varying_axes(x)}
 
     def alike(x: Any) -> Any:

@@ -43,7 +43,7 @@ class Facts:
 
     @property
     def exact(self) -> bool:
-        """Every tile has its true kind; False where for want of budget full or empty tiles count as partial."""
+        """Whether every tile has its true kind. Past the budget, full or empty tiles may count as partial."""
         return self.layout.exact
 
     @property

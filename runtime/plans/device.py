@@ -301,7 +301,7 @@ def device_plan(
 
 
 def _more(x: Any) -> int:
-    """A bound of a table's Ints, where the host sees larger ones than kernels take unknown ones to be; 0 elsewhere."""
+    """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
     x = x.resolve_neg() if seen and hasattr(x, "resolve_neg") else x
     most = max(abs(int(end(np.asarray(x)))) for end in (np.min, np.max)) if seen else 0

@@ -79,7 +79,7 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
 
 
 def _asked(framework: str, where: str, otherwise: bool) -> bool:
-    """Whether FRISKET_BACKEND names a backend that plans there, on the host or on the device."""
+    """Whether the backend of FRISKET_BACKEND plans `where`, on the "host" or "device"; `otherwise` without a name."""
     name = Settings.read().backend
     return otherwise if name is None else named(name, framework).plans == where
 

@@ -239,7 +239,7 @@ def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
-    """The key of the `Ready` of a call, None of one prepared each time, and the entries of its tables."""
+    """(key of a call's `Ready`, or None where every call is prepared again; the entries of its tables)."""
     if settings.check or att.ambiguous:
         return None, []
     tables: list[Any] = []

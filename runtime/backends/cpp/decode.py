@@ -48,7 +48,7 @@ class DecodeCall:
         stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
         readers = (e for e in att.program.exprs if e is not None)
         self.short = any(short_tables(e, plan.values, stops) for e in readers)
-        if self.short:  # whether visible positions read past an end hangs on lengths: every call asks
+        if self.short:  # only the lengths of a call say whether visible positions read past the end
             return
         call = att.call(Request(q, k, v, plan, params=live))
         self.options, self.ready = att.options, prepare(call, att.options)

@@ -344,8 +344,8 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 def target_name(
     kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, moved: bool = False
 ) -> tuple[str, tuple[float, ...]]:
-    """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype, that of k and v, and the literals
-    behind the plan's slots; built and registered at first sight. `moved`: it reads rows by tables."""
+    """(name of a kernel's custom call, literals that follow the plan's slots), built and registered at the first use.
+    `kind` is "forward" or "backward", `dtypes` are those of q and of k and v, `moved`: rows are read by tables."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule

@@ -158,7 +158,7 @@ def _at(x: Tensor | None) -> int:
 
 
 def _array(x: Tensor, copies: list[Tensor]) -> tuple[int, int, int, int]:
-    """Address and strides; of a copy, kept in `copies`, where entries of a row are apart or a view notes signs."""
+    """Address and strides; of a copy, kept in `copies`, where a row is not contiguous or a view is negated."""
     batch, head, row, inner = x.stride()
     if inner != 1 or x.is_neg():
         x = x.contiguous().resolve_neg()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import jax
 
 Array = Any  # a jax.Array, traced or not
-# Queries of a call that takes these kernels in the place of Mosaic GPU's, the keys of its window, of half a tile more,
-# and the keys of other masks of positions.
+# These kernels replace Mosaic GPU's from SHORTEST queries on, where a query sees at most WINDOW keys (a window of 1024
+# and half a tile) or there are at most KEYS keys.
 SHORTEST, WINDOW, KEYS = 1024, 1088, 8192
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
