@@ -183,5 +183,5 @@ def wording(e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
     elif e.op == "lookup":
         parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
     scalars, tables = free_names(e)
-    known = {*scalars, *tables}  # their values are at hand: no declarations
+    known = {*scalars, *tables}  # their values are known: no declarations
     return show(e, known), list({show(a, known): a for a in parts}.items())

@@ -1,5 +1,5 @@
-"""Cuts tiles where `// n` and `% n` start anew: inside a piece rows, columns and frames of an image are plain numbers,
-so ranges are exact where over the whole tile they are everything."""
+"""Cuts tiles at periods of `// n` and `% n`: inside a piece, rows, columns and frames of an image are plain numbers,
+so ranges are exact that over the whole tile would be unbounded."""
 
 from __future__ import annotations
 

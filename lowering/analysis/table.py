@@ -67,7 +67,7 @@ class Table:
 
     @cached_property
     def has_runs(self) -> bool:
-        """Whether equal entries stand together along the last axis."""
+        """Whether equal entries are adjacent along the last axis."""
         row, value = self.starts // self.array.shape[-1], self.array.reshape(-1)[self.starts]
         order = np.lexsort((value, row))
         row, value = row[order], value[order]

@@ -141,7 +141,7 @@ class Scope:
         return {"range_min": ranging("min"), "range_max": ranging("max"), **found, **facts}
 
     def _has_runs(self, name: Any) -> bool:
-        """Whether equal entries of a table stand together, among entries where a condition on the query holds."""
+        """Whether equal entries of a table are adjacent, among entries where a condition on the query holds."""
         if isinstance(name, str):
             return self.tables[name].has_runs
         table, asked = self.tables[name[0]], name[1]

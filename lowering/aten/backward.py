@@ -1,4 +1,4 @@
-"""Gradients of a LoopPlan on torch's library calls: five GEMMs per block, scores computed anew.
+"""Gradients of a LoopPlan on torch's library calls: five GEMMs per block, scores computed again.
 
 A GEMM of another shape has other last bits, and at large scores lse rounds away what they differ by: the weights of a
 row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas
@@ -26,7 +26,7 @@ from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
-WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then at hand
+WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then known
 LARGE = 16.0  # |lse| from which on longer rows are worth a product more for their sums
 PARTS = 8  # arrays of sums at most
 

@@ -265,7 +265,7 @@ def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
 
 
 def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
-    """The nodes below `root`, arguments first, without the nodes below the given ones."""
+    """The nodes below `root`, arguments first, without those below nodes in `given`."""
     order: dict[Expr, None] = {}
     stack = [(root, False)]
     while stack:

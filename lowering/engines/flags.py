@@ -247,7 +247,7 @@ def _torn(e: Expr, entry: int) -> str:
 
 
 def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
-    """The keys `[first, stop)` with a query's value; None where equal values do not stand together."""
+    """The keys `[first, stop)` with a query's value; None where equal values are not adjacent."""
     starts = np.flatnonzero(np.append(True, theirs[1:] != theirs[:-1]))
     values, order = np.unique(theirs[starts], return_index=True)
     if len(values) != len(starts):

@@ -2,7 +2,7 @@
 
 A row of a table is a template: `"add": "{} + {}"`, `"neg": "-{}"`, `"tanh": "tanh({})"`; the operator in it gives
 the precedence, so parentheses appear only where they are needed. Interned nodes make common sub-expressions free
-to find: what is used twice, what is long, and what can be worked out earlier than its user gets a name.
+to find: what is used twice, what is long, and what can be computed earlier than its user gets a name.
 """
 
 from __future__ import annotations

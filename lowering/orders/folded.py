@@ -1,5 +1,5 @@
-"""Expressions read at positions that stand in an array: what hangs on one position alone becomes a table, and tables
-that are read by a query and a key are put in the order of the positions.
+"""Expressions read at positions that stand in an array: parts that depend on one position become tables, and
+tables that are read by a query and a key are put in the order of the positions.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> import numpy as np
@@ -33,8 +33,8 @@ def folded(
     e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array],
     taken: Collection[str] = (),
 ) -> tuple[Expr, dict[str, Array]]:  # fmt: skip
-    """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that hangs on one
-    of them is a table: `doc[q]` is read in one step and not by way of the position, and its order is there to be seen.
+    """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that depends on
+    one of them becomes a table: `doc[q]` is read in one step, not through the position, and its order can be seen.
     A table of several axes, such as `t[q // 16, k // 16]`, has the values of each axis in the order they are read. The
     rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H; `taken`
     are names that a table may not have, besides those of `scalars` and `tables`."""
@@ -73,7 +73,7 @@ def folded(
 
     known: dict[Expr, Expr] = {}
     free: dict[Expr, frozenset[int]] = {}  # the variables of reductions that a node reads and does not bind
-    whole: dict[Expr, str | None] = {}  # the coordinate that all of a node hangs on
+    whole: dict[Expr, str | None] = {}  # the only coordinate that a node depends on
     for node in walk(e):
         below = frozenset[int]().union(*(free[a] for a in node.args))
         free[node] = (
@@ -91,7 +91,7 @@ def folded(
 
 
 def _coordinate(node: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any]) -> str | None:
-    """The one of q and k that an Int, or a Bool, hangs on, and nothing else without a value."""
+    """The coordinate, q or k, that an Int or Bool depends on, if nothing else in it lacks a value."""
     names = uses(node) - scalars.keys()
     return next(iter(names)) if node.type is not FLOAT and len(names) == 1 and names <= places.keys() else None
 

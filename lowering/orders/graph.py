@@ -71,7 +71,7 @@ def by_graph(
 def _indices(
     node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str, Array], length: int
 ) -> Array | None:  # fmt: skip
-    """One number for the indices of a lookup that hang on a coordinate, at each of its positions; None without any."""
+    """One number for a lookup's indices that depend on a coordinate, at each of its positions; None without any."""
     found = None
     for a, size in zip(node.args, table_array(tables, node.name).shape, strict=False):
         if uses(a) - env.keys() == {name} and all(n.op != "bound" for n in walk(a)):

@@ -1,7 +1,7 @@
 """Bounds on k that vary with q: `k >= A(q)` and `k <= B(q)`, the curves of a mask.
 
 `q // n >= k // n` is `k <= q // n * n + n - 1`. `doc[q] == doc[k]` is `first(q) <= k <= last(q)`, the run of equal
-entries that holds q, where the equal entries of the table stand together.
+entries that holds q, where the equal entries of the table are adjacent.
 
 Where curves never decrease, the queries of a row of tiles may together see one interval of keys, as they do under
 bounds on q - k. They do if, for one offset o, all lower bounds are at most `q + o` and all upper bounds at least
@@ -151,9 +151,9 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
 
 
 def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
-    """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries stand together, in any order of values. Where the
-    mask also asks something of the query alone, such as `image[q] > 0`, `asked` is that condition: entries of queries
-    that do not meet it may stand anywhere."""
+    """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries are adjacent, in any order of values. Where the
+    mask also has a condition on the query alone, such as `image[q] > 0`, `asked` is that condition: entries of queries
+    that do not meet it may be anywhere."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))

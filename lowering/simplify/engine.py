@@ -15,7 +15,7 @@ from .rules_order import LONGEST
 
 _FAMILIES = rules_order, rules_arithmetic, rules_division, rules_compare, rules_boolean, rules_select, rules_whole
 RULES: tuple[Rule, ...] = tuple(r for family in _FAMILIES for r in family.RULES)
-_STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
+_STEPS = 100_000  # two rules that undo each other would never end; no ordinary text comes near
 _WORK = 1 << 20  # pairs of operands that rules may compare, some seconds; past it a node stays as it is
 
 

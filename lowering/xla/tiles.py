@@ -35,7 +35,7 @@ class Static:
     once: bool  # row i has chunk i and no other
     int64: bool
     float64: bool
-    block_k: int | None = None  # of traced spans: chunks are worked out from records in tiles of so many keys
+    block_k: int | None = None  # of traced spans: records count in tiles of so many keys
     wanted: frozenset[str] = frozenset()  # gradients to make
     low: bool = False  # whether a backward will want what rounding took from lse
 
@@ -172,7 +172,7 @@ class XlaTiles:
         return TileRow(b, h, h // self.group, start, env, self._per_batch(k0, b))
 
     def _per_batch(self, x: Array, b: Array) -> Array:
-        """The entries of the batches at hand, where there is one per batch."""
+        """The entries of the current batches, where there is one per batch."""
         from jax import lax
 
         batches = self.static.batches

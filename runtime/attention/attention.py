@@ -75,11 +75,11 @@ class Attention:
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], CallPlan] = OrderedDict()
-        self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
-        self.by_tables: tuple[Any, ...] = ()  # and by the tables of the host that they bring
-        self.repeats: dict[Any, Any] = {}  # what calls of q, k and v alone need, by their kind
+        self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
+        self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
+        self.repeats: dict[Any, Any] = {}  # shapes and dtypes of q, k and v -> what repeats a call of these three alone
         self.shards: dict[Any, Any] = {}  # what calls over several ranks have agreed on and need
-        self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`
+        self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, and `jagged`
         learned = {n: x for n, x in program.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in program.learnable}
         self.traced = {n: x for n, x in program.captured.items() if traced(x)}  # by JAX, of functions
@@ -113,7 +113,7 @@ class Attention:
 
     # -- running ----------------------------------------------------------------------------------
 
-    # what comes back, for type checkers: `given` are the other keywords of the method below
+    # return types, for type checkers: `given` are the other keywords of the method below
     @overload
     def __call__(self, q: Array, k: Any, v: Any, *, return_max: bool, **given: Any) -> Any: ...
     @overload
@@ -285,7 +285,7 @@ class Attention:
     def _kept_plan(
         self, g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
-        """A plan; what does not hang on the tables of this step is kept."""
+        """A plan; its part that does not depend on the tables of this step is remembered."""
         key = None if Settings.read().check else _known(g, host, given, how)
         plan = None if key is None else self._plans.get(key)
         if plan is None:

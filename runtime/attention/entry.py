@@ -83,7 +83,7 @@ def compile(
 _compiled = Memo("runtime.attention.entry.attention_for", 128)
 
 
-# What comes back, for type checkers: `given` are the other arguments of the function below.
+# Return types, for type checkers: `given` are the other arguments of the function below.
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
@@ -143,17 +143,17 @@ def attention(
 
 
 def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:
-    """The attention of a mask and a score mod, without the values of `params`: their types matter alone."""
+    """The attention of a mask and a score mod, without the values of `params`: only their types matter."""
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
         if (found := _compiled.get(text)) is not None:
             return found  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
-    if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the graph at hand
+    if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the current graph
         return Attention(program, options)
-    learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: values come and go
-    rest = program.without(learned.keys() & program.learnable)  # a mask has the values of when it was made
+    learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: their values change
+    rest = program.without(learned.keys() & program.learnable)  # a mask keeps the values it was made with
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
     kept: Attention | None = _compiled.get(key)
     return kept or _compiled.put(key, Attention(program, options), learned)
@@ -165,7 +165,7 @@ def _kind(x: Any) -> tuple[Any, ...]:
 
 
 def stand_in(x: Any) -> Any:
-    """A value of the same type, which nobody will look at."""
+    """A value of the same type; its numbers are never read."""
     if not hasattr(x, "ndim"):
         return x
     dtype = str(x.dtype).removeprefix("torch.")

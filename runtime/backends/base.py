@@ -105,7 +105,7 @@ class Backend:
     instead: str = ""  # the backend in whose place it runs, unless one is named, where `pays` says that it is faster
     pays: Lazy | None = None  # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow)
     missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
-    unfit: Callable[[], str] = lambda: ""  # why the device at hand is not what the kernels are written for
+    unfit: Callable[[], str] = lambda: ""  # why this device is not one that the kernels are written for
     # its kernels
     language: str = ""  # they are written in
     highlight: str = "python"  # the language by which the source is coloured
@@ -130,7 +130,7 @@ class Backend:
 
     @property
     def accelerated(self) -> bool:
-        """Whether its kernels are for GPUs or TPUs: they take spans of any tile size, and are told the platform."""
+        """Whether its kernels are for GPUs or TPUs: they take spans of any tile size, and receive the platform."""
         return any(p != "cpu" for p in self.platforms)
 
     @property

@@ -58,7 +58,7 @@ def _short(contest: Contest, who: str) -> None:
 
 
 def _ours(contest: Contest) -> Call:
-    """A new layout at every call, of a mask that is written anew."""
+    """A new layout at every call, of a new mask."""
     s, m = contest.sizes, _mask(contest)
 
     def run() -> Callable[[], Array]:

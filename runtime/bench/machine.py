@@ -1,4 +1,4 @@
-"""Parts that every measurement shares: the machine's name, clocks, and calls timed turn about."""
+"""Parts that every measurement shares: the machine's name, clocks, and calls timed in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A race: everybody computes the same, is compared before a clock runs, and is timed turn about."""
+"""A race: all contestants compute the same, are compared first, and are then timed in turns."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BIASES = 1 << 31  # bytes of a bias for every pair
 
 def stage(device: str, lengths: bool = False) -> Stage:
     """`device` is "cpu" or "cuda". `lengths`: the same contestants meet several lengths, so that flex_attention is
-    compiled as torch does where it is not told otherwise; else for the shapes at hand alone, which is faster."""
+    compiled with torch's defaults; else for these shapes alone, which is faster."""
     import torch
 
     tiers = [b.name for b in ranked("torch", device)] + ([library("torch")] if device == "cpu" else [])

@@ -87,7 +87,7 @@ class ShardedKVCache(JaxCache):
 
         made = jax.eval_shape(put)
         made = replace(made, **{n: NamedSharding(mesh, s) for n, s in made._specs.items() if s is not None})
-        found: Self = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
+        found: Self = jax.jit(put, out_shardings=made)()  # made where it stays: no device holds all of it
         return found
 
     capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")

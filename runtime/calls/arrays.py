@@ -63,7 +63,7 @@ def in_graph(x: Any, *others: Any) -> bool:
 
 
 def by_dynamo() -> bool:
-    """Whether Dynamo reads the code at hand, for torch.compile or a strict torch.export."""
+    """Whether Dynamo reads the calling code, for torch.compile or a strict torch.export."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 

@@ -32,9 +32,9 @@ class Options:
     sinks: Any = field(default=None, compare=False)
     tuning: Tuning = AS_CHOSEN
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
-    # kernels of vendors run where they provably compute the call: those that have run on the platform, none, or names
+    # vendors' kernels that may run where they provably compute the call; True: those compared in full
     engines: bool | tuple[str, ...] = True
-    rows: Rows | None = field(default=None, repr=False)  # ours: where arrays hold what is in another order
+    rows: Rows | None = field(default=None, repr=False)  # internal: the places of rows in arrays of another order
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""

@@ -77,7 +77,7 @@ def add_bench(p: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace, console: Console) -> CommandResult:
-    """Everybody computes the same; who agrees is timed turn about. Status 1 where a result of ours is wrong."""
+    """Time contestants whose results agree, in turns. Status 1 where a result of frisket's is wrong."""
     for name in UNREAD.get(args.suite, ()):
         if getattr(args, name):
             raise ParameterError(f"--suite {args.suite} does not read --{name.replace('_', '-')}; leave it out")

@@ -3,7 +3,7 @@
     layout.to_html("mask.html")      # zoom, pan, and ask any position why
 
 The page carries the runs of tiles, the mask as a program for the evaluator in mask.js, and its tables: nothing is
-loaded, and single tokens are worked out in the browser as they come into view.
+loaded, and single tokens are computed in the browser as they come into view.
 """
 
 from __future__ import annotations

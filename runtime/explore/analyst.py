@@ -29,7 +29,7 @@ Array = NDArray[Any]
 LIMIT = 8.0  # seconds for one answer
 START = 60.0  # and for a process to begin
 MEMORY = 4 << 30  # bytes for it
-LOOK = 0.02  # between looks at whether somebody has asked anew
+LOOK = 0.02  # seconds between looks for a newer question
 PAGES = 64  # pages whose newest question is remembered
 ABANDONED = {"abandoned": True}
 

@@ -68,7 +68,7 @@ Kind = tuple[int, ...]  # tiles of these kinds
 
 
 def _slices(layout: Tiling) -> Array:
-    """[B, H] of the batch entries and heads that are told apart: 1 where the mask does not ask."""
+    """[B, H] of the slices; B or H is 1 where all batch entries or heads have equal tiles."""
     slice_of = scene(layout)[2]
     nb = 1 if (slice_of == slice_of[:1]).all() else layout.batch
     nh = 1 if (slice_of == slice_of[:, :1]).all() else layout.heads

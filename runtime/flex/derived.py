@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def part(mask: BlockMask, index: Any) -> BlockMask:
-    """`mask[index]`. Lists of the user's are picked from, as torch does; others are laid out anew."""
+    """`mask[index]`. Rows of the user's lists are selected, as in torch; other masks are laid out again."""
     mask._now()  # whether its lists were written to
     _check_order(mask, "indexed")
     given, (q_len, kv_len) = mask._given, mask._lengths

@@ -36,7 +36,7 @@ class UnknownState(Exception):  # noqa: N818 (never leaves this file)
 
 def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
     """(state, tensors). Functions of equal states trace to one expression, as far as the trace looked at no tensor's
-    values. None where something is reached that may change unseen, so that every trace has to be made anew."""
+    values. None where something is reached that may change unseen, so that every use needs another trace."""
     reader = _StateReader()
     try:
         return reader.value(fn, UNNAMED), reader.tensors
@@ -45,7 +45,7 @@ def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
 
 
 class _StateReader:
-    """`names` are those that the code at hand reads: of an object it can see these attributes alone."""
+    """`names` are those that the function's code reads: it can see these attributes of an object alone."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -89,7 +89,7 @@ class BlockMaskOp(HigherOrderOperator):
 
 
 def tiles(mask: BlockMask) -> Tensor:
-    """uint8 [B, H, rows, columns] of the tiles of a mask that the graph at hand made: 0 empty, 1 partial, 2 full."""
+    """uint8 [B, H, rows, columns] of the tiles of a mask made in the current graph: 0 empty, 1 partial, 2 full."""
     like = torch.empty(0, device=mask._device)
     heads = (1, 1, *mask._batch)[-2:]
     said = {"text": mask._text, "sizes": (*mask._lengths, *heads), "block": mask._block}

@@ -49,7 +49,7 @@ class KernelOptionError(ParameterError, RuntimeError, AssertionError):
 
 @dataclass(frozen=True)
 class Asked:
-    """The requests in kernel_options. `promises` are claims about the call that are to be proved."""
+    """The requests in kernel_options. `promises` are claims about the call that need a proof."""
 
     tuning: Tuning = AS_CHOSEN
     backend: str | None = None

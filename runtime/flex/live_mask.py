@@ -1,6 +1,6 @@
 """A mask over tensors that are the user's own: read when they are needed, as they are then.
 
-torch calls a mask_mod anew whenever it wants to know; its tensors may change in place between two calls. A LiveMask
+torch calls a mask_mod again at every use; its tensors may change in place between two calls. A LiveMask
 keeps the expression and the tensors themselves, copies nothing, and says when one of them has changed.
 """
 

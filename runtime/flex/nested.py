@@ -65,7 +65,7 @@ def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
 
 
 def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
-    """A score mod that is told positions inside the sequence, and its tables. Kept with the score mod."""
+    """A score mod that gets positions inside the sequence, and its tables; remembered with the score mod."""
     made: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
     key = ragged.pattern, ragged.sequences
     if key not in made:
@@ -77,7 +77,7 @@ def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
 
 
 def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:
-    """A score mod in a graph that is told positions inside the sequence."""
+    """A score mod in a graph that gets positions inside the sequence."""
     names = names_in(mod, ragged)
     return mod.at(names.places(True), values_of(names, ragged))
 

@@ -110,6 +110,6 @@ def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tens
 
 
 def _shape(name: str, x: Tensor, e: ir.Expr) -> Any:
-    """A table of this shape, for what only its shape decides; itself where positions hang on it."""
+    """A table of zeros of this shape where only the shape matters; the table itself where an index reads it."""
     inside = {n.name for one in ir.walk(e) if one.op == "lookup" for a in one.args for n in ir.walk(a)}
     return x.detach() if name in inside else np.broadcast_to(np.zeros((), np.float32), tuple(x.shape))

@@ -147,7 +147,7 @@ class AttentionFn:
         return options, jax.random.randint(key, (), 0, 2**31 - 1) if rate else None
 
     def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
-        """Names without a value are told in the words of a layer."""
+        """Raise for names without a value, in the words of a layer."""
         for made in (text, mod):
             for n in () if made is None else made.unbound:
                 if n in (MASK, BIAS, STEP):

@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 
 def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
-    """A function worked out once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
+    """A function computed once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
     kept = memo(256)(function)
 
     def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:

@@ -1,4 +1,4 @@
-"""The CPU at hand, and the machines a kernel can be built for."""
+"""The CPU of this machine, and the machines a kernel can be built for."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def of_torch() -> Threads:
 
 
 def own(count: int | None = None) -> Threads:
-    """Threads of a pool of ours: `count`, otherwise OMP_NUM_THREADS, otherwise a thread for each CPU at hand."""
+    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU of the process."""
     count = count or setting()
     return Threads(count, _address(_library().frisket_own)) if count > 1 else Threads(1)
 

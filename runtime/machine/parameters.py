@@ -47,7 +47,7 @@ def learns(value: Any) -> bool:
 
 
 def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Values, but what is learned itself: it is read anew at every call."""
+    """`values`, but learned ones as in `params`: they are read again at every call."""
     return {n: params[n] if n in params and learns(params[n]) else x for n, x in values.items()}
 
 

@@ -28,7 +28,7 @@ from .problem import OpCall
 class RingAttention(FrisketAttention):
     """Attention of sequences split over the devices of a mesh axis, `metadata.sequence_axis_name`.
 
-    Tokens are dealt to devices for the mask at hand (`fk.parallel.deal`), and keys and values travel as far as some
+    `fk.parallel.deal` distributes tokens over devices by the mask, and keys and values travel as far as some
     query sees them: round the ring, or, with `scan_ring_attention=False`, to all at once. Batch entries and heads are
     split as the metadata's shardings say. Without a mesh, or where it has not that axis, the ring is of one device.
     """
@@ -108,7 +108,7 @@ class _Dealt(FrisketAttention):
 
 
 def _known(found: OpCall) -> tuple[Mask, dict[str, Any]]:
-    """The clauses of a mask whose values are at hand, which show all that the mask shows, and those values."""
+    """(the clauses of a mask whose values are known, which show all that the mask shows; those values)."""
     if found.mask is None:
         return Mask(ir.TRUE), {}
     values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in found.params.items() if not traced(x)}

@@ -1,4 +1,4 @@
-"""Deal: which tokens every rank holds, and what the ranks need of one another, for the mask at hand.
+"""Deal: which tokens every rank holds, and what the ranks need of one another, under one mask.
 
 >>> import frisket as fk
 >>> d = fk.parallel.deal("causal", 1024, ranks=4)

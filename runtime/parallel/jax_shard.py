@@ -37,7 +37,7 @@ def size(axes: Axes) -> int:
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A call on one device of the axis, whose keys are dealt as the queries are or, `whole`, in the order of the
-    sequence. `given` are the tables and numbers of the caller that gradients or traces may hang on; those in `split`
+    sequence. `given` are the tables and numbers of the caller that gradients or traces may depend on; those in `split`
     are in parts. `lengths` are this device's batch entries and heads."""
 
     att: Attention  # the caller's, with what is known on the host

@@ -198,7 +198,7 @@ class FlatPlan:
             self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if turned else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
-                return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the trace at hand
+                return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the current trace
             self._made[block, turned] = made
         bounds, count, overflow, order = self._made[block, turned]
         return DeviceSpans(bounds, count, overflow, laid.slice_of, order)

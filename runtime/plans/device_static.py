@@ -1,4 +1,4 @@
-"""The part of a device plan that lengths and shapes decide: worked out once, whatever the tables hold."""
+"""The part of a device plan that lengths and shapes decide, computed once for any contents of the tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a device plan: everything but values, worked out once."""
+    """The key of a device plan: everything but values, computed once."""
 
     program: CallProgram  # with the host's values
     given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others

@@ -47,7 +47,7 @@ def called(
 
 
 class Prepared:
-    """A planner and what it reads: called with the addresses of other tables, of the same shapes, it plans anew.
+    """A planner and what it reads: called with the addresses of other tables, of the same shapes, it plans again.
 
     `bounds` int32 [slices, rows, R, 4] and `count` int32 [slices, rows] hold what it wrote last."""
 

@@ -1,4 +1,4 @@
-"""The mesh at hand."""
+"""The current mesh."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention inside torch.func: grad, vjp and their like, and vmap.
 
-An axis that vmap adds is no batch axis: `b` of a mask stays what it was. Where nothing hangs on `b`, the entries of the
+An axis that vmap adds is no batch axis: `b` of a mask keeps its meaning. Where nothing reads `b`, the entries of the
 mapped axis are run as one batch all the same, otherwise one by one. Imports torch.
 """
 

@@ -2,7 +2,7 @@
 
 The text is made of hand-written parts (vectors.hpp, gemm.hpp, forward.hpp and others) and, between them, what the
 plan says: its sizes, and the mask and the score mod as functions over a vector of keys. What depends on the batch
-entry and the head is worked out once (`Fixed`), what depends on the query once per row (`Row`), what depends on the
+entry and the head is computed once (`Fixed`), what depends on the query once per row (`Row`), what depends on the
 key once per vector of keys (`Column`).
 """
 

@@ -48,7 +48,7 @@ OF_USE = {  # lines of the module's head that not every kernel needs, and the te
     'seen_as = columns_of.reinterpret if hasattr(columns_of, "reinterpret") else columns_of._reinterpret': "seen_as(",
     'group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier': "group_barrier()",
 }
-# 2**x for -0.5 <= x <= 0.5: the polynomial of this degree with the least relative error, 1.5e-7, once 2**0 is to be 1.
+# 2**x for -0.5 <= x <= 0.5: the polynomial of this degree with the least relative error, 1.5e-7, given that 2**0 is 1.
 EXP2 = (1.0, 0.6931469, 0.24022119, 0.05550713, 0.009675541, 0.0013276471)
 *REST, LAST = EXP2
 FUNCTIONS = {  # that not every kernel needs
@@ -146,7 +146,7 @@ class GluonForward(RowKernel):
 
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
-        self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them anew
+        self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them again
         rate = self.plan.rate
         results = [("Top", self.top), ("Low", self.low), ("Sinks", self.sinks)]
         return {

@@ -1,8 +1,8 @@
 """Writes the backward kernels for Hopper (Pallas, Mosaic GPU) of a LoopPlan, by the formulas of `lowering.derive`.
 
 `attention_dq` owns a tile of queries and walks tiles of keys, `attention_dkv` owns a tile of keys of one key head and
-walks tiles of queries. Both read records, so that they load and multiply visible tiles only, and both work the scores
-out anew: seven products where five would do, but nothing is added to by two programs, and results repeat bit for bit.
+walks tiles of queries. Both read records, so that they load and multiply visible tiles only, and both compute the
+scores again: seven products instead of five, but no two programs add to one sum, and results repeat bit for bit.
 
 A program has two warpgroups that compute, each for half of its own tile, and one that reads tiles of the other axis
 ahead. Sums stay in registers: dk and dv of 64 keys take (dim + v_dim) / 2 of a thread's, and beyond 256 dims together

@@ -1,8 +1,8 @@
 """Writes the Pallas kernels of the backward for TPU (Mosaic) of a LoopPlan, by the formulas of `lowering.derive`.
 
 `attention_dq` owns rows of query tiles and walks tiles of keys; `attention_dkv` owns rows of key tiles of a key head
-and walks tiles of queries, head after head of the group. Both work the scores out anew: seven products where five would
-do, but no entry is added to by two rows, and results repeat bit for bit.
+and walks tiles of queries, head after head of the group. Both compute the scores again: seven products instead of
+five, but no two rows add to one entry, and results repeat bit for bit.
 
 Sums of captured gradients (`derive.Gradient`) come along: "head" and "row" as sums over keys, "diagonal" as sums along
 k - q, both from `attention_dq`; "column" as sums over queries from `attention_dkv`. A gradient by position, "scatter",

@@ -1,9 +1,9 @@
 """Inputs of the expressions of a Pallas TPU kernel besides coordinates, and their way to the kernel.
 
-- An expression with a lookup that depends on `b h q` or on `b h k` alone (`doc[q]`, `table[doc[k]]`) is worked out
+- An expression with a lookup that depends on `b h q` or on `b h k` alone (`doc[q]`, `table[doc[k]]`) is computed
   before the kernel, one value per query or key, and comes in as a block.
 - One that depends on `b h` alone (`slope[h]`) comes in as a scalar per batch and head.
-- One that depends on `b h` and `q - k` (`bias[h, bucket(k - q)]`, of a table of any size) is worked out before, one
+- One that depends on `b h` and `q - k` (`bias[h, bucket(k - q)]`, of a table of any size) is computed before, one
   value per distance, and comes in as windows of BLOCK_Q + BLOCK_K distances, which the kernel skews into tiles.
 - A lookup whose indices are `q` and `k` up to a shift (`bias[h, q, k]`) comes in as blocks of tile size.
 - Any other lookup of `q` and `k` together (`sees[kind[q], kind[k]]`) picks from a table of at most `SMALL` entries in
@@ -182,7 +182,7 @@ def check_tables(plan: LoopPlan, inputs: TableInputs, shapes: Mapping[str, tuple
 def written(
     root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
 ) -> tuple[list[str], str]:
-    """The (assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for values at hand."""
+    """The (assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for known values."""
     at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
     shown = {at_hand[e]: shown for e, shown in names.items()}
 

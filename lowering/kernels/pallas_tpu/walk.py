@@ -6,7 +6,7 @@ pipeline fetches the first tiles of a row while the last of the row before are c
 one step, which visits nothing. `steps`, the longest sequence of any slice, is a number of run time, like all that
 depends on the spans' values: other values of one shape compile nothing.
 
-`TpuWalk` has a word for each step: row, head and tile, and what is to be done there. Where a grid may have more steps
+`TpuWalk` has a word for each step: row, head and tile, and what to do there. Where a grid may have more steps
 than scalar memory has room for, `TpuSearch` has tables that grow with the rows alone, and every step looks its tile up:
 
     step       -> row        anchor[step >> shift] is the row of step >> shift << shift; `first` leads on from there
@@ -41,7 +41,7 @@ ANCHORS = 16 * 1024  # entries of `anchor`, of all slices together
 NONE = np.iinfo(np.int32).max
 LONG = 4096  # entries of `slice_of`, from where on it is looked at whether they repeat
 SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a core has
-VISITS, FULL, STARTS, ENDS = 1, 2, 4, 8  # what is to be done at a step, in the lowest FLAGS bits of its word
+VISITS, FULL, STARTS, ENDS = 1, 2, 4, 8  # what a step does, in the lowest FLAGS bits of its word
 FLAGS = 4
 
 

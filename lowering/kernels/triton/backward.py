@@ -1,9 +1,9 @@
 """Writes the Triton backward kernels of a LoopPlan, by the formulas of `lowering.derive`.
 
-`attention_delta` works out three numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
+`attention_delta` computes three numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
 `attention_dkv` owns a tile of keys of one key head and walks tiles of queries; where registers do not hold the sums of
-both, it has dk alone, and `attention_dv` the rest. All work the scores out anew: seven products, or eight, where five
-would do, but no entry is added to by two programs, and results repeat bit for bit.
+both, it has dk alone, and `attention_dv` the rest. All compute the scores again: seven products, or eight, instead of
+five, but no two programs add to one entry, and results repeat bit for bit.
 """
 
 from __future__ import annotations

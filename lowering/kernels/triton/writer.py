@@ -1,7 +1,7 @@
 """The writer of all Triton kernels of a LoopPlan: expressions, names, lookups, and modules of kernels.
 
-Of an expression, what depends on b, h and the coordinate of the program's own tile is worked out before the loop
-over the other's tiles, what depends on the other coordinate alone once per tile, the rest per position.
+Parts of an expression that depend on b, h and the coordinate of the program's own tile are computed before the loop
+over the other's tiles, parts that depend on the other coordinate alone once per tile, the rest per position.
 """
 
 from __future__ import annotations

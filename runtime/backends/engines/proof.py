@@ -45,7 +45,7 @@ class EngineCall:
 
     @cached_property
     def capability(self) -> tuple[int, int]:
-        """The compute capability of the GPU at hand; (0, 0) without one."""
+        """The compute capability of this machine's GPU; (0, 0) without one."""
         if self.platform != "cuda":
             return 0, 0
         import torch

@@ -99,7 +99,7 @@ def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
 
 
 def reads_by_key(*roots: Expr | None) -> bool:
-    """Whether a table is read with an index that hangs on the key."""
+    """Whether a table is read with an index that depends on the key."""
     found = levels(*(e for e in roots if e is not None))
     return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in found.items())
 

@@ -17,7 +17,7 @@ def interpreted() -> bool:
 
 
 def unfit() -> str:
-    """A reason why the GPU at hand does not fit the kernels; without one it is taken to be."""
+    """A reason why this machine's GPU cannot run the kernels, else ""; also "" without a GPU."""
     strange = next((c for c in capabilities() if c.split(".")[0] != "9"), "")
     return f"it is written for GPUs of compute capability 9, this one has {strange}" if strange else ""
 

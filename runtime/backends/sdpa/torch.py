@@ -54,7 +54,7 @@ def arguments(flags: Flags, call: EngineCall) -> SdpaArguments | str:
 
 
 def _unfit() -> str:
-    """A reason why the GPU at hand does not run torch's FlashAttention."""
+    """A reason why this machine's GPU does not run torch's FlashAttention."""
     import torch
 
     if torch.version.hip:

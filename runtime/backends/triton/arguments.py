@@ -59,7 +59,7 @@ def loaded_kernels(source: str, plan: LoopPlan) -> Made:
 @dataclass(frozen=True, eq=False)
 class Values:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
-    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel hangs on. `spans` refers
+    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans` refers
     to the source of the call's spans, where every call may have another, `moved` holds what it gave."""
 
     given: tuple[Mapping[str, Any], Mapping[str, Tensor]]
@@ -99,7 +99,7 @@ class Bound:
         return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
 
     def describes(self, *tensors: Tensor) -> bool:
-        """Whether tensor descriptors can have the strides of these; worked out once for each."""
+        """Whether tensor descriptors can have the strides of these; asked once for each."""
         steps = tuple([x.stride() for x in tensors])
         found = self._described.get(steps)
         if found is None:
@@ -109,7 +109,7 @@ class Bound:
         return found
 
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
-        """The values that kernels read. Of read-only mappings, which are those of many calls, it is worked out once;
+        """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
         held = self._held
         if held is not None and held.given[0] is slots and held.given[1] is tables:
@@ -147,7 +147,7 @@ class Bound:
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
     """The part that calls of one plan and geometry share, kept by `spans`, or by the plan where it needs none. Plan,
-    geometry and target are told by where they are: it keeps them."""
+    geometry and target count by identity, so it keeps them."""
     of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     found = of.get(key)
@@ -246,7 +246,7 @@ def _readable(use: TableUse, table: Tensor) -> Tensor:
 class Launch:
     """A kernel with all of its arguments but those a call brings: tensors, and the values of slots and tables.
 
-    At every launch Triton asks anew which of its compiled kernels the arguments want: by their types, by whether
+    At every launch Triton asks again which of its compiled kernels the arguments want: by their types, by whether
     pointers and strides are divisible by 16 and by which strides are 1. All of that is decided by the types and
     strides of a call's tensors and by how their pointers are aligned; where those were seen before, the kernel is
     known and is run at once.
@@ -448,7 +448,7 @@ def _order(spans: DeviceSpans) -> Tensor:
     return beside(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
 
 
-# parameters that spans of a device bring anew at every call
+# parameters that differ at every call where spans are made on a device
 MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
     "Spans": lambda spans: spans.bounds.contiguous(), "Count": lambda spans: spans.count.contiguous(), "Order": _order,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Runs the Triton kernels on JAX arrays: those of torch, from the same plans and spans.
 
-A call is a few custom calls of XLA, which jax-triton compiles for the GPU at hand, or for an H100 where there is none.
+A call is a few custom calls of XLA, which jax-triton compiles for this machine's GPU, or for an H100 without one.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
 def target(
     plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
 ) -> Target:
-    """The tiles of a call, for the GPU at hand; `narrow` says that rows see a few hundred keys at most."""
+    """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
     made = triton_tiles.default_target(

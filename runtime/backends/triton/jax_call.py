@@ -1,6 +1,6 @@
 """Calls of Triton kernels on JAX arrays: through jax-triton on a GPU, in Triton's interpreter on a CPU.
 
-What is compiled hangs on shapes and dtypes alone. Origins, sizes, slots and spans are operands, and may be traced.
+The compiled kernel depends on shapes and dtypes alone. Origins, sizes, slots and spans are operands, and may be traced.
 """
 
 from __future__ import annotations

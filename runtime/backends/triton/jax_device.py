@@ -11,7 +11,7 @@ from frisket.dsl.errors import BackendError
 from frisket.grammar.memo import memo
 from frisket.runtime.machine.extras import pip_install
 
-NOWHERE = "sm_90", 132  # where no GPU is to be seen: an H100
+NOWHERE = "sm_90", 132  # where there is no GPU: an H100
 # what vendors call GPUs -> architecture, for JAX's abstract devices, which have nothing but a name
 KINDS = {
     "B200": "sm_100", "B300": "sm_103", "H100": "sm_90", "H200": "sm_90", "GH200": "sm_90", "A100": "sm_80",
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def architecture() -> str:
-    """The architecture as in `triton_report.ARCHITECTURES`: that of the mesh at hand where JAX lowers for an abstract
+    """The architecture as in `triton_report.ARCHITECTURES`: that of the current mesh where JAX lowers for an abstract
     device, else of the first GPU, else sm_90."""
     return _found()[0]
 

@@ -22,7 +22,7 @@ def text(
     the arrays; `spans` say which rows of tiles are long, so that a call divides them."""
     dims = dims_of(plan, g, dtype, learned)
     at = spans if g.q_len >= PACK else None  # a step of decoding is shown as where queries see all keys
-    few = shares(plan, at, g, target, dims_of(plan, g, dtype), processors())  # of the GPU at hand or an H100
+    few = shares(plan, at, g, target, dims_of(plan, g, dtype), processors())  # of this machine's GPU or an H100
     if few is not None and g.q_len < PACK:
         own = replace(few.target, splits=0) if few.balanced else few.target
         return decode.emit(plan, own, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced), few.target
