@@ -390,23 +390,23 @@ again: their shares are not those of HBM. One query over keys of int8 in one pie
 today's, of 128, took 0.88 of the time at 8 x 32,768.
 """
 RIGHT = """\
-Results and gradients (of Gluon's forward, results alone) at head sizes 64 and 128, beside float64. Every mask and score
-mod of the library has run on Triton and on Gluon in both dtypes. What has not:
+Results and gradients at head sizes 64 and 128, compared with float64; of Gluon's forward, results alone. Every mask and
+score mod of the library has run on Triton and on Gluon in both dtypes. Not compared yet:
 
 - FlashAttention 4;
-- lse, of the 7 masks that ran on Triton in bfloat16 on the first day alone;
-- engines (`sdpa`, `cudnn`) with query heads that share a key head, and with arrays that are transposed.
+- the lse of 7 masks in bfloat16 on Triton, which ran on the first day alone;
+- engines (`sdpa`, `cudnn`) with query heads that share a key head, and with transposed arrays.
 
-39 of the 97 also ran on Gluon in bfloat16 at head sizes 192 and 256; the largest error was 0.0041. Of the seven cases
-of `cases` that failed, three met a mistake of the plug-in that moves tensors to the GPU, three look at what the
-interpreter alone has, and one gives a tile for which no GPU has room; two files have not run to their end.
+39 of the 97 also ran on Gluon in bfloat16 at head sizes 192 and 256; the largest error was 0.0041. Seven tests
+of the part `cases` failed: three by a mistake of the plug-in that moves tensors to the GPU, three because they need the
+interpreter, and one because its tile fits no GPU. Two files have not run to their end.
 `python benchmarks/gpu.py left` lists every row that is missing.
 
 """
 TAKEN = """\
-Rows in which a tile took at most 0.97 of the time, and what became of it:
+Rows in which a tile took at most 0.97 of the time of the default, and whether it is the default now:
 
-| row | taken |
+| row | default now |
 |---|---|
 | forward, causal and window 1024, D 64 | 64 x 64, 3 stages |
 | forward, documents, D 128 | 64 x 64, 3 stages, the second (0.96); 64 x 32 was not taken |

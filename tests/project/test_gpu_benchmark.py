@@ -174,11 +174,11 @@ def test_the_next_hour_on_an_h100():
     engines = {f"{n}, {d}{gpu_right.SHARED}" for n in ("sdpa", "cudnn") for d in gpu_right.DTYPES}
     assert never.keys() == {"flash, bfloat16", "flash, float16", *engines}
     assert no_lse.keys() == {"triton, bfloat16"}
-    assert f"- lse, of the {len(no_lse['triton, bfloat16'])} masks that ran on Triton in bfloat16" in page
+    assert f"- the lse of {len(no_lse['triton, bfloat16'])} masks in bfloat16 on Triton" in page
     assert [part for part in PARTS if not gpu.results(part, gpu.RESULTS)] == ["jax-window"]
     files = PARTS["cases"].rows(FULL)
     assert len(set(files) - gpu.results("cases", gpu.RESULTS)["rows"].keys()) == 2
-    assert "two files have not run to their end" in page
+    assert "Two files have not run to their end" in page
     first = [row not in known for row in rows]
     assert first == sorted(first, reverse=True)
 

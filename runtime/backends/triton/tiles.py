@@ -19,7 +19,7 @@ there are three classes of windows: `short` up to 192 keys, where small tiles wi
 where narrower tiles win by a tenth, and `long` beyond; masks without a window are `long`. Masks for whose rows there is
 no formula are `medium` at most: documents have two borders, and kernels that read their spans from a table have fewer
 registers left. The class depends on the mask alone, not on the lengths of a call or the contents of its tables: a
-change inside a class compiles nothing.
+change inside a class does not recompile.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 wher
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
-# Tiles for which another Triton spills, of arrays that tensor descriptors read, without a score mod or table at every
-# position. This one spills 24 bytes at most, outside the loops. On an H100 gradients take 11 % less time with them
-# under a causal mask, 6 % less with documents, and 4 % less under a window of 128 keys. Those of 256 ran alone.
+# Tiles of one version of Triton, with which other versions spill, for arrays read by tensor descriptors, without a score
+# mod or table at every position. They spill 24 bytes at most, outside the loops. On an H100 gradients take 11 % less
+# time with those of 128 under a causal mask, 6 % with documents, and 4 % under a window of 128 keys.
 OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
     ("3.6", "sm_90"): {
         ("dkv", w, dim): tile
@@ -78,10 +78,10 @@ OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
 # Tiles of dk and of dv where one kernel of both has too few registers for a tile of more than 16 queries, by
 # architecture and padded head size. By the model of benchmarks/gpu_sim both take 0.4 of its time together.
 APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8, 2, 0), (64, 128, 8, 2, 1))}
-# Tiles that no search chose, by padded head size. Products of float32 have no warp groups and take twice the registers.
+# Tiles chosen by hand, by padded head size. Products of float32 have no warp groups and take twice the registers.
 # Larger heads in 16 bits are by architecture. On an H100 tiles of 512 ran, at 155 TFLOP/s forward and 101 for gradients
 # (causal, 8,192 tokens); those here are the fastest by the model of benchmarks/gpu_sim, which gave the forward 0.9 of
-# what was measured. Triton 3.6 has wider ones, which another spills. The others are those that fit.
+# what was measured. Triton 3.6 has wider tiles, with which other versions spill. The other rows are tiles that fit.
 BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("tiles_by_hand.json").read_text(encoding="utf-8")
 )
@@ -130,7 +130,7 @@ def default_target(
 ) -> Target:  # fmt: skip
     """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
     that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
-    scales or pages, as in a cache, `paged` that they have pages, and `unwritten` that those which no query sees may
+    scales or pages, as in a cache, `paged` that they have pages, and `unwritten` that keys which no query sees may
     hold anything. `reads` is an answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without `descriptors`
     arrays are read by pointers.
 
