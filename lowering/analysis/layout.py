@@ -121,8 +121,8 @@ def closed_form(expr: Expr, grid: Grid, scope: Scope) -> Solved | None:
 
 
 def reads_at_most(ways: Solved, grid: Grid, scope: Scope, most: int) -> bool:
-    """Whether no row reads more than `most` tiles, of a mask in closed form that is the same wherever q - k is: no row
-    reads more than one with endless keys around it, and only where that reads more are all rows asked."""
+    """Whether no row reads more than `most` tiles, for a mask in closed form that depends on q - k alone. A row with
+    endless keys around it reads the most; only where that row reads more are all rows asked."""
     (bq, bk), k = grid.block, grid.k[:, None]
     one = {**_rows(replace(grid, q_len=bq)), "k0": k - ENDLESS, "k1": k + ENDLESS}
     for every in (False, True):

@@ -72,9 +72,9 @@ def _distance(c: Curve) -> Expr:
 @dataclass(frozen=True)
 class Solved:
     """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of the
-    call. The intervals hold for single queries where `needs` holds; for rows where also no condition asks of a query
-    alone (`rowwise`), every value of `rises` never decreases over the queries of the call, which the condition beside
-    it says of some, and every anchor holds."""
+    call. The intervals hold for single queries where `needs` holds. They hold for rows if also no condition reads a
+    query alone (`rowwise`), no value of `rises` decreases over the queries of the call (where the condition beside it
+    holds, it does not), and every anchor holds."""
 
     yes: tuple[Interval, ...]
     no: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too

@@ -1,4 +1,4 @@
-"""Order: positions in the sequence that makes a mask's tiles full, and what it is worth."""
+"""Order: an order of positions in which a mask reads fewer tiles, and its gain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .take import take
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; keys of a query that take as long as a row
+BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; pairs that take as long as moving a row
 CPU = (64, 32), 10.0  # of a CPU
 PARTIAL = 1.25  # the time of a border tile, in full ones
 WORTH = 1.1  # gains below are left alone
@@ -233,7 +233,7 @@ Way = tuple["Candidate | None", "Candidate | None"]  # of queries, of keys
 
 
 def _ways(what: Mask, q_len: int, kv_len: int) -> Iterator[Way]:
-    """The orders to compare, first that of today."""
+    """The orders to compare, the present one first."""
     yield None, None
     numbers = {param(n, INT): lit(int(x)) for n, x in what.scalars.items() if isinstance(x, int | np.integer)}
     e = substitute(what.expr, numbers)
@@ -321,5 +321,5 @@ def _sampled(seen: _Seen, way: Way, block: tuple[int, int], tiles: int, queries:
 
 
 def _cost(counts: Counts, block: tuple[int, int]) -> float:
-    """The time of tiles, in that of a query and a key."""
+    """The time of tiles, in units of one pair of a full tile."""
     return float(counts.full + PARTIAL * counts.partial) * block[0] * block[1]

@@ -56,7 +56,7 @@ def library(framework: str) -> str:
 
 
 def check_name(name: str | None) -> None:
-    """Refuse a backend nobody knows."""
+    """Raise for an unknown backend."""
     if name is not None and name not in names():
         raise BackendError(f"no backend {name!r}; there are {', '.join(names())}")
 

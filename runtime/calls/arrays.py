@@ -93,7 +93,7 @@ def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
 def version_of(x: Any, *, wait: bool = False) -> Any:
     """A key that changes whenever a tensor, an array of numpy or a list was written to. On the host it is the memory
     itself: numpy, DLPack and `.data` write what torch does not count. On a device it is torch's count. Tensors made in
-    inference mode have none: they are copied if one may wait, and else something equal to nothing."""
+    inference mode have no count: with `wait` they are copied to the host, else their key equals no other."""
     torch = sys.modules["torch"]
     if not isinstance(x, torch.Tensor):
         return np.asarray(x).tobytes()
@@ -204,7 +204,7 @@ def arrays(
     q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None, exported: bool = False
 ) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
-    have 8 bits beside q, whole numbers too: those are what they are, unless a scale is given. With `exported` batch
+    have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
     and lengths may be symbols of `jax.export`."""
     check_layout(layout)
     given = dict(zip("qkv", (q, k, v)))

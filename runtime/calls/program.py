@@ -30,10 +30,10 @@ class CallProgram:
 
     mask: Mask | None
     score: ScoreMod | None
-    places: tuple[BoundExpr, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask
-    # and score mod speak of them already, dropout draws there
+    places: tuple[BoundExpr, ...] | None = None  # positions in the problem of the arrays' q and k, or b, h, q and k:
+    # mask and score mod read these positions already, and dropout draws at them
     stored: Stored | None = None  # how keys and values are stored
-    unwritten: bool = False  # those that no query sees may hold anything, see `LoopPlan`
+    unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
 
     def __getstate__(self) -> dict[str, Any]:
         return own_state(self)

@@ -1,4 +1,4 @@
-"""BlockMask: torch's, with the mask itself inside. Its lists are made when somebody reads them."""
+"""BlockMask: torch's class with the mask inside. Its lists are made when they are first read."""
 
 from __future__ import annotations
 

@@ -30,15 +30,15 @@ from .settings import Settings, cache_folder
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
 # made wrong code of a loop with a condition on the tile in it, and nothing is faster for it. Tuned for a Zen, g++ takes
-# some chains of fused multiply-adds apart: then products that are to have equal bits do not. clang ignores the flag.
+# some chains of fused multiply-adds apart: then products that must have equal bits do not. clang ignores the flag.
 FLAGS = (
     "-std=c++17", "-O3", "-fno-unswitch-loops", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
     "--param=avoid-fma-max-bits=0",
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
-DEFINED = re.compile(r'extern "C" [\w ]+[ *](\w+)\([^;{]*\) \{')  # functions that a library is to have
-KILLED = re.compile("Killed signal|terminated with signal 9")  # in the words of a driver
+DEFINED = re.compile(r'extern "C" [\w ]+[ *](\w+)\([^;{]*\) \{')  # functions that a library must have
+KILLED = re.compile("Killed signal|terminated with signal 9")  # in a compiler driver's messages
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 1))
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
@@ -82,7 +82,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
     `BackendError`: a CPU without what the variant needs; `BuildError`: no compiler, or it refuses the source;
-    `LaterError`: it dies over it, or there is no directory to write to; `PendingError`: see `deferring`.
+    `LaterError`: the compiler is killed, or no directory can be written to; `PendingError`: see `deferring`.
     """
     key = _key(source, variant)
     with _guard:
@@ -122,7 +122,7 @@ def _in_thread(source: str, variant: str) -> None:
 
 
 def build_ahead(source: str) -> bool:
-    """Have a library on disk, whatever is loaded already; whether it had to be built. Raises as `library` does."""
+    """Build a library on disk unless it is there; returns whether it was built. Raises as `library` does."""
     return not there(source) and bool(_built(source, _sought(source, "native")))
 
 
@@ -143,7 +143,7 @@ def deferring(when: bool = True) -> Iterator[None]:
 
 
 def fall_back(error: BuildError) -> None:
-    """Say once why library calls run in place of a kernel that nobody asked for by name."""
+    """Warn once why library calls run in place of a kernel that no call named."""
     warn_once(
         "native kernels are being compiled in the background, as FRISKET_COMPILE says; library calls run until they "
         "are there, slower and with other roundings" if isinstance(error, PendingError) else
@@ -174,7 +174,7 @@ def _reason(*_environment: str) -> str:
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held a lock, and would never give it back here."""
+    """Replace the locks: a thread of the parent that held one does not exist in the child."""
     global _guard
     _guard = threading.Lock()
     _building.clear()
@@ -216,7 +216,7 @@ def _asked(command: tuple[str, ...], *_state: object) -> str:
 
 
 def _run(command: list[str], check: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the compiler; its words are English, and of any bytes."""
+    """Run the compiler; its messages are English, and may have any bytes."""
     env = {**os.environ, "LC_ALL": "C", **environment}
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=check, env=env)
 
@@ -363,7 +363,7 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def _build(source: str, command: list[str], folder: Path, name: str) -> None:
-    """Compile into the folder: the text beside the library, the library with its checksum behind it."""
+    """Compile into the folder: the source beside the library, and the checksum at the end of the library."""
     text = folder / f"{name}.cpp"
     put(text, source.encode())
     with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as own:
@@ -418,7 +418,7 @@ def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path, 
 
 
 def put(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all, whoever else writes it."""
+    """Write a file so that readers see all of it or none, even if others write it too."""
     handle, made = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -87,7 +87,7 @@ class Mask(BoundExpr):
     def __bool__(self) -> bool:
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
 
-    if not TYPE_CHECKING:  # which is to know the methods that there are
+    if not TYPE_CHECKING:  # type checkers know the methods that exist
 
         def __getattr__(self, name: str) -> Any:
             of_layout = f"; a layout has it: write mask.layout(q_len, kv_len).{name}" if hasattr(Layout, name) else ""

@@ -43,7 +43,7 @@ def deal(
     """`deal("causal & same(doc)", 65536, ranks=8, doc=doc)`: the tokens of a sequence over ranks.
 
     Tokens go in tiles of `tile`, every rank holds the same number of tiles, and queries, keys and values of a token are
-    on one rank. Chosen is the deal that sends least among those whose busiest rank has less than 1.05 times the mean of
+    on one rank. The result is the deal that sends least of those whose busiest rank has below 1.05 times the mean of
     visible pairs, over `batch` entries and `heads` heads. If there is none, it is the most even deal; `.imbalance` says
     how even. Work is O(ranks * tiles + length), never pairs.
 
@@ -69,7 +69,7 @@ def _work(layout: Layout, ranks: int) -> TileCosts:
     cost = np.zeros(tiles, np.int64)
     try:
         cost[: layout.rows] = layout.row_pairs
-    except BudgetError:  # what cannot be counted is taken by the tile
+    except BudgetError:  # past the budget, all positions of the tiles are counted
         np.add.at(cost, row, (runs.stop - runs.start).astype(np.int64) * layout.block[0] * layout.block[1])
     return TileCosts(ranks, cost, row, runs.start.astype(np.int64), runs.stop.astype(np.int64))
 

@@ -133,7 +133,7 @@ class RingJob:
         sizes = (*self.sizes, self.deal.length, self.deal.length)
         params = {**self.params, **values}
         request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params=params)
-        return kept_ready(kept[where], request).generated  # engines tell less of parts of the keys
+        return kept_ready(kept[where], request).generated  # engines do not return what parts of the keys need
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
         """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""
@@ -265,14 +265,14 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _share(lse: Tensor, whole: Tensor) -> Tensor:
-    """The part that weights of `lse` are of those of the `whole`."""
+    """The weights of a part of the keys, with `lse`, as a share of those of all keys, with `whole`."""
     return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - whole))
 
 
 def _send_home(
     wire: Wire, step: RankStep, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
 ) -> Callable[[], None]:
-    """Gradients of the keys that came in `step` go back; what is returned waits for those of the keys that went."""
+    """Send back the gradients of keys that came in `step`; the result waits for those of keys that were sent."""
     several = len(step.come) > 1
     apart = [[k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several]
     if step.come and not several:

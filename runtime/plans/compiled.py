@@ -38,7 +38,7 @@ UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """The part of a compilation that lengths and positions leave as it is."""
+    """The part of a compilation that does not depend on lengths and positions."""
 
     program: CallProgram
     simplified: tuple[Expr | None, Expr | None]
@@ -72,7 +72,7 @@ class Fixed:
 
     @cached_property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """Coordinates that index tables, and the lengths of those."""
+        """(coordinate, length) of every axis of a table that a bare coordinate indexes."""
         endless = dict.fromkeys("bhqk", 1 << 62)
         readers = *(p.expr for p in self.program.parts), self.laid
         found = (short_tables(e, self.arrays, endless) for e in readers)
@@ -89,7 +89,7 @@ class Fixed:
                 check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
-        """Whether that is plain without a count."""
+        """Whether every query sees a key, where that is known without counting."""
         if self.simplified[0] is None:
             return True
         if not sees_itself(self.simplified[0]):
@@ -170,7 +170,7 @@ def work(
     program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
-    """The compilation, kept by value: the mask and the contents of its tables, lengths, tiles, origin. `proofs` counts
+    """The compilation, remembered by value: mask, contents of its tables, lengths, tiles, origin. `proofs` counts
     rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
@@ -232,7 +232,7 @@ def _inputs(fixed: Fixed, bounds: Bounds | None, nonempty: bool, full: Sizes, dr
 
 @memo(group="plans")
 def fixed_of(program: CallProgram) -> Fixed:
-    """Kept by value, as compilations are."""
+    """The `Fixed` of a program, remembered by value."""
     program.require_bound()
     arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}

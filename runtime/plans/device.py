@@ -109,8 +109,8 @@ class FlatPlan:
 
     @property
     def by_table(self) -> bool:
-        """Whether another step, of other tables, is another plan: they decide the spans, or are no learned Floats,
-        which every call brings."""
+        """Whether another step's tables need another plan: they decide the spans, or are not the learned Floats
+        that every call brings."""
         return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class FlatPlan:
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether tiles are narrow, like a plan of the host, where no table of a device decides it."""
+        """Whether tiles are narrow, as in a plan of the host; False where a table of a device decides the tiles."""
         if self.laid.planner is not None or not distance_only(self.laid.host.expr):
             return False
         return host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
@@ -215,7 +215,7 @@ class FlatPlan:
 
     @property
     def overflow(self) -> Any:
-        """Whether some row reads more tiles than it has to, for want of room."""
+        """Whether some row reads more tiles than needed, because its records had no room."""
         found: Any = next((made[2] for made in self._made.values()), False)
         return found.any() if getattr(found, "ndim", 0) else found
 

@@ -79,7 +79,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     ready = _of_kind(att, key, tables, request, kept)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
-        _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # asked twice, and maybe often
+        _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # a second such call: more may follow
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
@@ -100,7 +100,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
 
 
 def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The output of `att(q, k, v)` where a call before differs from it in the arrays alone; None where none does."""
+    """The output of `att(q, k, v)` if an earlier call differs from it in the arrays alone, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
     if _learning(q, k, v):
@@ -113,7 +113,7 @@ def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
-    """(settings, what runs it, its `Ready`) of a call before that differs from `att(q, k, v)` in the arrays alone.
+    """(settings, what runs it, its `Ready`) of an earlier call that differs from `att(q, k, v)` in the arrays alone.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     found = att.repeats.get((kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
@@ -133,7 +133,7 @@ def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Keep what `like_one` finds of calls like this one, if it is of q, k and v alone."""
+    """Remember for `like_one` how calls like this one are run, if they take q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     layout = None if layout == NATURAL["torch"] else layout
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
@@ -161,7 +161,7 @@ def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict
     if not tables:
         return _found(att, key, request.plan, request.params, kept)
     ready: Ready | None
-    entries = [x.tobytes() for x in tables]  # whose comparison ends where they differ
+    entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
             return ready
@@ -176,7 +176,7 @@ def _of_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
 
 
 def _bits(x: Any) -> Any:
-    """The entries of a host's table as numbers of their bits; None where they cannot be looked at so."""
+    """The bits of a host table's entries, as integers; None where its memory cannot be read so."""
     dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
     if dense and x.dtype.itemsize in WORDS:
         return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
@@ -186,7 +186,7 @@ def _bits(x: Any) -> Any:
 
 
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
-    """The remembered answer for such a call; of calls whose masks read tables of a device, all but those."""
+    """The remembered `Ready` of a key, with the plan of this call if the mask reads tables of a device."""
     ready: Ready | None = kept.get(key)
     if plan is None:
         if ready is None or ready.step is None:
@@ -219,7 +219,7 @@ def _remembered(
     if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
-        ready = ready.beside(call.plan.again({}))  # calls to come bring values of their own, and this one's are let go
+        ready = ready.beside(call.plan.again({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
         remember(kept, key, ready if plan is None or not ready.loaded else ready.alone(), KEPT)
     if ready.loaded and call.plan.common is not None:
@@ -281,7 +281,7 @@ def _learned(att: Any, name: str, x: Any) -> bool:
 
 
 def _stays(x: Any, device: Any) -> bool:
-    """Whether this is a table that is planned where it lives, beside the queries."""
+    """Whether this is a table on the queries' device, an accelerator, where it is planned."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
 
@@ -333,7 +333,7 @@ def _or_library(
 
 
 def _prepared(call: Call, options: Options) -> Ready:
-    """Float tables and scalars that were given to a flat plan are live."""
+    """The prepared call of a backend; live are the Float tables and scalars that were given to a flat plan."""
     given, geometry, plan = call.given, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreted:
@@ -376,7 +376,7 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
 
 
 def _checking(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
-    """The function that raises before a forward whose gradients the backward would refuse; most refuse none."""
+    """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
     found = backend.executors["torch"].checks_gradients
     return None if found is None else partial(found.function, deterministic=deterministic)
 

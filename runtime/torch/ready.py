@@ -35,10 +35,10 @@ Tensor = Any
 Array = NDArray[Any]
 KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8")
 CHANGES = 8, 16, 32  # plans of the host for tables in one order, after which a planner in C++ is tried
-LARGEST = 1 << 28  # kernels of tables whose entries nobody looked at keep to 32 bits: see `planner`
+LARGEST = 1 << 28  # Ints from here on need a plan of the host: the kernels of `TablePlanner` have 32 bits
 
-WIDER = 1.05  # a row whose first or last tile has no pair that all clauses of the mask show
-# a plan of the host takes two milliseconds or more, and longer with more tiles: a kernel computes so many products then
+WIDER = 1.05  # times the tiles of the host's plan that a planner may read: it bounds each clause of a mask by itself
+# products that a kernel computes while the host plans: two milliseconds or more, and longer with more tiles
 SPARED, SPARED_BY_TILE = 60_000_000, 15_000
 RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
@@ -52,7 +52,7 @@ class Ready:
     spans: Any
     geometry: Geometry
     target: Target
-    slots: Mapping[str, Any]  # both read-only: executors may keep what they make of them
+    slots: Mapping[str, Any]  # read-only, as `tables` is: executors may remember what they make of them
     tables: Mapping[str, Tensor]
     live: tuple[tuple[str, str], ...]
     loaded: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
@@ -72,7 +72,7 @@ class Ready:
         return self
 
     def taking(self, sinks: Tensor | None, top: bool) -> Ready:
-        """The prepared call that runs such a call: itself, where no engine is asked for what it does not do."""
+        """The prepared call for such sinks and `top`: generated kernels where an engine lacks them, else itself."""
         return self
 
     @property
@@ -82,7 +82,7 @@ class Ready:
 
     @property
     def stored(self) -> bool:
-        """Whether keys and values are: no gradient flows then."""
+        """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
         plan = self.plan
         return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
@@ -96,7 +96,7 @@ class Ready:
         return self._with(None, dict.fromkeys(self.tables), plan.again({}))
 
     def alone(self) -> Ready:
-        """A prepared call without the plan, which keeps it: in a ring, tables of a step would outlive the step."""
+        """A prepared call without the plan: the plan holds it, and a cycle would keep a step's tables alive."""
         return self._with(None, self.tables, None)
 
     def beside(self, plan: Any) -> Ready:
@@ -334,7 +334,7 @@ def _made(
 
 
 def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: Ready) -> bool:
-    """Whether a planner reads hardly more tiles of these tables than the host's plan, or less than that takes time."""
+    """Whether a planner reads few more tiles than the host's plan, or these cost less time than a plan of the host."""
     if (found := planner(tables)) is None:
         return True  # the host plans for such entries
     g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _read(host.spans)

@@ -39,7 +39,7 @@ MACROS = (
     "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
-WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # names of what is ours
+WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # C++ names of frisket's own
 NUMBERS = ("B", "H", "Q_LEN", "KV_LEN", "b", "h")
 COSTLY = frozenset("lookup pow exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf floor".split())
 KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
@@ -431,7 +431,7 @@ def spread(node: Expr, text: str) -> str:
 
 
 def _tells_apart(e: Expr) -> bool:
-    """Whether neighbouring queries have values of their own: no quotient and no entry of a table hides which it is."""
+    """Whether an Expr differs between neighbouring queries: no quotient or table entry may be the same for both."""
     if e.op == "lookup" or (e.op in ("floordiv", "shr") and not uses(e.args[1])):
         return False
     return e is var("q") or any(map(_tells_apart, e.args))

@@ -106,7 +106,7 @@ def backward(
 
 
 def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
-    """lse in float64, from what the forward knows of each row: to the last bit of the scores."""
+    """lse in float64, exact to the last bit of the scores, from lse and the forward's `norm`."""
     import torch
 
     top, share = norm.double().unbind(-1)

@@ -1,7 +1,7 @@
-"""How Triton kernels are launched: what calls of one kind have in common is bound once, a call brings its tensors.
+"""Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` is asked for what such calls have in common, `Bound.launch` lays a kernel's arguments out beforehand, and the
-`Launch` it gives is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
+`bound` gives the shared part, `Bound.launch` lays out a kernel's arguments beforehand, and the `Launch` that it
+returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
 
 
 def far(*tensors: Tensor) -> bool:
-    """Whether the offsets within some tile of these could leave 32 bits, or a view only notes its signs: then `near`
+    """Whether the offsets within some tile of these could leave 32 bits, or a view is negated: then `near`
     looks closer."""
     strides = [stride for x in tensors for stride in x.stride()[2:]]
     return bool(max(strides) > FAR) or True in [x.is_neg() for x in tensors]
@@ -378,8 +378,8 @@ class Launch:
 
 
 class WarmDescriptor:
-    """A tensor descriptor as Triton's launcher reads it, of a kernel that is known: shape, strides, and by the names of
-    a tensor the address. It holds no tensor."""
+    """A tensor descriptor as Triton's launcher reads it, for a compiled kernel: shape, strides and, by the methods of a
+    tensor, the address. It holds no tensor."""
 
     __slots__ = ("place", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False

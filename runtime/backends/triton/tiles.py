@@ -65,9 +65,9 @@ Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 wher
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
-# Tiles of one version of Triton, with which other versions spill, for arrays read by tensor descriptors, without a score
-# mod or table at every position. They spill 24 bytes at most, outside the loops. On an H100 gradients take 11 % less
-# time with those of 128 under a causal mask, 6 % with documents, and 4 % under a window of 128 keys.
+# Tiles of one version of Triton, with which other versions spill, for arrays read by tensor descriptors, without a
+# score mod or table at every position. They spill 24 bytes at most, outside the loops. On an H100 gradients take 11 %
+# less time with those of 128 under a causal mask, 6 % with documents, and 4 % under a window of 128 keys.
 OF_TRITON: dict[tuple[str, str], dict[tuple[str, Window, int], Tile]] = {
     ("3.6", "sm_90"): {
         ("dkv", w, dim): tile
