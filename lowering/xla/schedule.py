@@ -1,7 +1,7 @@
 """The schedule of an XLA call, made on the host: the chunks of keys each row of tiles visits, and the steps.
 
 A *body* is a fixed number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static
-size while the trip counts are data: the same mask with other values in its tables compiles nothing.
+size while the trip counts are data: other values in a mask's tables do not recompile.
 """
 
 from __future__ import annotations

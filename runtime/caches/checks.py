@@ -13,13 +13,13 @@ from frisket.runtime.calls.arrays import BYTES, FLOATS, framework_of
 from frisket.runtime.calls.program import check_used
 from frisket.runtime.machine.parameters import traced
 
-OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # of a call: a cache says what they are
+OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # keywords that a cache sets itself
 ASKED = "return_lse", "return_max", "sinks"  # beside parameters
 HEADS = {"bhsd": 1, "bshd": 2}  # where they are in a shape
 
 
 def check_attention(att: Any, params: Collection[str]) -> None:
-    """Refuse what is no attention that a cache can be read with, and a call's keywords that are not its parameters."""
+    """Raise unless `att` is an attention that reads caches, and `params` has no keyword that a cache sets itself."""
     if not isinstance(att, Attention):
         raise ParameterError(f"att is a {type(att).__name__}; give an attention: frisket.compile({att!r})")
     if att.options.dropout:
@@ -42,7 +42,7 @@ def check_attention(att: Any, params: Collection[str]) -> None:
 def check_queries(
     att: Any, q: Any, like: Any, layout: str, batch: int, params: Mapping[str, Any], tree: Any = None
 ) -> None:
-    """Refuse queries, and trees of them, that a cache whose keys are arrays as `like` cannot be asked."""
+    """Raise for queries, and trees of them, that do not fit a cache with keys like `like`."""
     key = "asked of a cache", *params
     if not isinstance(att, Attention) or key not in att.ready:
         check_attention(att, params)
@@ -66,8 +66,8 @@ def check_queries(
 
 
 def check_tree(parents: Any, batch: int, new: int) -> None:
-    """Refuse what are no parents of `new` queries, int [new] or [batch, new], -1 for a root. The values of a trace, or
-    on a device of torch, are not looked at."""
+    """Raise unless these are parents of `new` queries, int [new] or [batch, new], -1 for a root. Values that are
+    traced, or on a device of torch, are not looked at."""
     away = traced(parents) or (framework_of(parents) == "torch" and parents.device.type != "cpu")
     known = parents if away else np.asarray(parents)
     kind = str(known.dtype).removeprefix("torch.")
@@ -89,8 +89,8 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
 
 
 def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
-    """Refuse paths int [batch, m] whose first `counts` entries are no nodes of the last `drafted` of `lengths` tokens.
-    Each is an array of numpy, or None where nobody knows its values."""
+    """Raise unless the first `counts` entries of paths int [batch, m] are nodes of the last `drafted` of `lengths`
+    tokens. Each argument is an array of numpy, or None where its values are not known."""
     if drafted is None:
         return
     if lengths is not None and (drafted > lengths).any():

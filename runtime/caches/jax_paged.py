@@ -159,8 +159,8 @@ class PagedKVCache(JaxCache):
 
 
 def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
-    """(from, to), as long as a power of 2, so that few lengths are compiled; copies beyond the pool are none. All are
-    done at once: what is copied on, by a later call of the pool, comes from where it was first."""
+    """(from, to), padded to a power of 2 by pages beyond the pool, so that few lengths are compiled. All copies are
+    done at once, so a page that is copied twice is read from its first place."""
     origin: dict[int, int] = {}
     for source, target in copies:
         origin[target] = origin.get(source, source)

@@ -94,7 +94,7 @@ class ShardedKVCache(JaxCache):
 
     @property
     def _specs(self) -> dict[str, Any]:
-        """Specs of the arrays, spelt as what a step gives back has them: else a second step compiles again."""
+        """Specs of the arrays, spelt as in the results of a step; otherwise a second step would compile again."""
         place = self.batch_axis, self.axis, self.head_axis
         found: dict[str, Any] = {n: None if x is None else self._spec(*place) for n, x in self.arrays.items()}
         rows, vectors = self._spec(self.batch_axis), self._spec(*place, None)

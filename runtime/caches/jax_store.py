@@ -120,7 +120,7 @@ def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
     kv_heads, head_dim = arrays["k"].shape[2:]
     kinds = sorted({arrays[n].dtype.name for n in "kv"})
-    if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # cast, as Floats of 8 bits are where all floats are
+    if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # a cast of all Floats casts those of 8 bits too
         raise ParameterError(
             f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
         )

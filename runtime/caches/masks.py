@@ -8,7 +8,7 @@ hold some of them, in an order of their own. `placed` gives the same attention i
 Attention(mask = q + cache_start[b] >= k & abs(q + cache_start[b] - k) < 64 & k < cache_end[b])
 
 Tables of a call with it, Int [batch]: `cache_start`, the position of the first query of every sequence, and
-`cache_end`, how many tokens of it are stored. Other values of them compile nothing.
+`cache_end`, how many tokens of it are stored. Other values do not recompile.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def ring_before(slots: int) -> Places:
 
 
 def placed(att: Attention, places: Places) -> Attention:
-    """`att` as it is in places; made once for an attention."""
+    """`att` at the positions that `places` hold; made once for each attention."""
     key = "placed", places
     if key not in att.ready:
         att.ready[key] = _placed(att, places)

@@ -40,7 +40,7 @@ def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, rin
     kinds = (held.dtype, [held, values]), (torch.float32, narrow), (torch.int32, numbers)
     whole = all(x.dtype == kind and x.is_cpu and x.is_contiguous() for kind, have in kinds for x in have)
     if not whole or any(x.shape[:3] != held.shape[:3] for x in written):
-        return False  # somebody has put other buffers there
+        return False  # the user has assigned other buffers
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
     words = CALL.pack(
         batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
@@ -62,7 +62,7 @@ def _function() -> Any:
     try:
         return _loaded()
     except native_build.BuildError as error:
-        if not native_build.reason():  # else it was said, or nobody expects native code
+        if not native_build.reason():  # else a warning was given, or no native code is expected
             native_build.fall_back(error)
         return None
 

@@ -156,7 +156,7 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(what, str):
         try:
             found = read(what, kind=kind)
-        except MaskSyntaxError:  # types may need the values: say what is wrong with all of them in hand
+        except MaskSyntaxError:  # types may need the values: parse again with all of them, for the error
             return dict(values)
         e = found.mask if kind == "mask" else found.score
         e = e if e is not None else found.expr

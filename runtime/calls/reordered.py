@@ -1,4 +1,4 @@
-"""An attention whose arrays hold positions of the problem in another order, or from another place on."""
+"""An attention whose arrays hold positions of the problem in another order, or that begin at another position."""
 
 from __future__ import annotations
 

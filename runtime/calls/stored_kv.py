@@ -71,7 +71,7 @@ def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
 
 
 def refuse_taken(values: Mapping[str, Any], program: Any) -> None:
-    """Refuse one of `values` that a mask or score mod waits for under the same name."""
+    """Refuse one of `values` if a mask or score mod has a parameter of that name."""
     for name, x in values.items():
         if x is not None and any(name in p.unbound for p in program.parts):
             raise ParameterError(
@@ -148,7 +148,7 @@ def turned(name: str, x: Any, have: str, want: str) -> Any:
 
 
 def meant(arrays: Arrays, live: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """q, k and v as they are meant, float64 [batch, heads, length, dim]; `live` as `stored` gives it."""
+    """q, k and v with scales and pages applied, float64 [batch, heads, length, dim]; `live` as `stored` gives it."""
     q, k, v = (turn(to_numpy(x), arrays.layout, "bhsd") for x in arrays.qkv)
     natural = NATURAL.get(arrays.framework, arrays.layout)
     told = {n: to_numpy(turned(n, x, natural, "bhsd")) for n, x in live.items()}

@@ -109,7 +109,7 @@ class JaxCall:
         return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
 
     def beside(self, n: int, axis: int, shared: bool = False) -> JaxCall:
-        """`n` of it beside one another in one call, in the batch or as more heads, which have to be alike. With
+        """One call of `n` instances side by side, in the batch or as more heads, which must be alike. With
         `shared` the heads of keys stay what they are."""
         g, (b, h) = self.geometry, self.times
         if axis == 0:
@@ -118,13 +118,13 @@ class JaxCall:
         return replace(self, geometry=wider, times=(b, n * h))
 
     def shard(self, batches: int, heads: int) -> JaxCall:
-        """One of so many equal parts; operands say which."""
+        """One of batches * heads equal parts; operands say which."""
         g = self.geometry
         part = replace(g, batch=g.batch // batches, heads=g.heads // heads, kv_heads=g.kv_heads // heads)
         return replace(self, geometry=part, shards=(batches, heads))
 
     def own(self, plan: LoopPlan) -> LoopPlan:
-        """The plan, reading from 0 on what a shard has of scales, where its positions are those of the whole."""
+        """The plan of a shard: its scales are read from 0 on, and positions count over the whole."""
         apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
         return _from_zero(plan, apart) if apart and self.stored else plan
 

@@ -28,7 +28,7 @@ def backend_on(
     wanted: frozenset[str],
 ) -> str:  # fmt: skip
     """The backend that runs a call on a platform, or makes its gradients where some are `wanted`: the one that is
-    named, or the first that has all it takes. One that has not says so once."""
+    named, or the first that has all it takes. A backend that lacks something is named once in a warning."""
     if named:
         allowed = RECORDS[named].lowered_for or (platform,)
         if platform not in allowed:

@@ -91,7 +91,7 @@ class Tiling:
         return self._closed.formula if self._closed else None
 
     def reads_at_most(self, most: int) -> bool:
-        """Whether no row reads more than `most` tiles, of a mask that is the same wherever q - k is."""
+        """Whether no row reads more than `most` tiles, for a mask that depends on q - k alone."""
         if self._analysis or self._closed is None:
             bounds = self.spans.bounds
             return int((bounds[..., 3] - bounds[..., 0]).sum(-1).max()) <= most
@@ -198,8 +198,8 @@ class Tiling:
 
     @cached_property
     def lookups(self) -> tuple[Lookup, ...]:
-        """Every table lookup of the mask as written, and whether its index stays inside the table wherever the
-        rest of the mask leaves the answer to it."""
+        """Every table lookup of the mask as written, and whether its index stays inside the table wherever
+        the rest of the mask does not decide."""
         grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
         return lookups(
             bind_in_part(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 27)

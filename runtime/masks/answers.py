@@ -90,7 +90,7 @@ def _difference(
     first: Mask, second: Mask, q_len: int, kv_len: int, budget: int = BUDGET, **where: Any
 ) -> Witness | None:
     both = (first, second)
-    try:  # one difference and the other are oftener solved by row than the two at once
+    try:  # each difference by itself is solved by row more often than both at once
         sides = (first - second, second - first)
         found = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
     except Undecided:
@@ -121,8 +121,8 @@ def score_lookups(
     score: BoundExpr, shown: Mask | None, q_len: int, kv_len: int, batch: int = 1, heads: int = 1,
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, budget: int = BUDGET,
 ) -> tuple[Lookup, ...]:  # fmt: skip
-    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; of a
-    mask, with nothing beside it, wherever the rest of it leaves the answer to the lookup."""
+    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; for a
+    mask alone, wherever the rest of the mask does not decide."""
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
     score.require_bound()
     left: BoundExpr = score

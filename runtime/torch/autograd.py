@@ -124,7 +124,7 @@ class AttendAgain(torch.autograd.Function):
 
 
 def _versions(ready: Ready) -> list[int]:
-    """How often each table was written to: plans on a device hold the user's own. Live ones are torch's to watch."""
+    """torch's counts of writes to a plan's tables, which are the user's own on a device; torch checks live ones."""
     return [x._version for x in ready.tables.values() if not x.is_inference()]
 
 

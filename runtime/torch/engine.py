@@ -37,7 +37,7 @@ class EngineReady(Ready):
     that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""
 
     proof: Any = None
-    named: bool = False  # whoever names an engine has an error where it does not do
+    named: bool = False  # an engine that is named raises an error where it cannot run a call
     prepare: Callable[[], Ready] | None = None
 
     @classmethod

@@ -95,7 +95,7 @@ class Ragged:
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of a call's tensors, and which is an earlier one: keys often share the queries' offsets."""
+        """The index, for each tensor, of the first that is the same object: keys often share the queries' offsets."""
         x = self.tensors
         if self.known is not None:
             return self.known

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
-# Operators read a seed, and keep what they upload and plan for calls to come: torch.compile records no CUDA graph of
+# Operators read a seed, and keep what they upload and plan for later calls: torch.compile records no CUDA graph of
 # them, in any mode.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(

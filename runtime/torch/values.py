@@ -50,7 +50,7 @@ def wanted_of(text: str) -> frozenset[str] | None:
 
 
 def reserved(name: str) -> bool:
-    """Whether it is none of the user's: what is beside keys and values that are stored."""
+    """Whether a name is not the user's, but that of scales or pages of stored keys and values."""
     return " of " in name
 
 

@@ -4,7 +4,7 @@ The grid is (batch, programs, steps), and a program is a query head, some heads 
 tiles of a slice follow one another in one sequence of steps, each with as many steps as it visits tiles, so that the
 pipeline fetches the first tiles of a row while the last of the row before are computed. A row that sees nothing has
 one step, which visits nothing. `steps`, the longest sequence of any slice, is a number of run time, like all that
-depends on the spans' values: other values of one shape compile nothing.
+depends on the spans' values: other values of one shape do not recompile.
 
 `TpuWalk` has a word for each step: row, head and tile, and what to do there. Where a grid may have more steps
 than scalar memory has room for, `TpuSearch` has tables that grow with the rows alone, and every step looks its tile up:
