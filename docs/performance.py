@@ -206,9 +206,9 @@ once more, so with 8 sequences the bytes are 2.12 times the least. At 8k a seque
 """
 
 SCHEDULES = """\
-What other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
+The time that other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
 launched` is what launches do, with the table that divides long rows and the kernel that reads it; the other columns
-are at most, with nothing taken off for what a schedule costs in the kernel. The time to compare with is that of heads
+are upper bounds, which leave out the cost of a schedule in the kernel. The time to compare with is that of heads
 one after another, the longest rows of each first, as launches have them. `longest of all first` starts the long rows
 of all heads before the short ones of any. The model prefers it, but rows of a head that run at a time share keys in
 L2: on an H100 documents of 32,768 tokens take twice as long in that order. A persistent grid has as many programs as
@@ -218,7 +218,7 @@ have them; dkv walks the heads of a group already.
 """
 
 BESIDE = """\
-What the model says of Triton's kernels, beside an H100 that ran them with Triton 3.6: TFLOP/s of visible work at 32,768
+Rates of Triton's kernels by the model, beside an H100 that ran them with Triton 3.6: TFLOP/s of visible work at 32,768
 tokens in all, 2,048 columns, by tokens of a sequence. flex_attention is that of torch 2.13 in the model and 2.11 on the
 GPU. Short windows are too fast in the model, because no load waits for memory beyond L2. Dense rows are too slow,
 because power takes less of the clock. The second table says how alike both order 14 to 18 tiles of a kernel at 8,192
