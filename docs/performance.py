@@ -206,7 +206,7 @@ once more, so with 8 sequences the bytes are 2.12 times the least. At 8k a seque
 """
 
 SCHEDULES = """\
-The time that other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
+Time that other schedules would save: 16 heads of 128, the tiles that frisket takes, cycles at the nominal clock. `as
 launched` is what launches do, with the table that divides long rows and the kernel that reads it; the other columns
 are upper bounds, which leave out the cost of a schedule in the kernel. The time to compare with is that of heads
 one after another, the longest rows of each first, as launches have them. `longest of all first` starts the long rows
