@@ -158,9 +158,7 @@ def never(e: Expr) -> Expr:
 @memo(group="expressions")
 def always(e: Expr) -> Expr:
     """The condition under which `e` is certainly true at every point of the rectangle."""
-    if beyond(e):
-        return _of_parts(e, always, "or")
-    return never(simplify(negate(e)))
+    return _of_parts(e, always, "or") if beyond(e) else never(simplify(negate(e)))
 
 
 ASK.update(always=always, never=never)
@@ -278,9 +276,7 @@ def _always_float(e: Expr) -> Expr:
 @memo(group="expressions")
 def mixed(e: Expr) -> Expr:
     """The condition under which every tile inside the rectangle certainly holds a true and a false point."""
-    if beyond(e):
-        return FALSE
-    return simplify(conj(some(e), some(simplify(negate(e)))))
+    return FALSE if beyond(e) else simplify(conj(some(e), some(simplify(negate(e)))))
 
 
 @memo(group="expressions")

@@ -30,7 +30,7 @@ class Page:
 
     def line(self, *lines: str) -> None:
         """Write lines at the present indentation; inner newlines are kept, empty lines stay empty."""
-        for text in "\n".join(lines).split("\n"):
+        for text in "\n".join(lines).split("\n") if lines else ():
             self._lines.append(("    " * self._depth + text).rstrip())
 
     def blank(self, n: int = 1) -> None:

@@ -191,10 +191,8 @@ class _ArrayBody:
         kinds = {"Int": "Int", "Float": "Float", "Bool": "Bool"}
         for name, type in self.plan.scalars.items():
             page.line(f'{self.known[name]} = scalar(scalars["{name}"], {kinds[str(type)]}, q)')
-        for name in self.plan.tables:
-            page.line(f'{self.known[name]} = tables["{name}"]')
-        for text, name in self.built.items():
-            page.line(f"{name} = {text}")
+        page.line(*(f'{self.known[name]} = tables["{name}"]' for name in self.plan.tables))
+        page.line(*(f"{name} = {text}" for text, name in self.built.items()))
         page.line(
             "bq, bk = block", "rows, columns = -(-q_len // bq), -(-kv_len // bk)", "row = arange(rows, q)[:, None]"
         )

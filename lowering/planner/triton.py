@@ -195,8 +195,7 @@ class _TritonBody:
         )  # fmt: skip
 
     def _begin(self, page: Page, sizes: Iterable[str]) -> None:
-        for n in sizes:
-            page.line(f"{n} = {n}.to(tl.int64)")
+        page.line(*(f"{n} = {n}.to(tl.int64)" for n in sizes))
         for name, type in self.plan.scalars.items():
             known = self.known[name]
             value = f"number({known}, {TYPES[INT if type is BOOL else type]})"

@@ -140,9 +140,7 @@ def _checked(key: str, name: str, x: Any) -> Any:
 
 
 def _splits(given: Mapping[str, Any]) -> int | None:
-    if given.get("FORCE_USE_FLEX_ATTENTION"):
-        return 1
-    return given.get("SPLIT_KV") or None
+    return 1 if given.get("FORCE_USE_FLEX_ATTENTION") else given.get("SPLIT_KV") or None
 
 
 def _backend(given: Mapping[str, Any]) -> str | None:

@@ -109,8 +109,7 @@ class BackwardKernel(CppKernel):
             line("return 0;")
         line("", "// Whether work items never meet at an entry, because they differ in its index.")
         with self.page.block("INLINE bool apart(const Call *call, const Fixed &fixed, int n, bool parts) {", "}"):
-            for n, g in scattered:
-                line(f"if (n == {n}) return {self._apart(g)};")
+            line(*(f"if (n == {n}) return {self._apart(g)};" for n, g in scattered))
             line("return true;")
         line("")
 
@@ -125,4 +124,4 @@ class BackwardKernel(CppKernel):
         return " && ".join(f"({c})" if "||" in c else c for c in clauses)
 
 
-__all__ = ["BackwardKernel"]
+KERNELS = {"forward": CppKernel, "backward": BackwardKernel}

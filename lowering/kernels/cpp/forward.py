@@ -172,8 +172,7 @@ class CppKernel:
         kinds = ", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())])
         page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
         page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
-        for name, value in self.constants().items():
-            page.line(f"const int {name} = {value};")
+        page.line(*(f"const int {name} = {value};" for name, value in self.constants().items()))
         flags = {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}
         for name, root in flags.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
@@ -185,13 +184,8 @@ class CppKernel:
 
     def constants(self) -> dict[str, int]:
         most = tallest(self.head_dim, self.v_dim, self.target.precision == "bf16x6")  # one text for every length
-        sizes = {
-            "BLOCK_Q": max(self.target.block_q, most),
-            "BLOCK_K": self.target.block_k,
-            "HEAD_DIM": self.head_dim,
-            "V_DIM": self.v_dim,
-        }
-        return sizes | {"PAGE": self.plan.page}
+        tile = {"BLOCK_Q": max(self.target.block_q, most), "BLOCK_K": self.target.block_k}
+        return tile | {"HEAD_DIM": self.head_dim, "V_DIM": self.v_dim, "PAGE": self.plan.page}
 
     def entries(self) -> str:
         """The exported functions of the kernels."""
@@ -245,8 +239,7 @@ class CppKernel:
         line("// Functions of the distance of query and key alone, worked out for the diagonals of a tile.")
         line(f"const int DISTANCES = {len(self.distances)}, SPAN = BLOCK_Q + BLOCK_K + 32;")
         with self.page.block(f"INLINE void tabulate({arguments}, Real *to) {{", "}"):
-            for n, name in enumerate(self.distances):
-                line(f"store(to + {n} * SPAN, {name}(fixed, row, column));")
+            line(*(f"store(to + {n} * SPAN, {name}(fixed, row, column));" for n, name in enumerate(self.distances)))
 
     def storage(self) -> str:
         """The constants of stored keys: the places of keys, and whether the heads that share them agree in all else."""
@@ -307,31 +300,23 @@ class CppKernel:
         lines = self.printed.needed(self.ready.values(), SCALAR)
         variables = [n for n in NUMBERS if n in self.used]
         with self.page.block("struct Fixed {  // known once: sizes, parameters, tables, batch entry and head", "};"):
-            for n in variables:
-                line(f"Int {n};")
-            for s in plan.slots:
-                line(f"{SINGLE[s.type]} {names[s.name]};")
-            for name in self.lifted.values():
-                line(f"Real {name};")
-            for t in plan.tables:
-                line(f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};")
-            for one in lines:
-                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+            line(*(f"Int {n};" for n in variables))
+            line(*(f"{SINGLE[s.type]} {names[s.name]};" for s in plan.slots))
+            line(*(f"Real {name};" for name in self.lifted.values()))
+            line(*(f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};" for t in plan.tables))
+            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
         line("")
         with self.page.block("INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {", "}"):
             line("Fixed fixed;")
-            for n in variables:
-                line(f"fixed.{n} = (Int)({SOURCES[n]});")
+            line(*(f"fixed.{n} = (Int)({SOURCES[n]});" for n in variables))
             for i, s in enumerate(plan.slots):
                 line(f"fixed.{names[s.name]} = {VALUES[s.type].format(f'call->slots[{i}]')};")
             for i, name in enumerate(self.lifted.values(), len(plan.slots)):
                 line(f"fixed.{name} = (Real)call->slots[{i}].f;")
             if plan.tables:
                 line("const int64_t *words = call->tables;")
-            for t in plan.tables:
-                line(f"words = read(fixed.{names[t.name]}, words);")
-            for one in lines:
-                line(f"{one.name} = {one.text};")
+            line(*(f"words = read(fixed.{names[t.name]}, words);" for t in plan.tables))
+            line(*(f"{one.name} = {one.text};" for one in lines))
             line("return fixed;")
         line("")
 
@@ -340,13 +325,11 @@ class CppKernel:
         lines = self.printed.needed(self.ready.values(), ROW)
         with self.page.block("struct Row {  // known once per query", "};"):
             line("Int q;")
-            for one in lines:
-                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
         line("")
         with self.page.block("INLINE Row row_of(const Fixed &fixed, Int q) {", "}"):
             line("Row row;", "row.q = q;")
-            for one in lines:
-                line(f"{one.name} = {one.text};")
+            line(*(f"{one.name} = {one.text};" for one in lines))
             line("return row;")
         line("")
 
@@ -372,14 +355,12 @@ class CppKernel:
                 "Ints k;",
                 "Bits inside;  // before the end of the keys",
             )
-            for one in lines:
-                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
         line("")
         with self.page.block("INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {", "}"):
             line("Column column;", "column.first = first;", "column.k = first + counting();")
             line("column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);")
-            for one in lines:
-                line(f"{one.name} = {one.text};")
+            line(*(f"{one.name} = {one.text};" for one in lines))
             line("return column;")
         line("")
 

@@ -33,12 +33,10 @@ def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
 
 
 def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:
-    """The queries and keys of a tile, say (96, 128): `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few
-    keys, or several runs of them. `six`: float32 is multiplied on a matrix unit. The queries are a number of the call:
-    kernels of one head size share a text."""
+    """The queries and keys of a tile: `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few keys, or
+    several runs of them. `six`: float32 is multiplied on a matrix unit. All numbers of queries share a text."""
     if six:
-        heights = (n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192)
-        return next(heights, 64), 64
+        return next((n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192), 64), 64
     entry = 8 if dtype == "float64" else 4
     keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024 else 128
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:

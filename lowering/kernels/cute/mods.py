@@ -113,8 +113,7 @@ class _Writer:
         lines, value = self._written(root, names)
         page = Page()
         with page.block(self._head(name)):
-            for line in (*self._arguments(root), *lines):
-                page.line(line)
+            page.line(*self._arguments(root), *lines)
             if name == "score_mod_bwd" and guard:
                 page.line(f"return cute.where(grad == 0.0, 0.0, grad * {value.inside(8)})")
             elif name == "score_mod_bwd":

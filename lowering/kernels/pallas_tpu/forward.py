@@ -234,9 +234,7 @@ def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: s
 
 def _out(plan: LoopPlan, sinks: bool, own: str) -> str:
     out = f"acc[{own}] * wide(shrink, acc.shape[-1])" if sinks else f"acc[{own}]"
-    if plan.rate is None:
-        return out
-    return f"{out} / (1.0 - {_rate(plan)})"
+    return out if plan.rate is None else f"{out} / (1.0 - {_rate(plan)})"
 
 
 def _rate(plan: LoopPlan) -> str:

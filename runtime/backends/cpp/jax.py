@@ -29,8 +29,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp import call as cpp_call
-from frisket.lowering.kernels.cpp.backward import BackwardKernel
-from frisket.lowering.kernels.cpp.forward import CppKernel
+from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.fold import folded
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 INT32 = np.iinfo(np.int32)
 LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 more, and the rest
-KERNELS = {"forward": CppKernel, "backward": BackwardKernel}
 
 
 def forward(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from frisket.lowering.kernels.cpp.backward import BackwardKernel
-from frisket.lowering.kernels.cpp.forward import CppKernel
+from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.tiles import pays, tiles
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.cpp_cpu import lacking
@@ -15,7 +14,8 @@ from frisket.runtime.machine.cpp_cpu import lacking
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
     six = not exact and pays(g, dtype, narrow) and not lacking("amx")
-    return Target("cpp", *(tile or tiles(g, dtype, narrow, six)), precision="bf16x6" if six else "ieee")
+    block_q, block_k = tile or tiles(g, dtype, narrow, six)
+    return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
 
 
 def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
@@ -28,10 +28,10 @@ def text(
     spans: SpanSource | None = None,
 ) -> tuple[str, Target]:  # fmt: skip
     """The forward kernel's text, and its target."""
-    return CppKernel(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
+    return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
 
 
 def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, moved: bool) -> str:
     """The text that calls load whose keys have the dtype of queries. `moved`: it reads rows by tables."""
-    kernel = BackwardKernel if kind == "backward" else CppKernel
-    return kernel(plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source()
+    source: str = KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source()
+    return source

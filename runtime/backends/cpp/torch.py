@@ -17,9 +17,8 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.kernels.cpp.backward import BackwardKernel
+from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
-from frisket.lowering.kernels.cpp.forward import CppKernel
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine.cpp_build import library
@@ -29,7 +28,6 @@ Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
 HUGE, LARGE = 2 << 20, 4 << 20  # bytes of a huge page, and of a tensor from which it pays
 KEPT = 64  # records of calls, with the spans they point to
-KERNELS = {"frisket_forward": CppKernel, "frisket_backward": BackwardKernel}
 
 
 def forward(
@@ -290,7 +288,7 @@ class _Prepared:
 
 @memo(group="sources")
 def _text(name: str, moved: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
-    made = KERNELS[name](*kernel, named=False, moved=moved)
+    made = KERNELS[name.removeprefix("frisket_")](*kernel, named=False, moved=moved)
     return made.source(), made.literals
 
 
