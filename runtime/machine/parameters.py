@@ -96,7 +96,7 @@ def as_value(name: str, value: Any) -> Any:
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Raise where an array has entries that are not there as numbers: meta, sparse, nested, quantized, masked."""
+    """Raise where entries are not there as numbers: in meta, sparse, nested, quantized, masked and wrapper arrays."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise ParameterError(f"`{name}` has masked entries; say what they are: {name}.filled(0)")
     if getattr(value, "is_meta", False):
@@ -109,8 +109,8 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
     if getattr(value, "is_quantized", False):
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
-    own = getattr(type(value), "__torch_dispatch__", None)
-    if own is not None and own is not sys.modules["torch"].Tensor.__torch_dispatch__:  # then it may have no memory
+    own, torch = getattr(type(value), "__torch_dispatch__", None), sys.modules.get("torch")
+    if torch and own not in (None, torch.Tensor.__torch_dispatch__) and not torch._C._len_torch_dispatch_stack():
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 
