@@ -82,6 +82,20 @@ def test_sizes(dim, tile, variant):
             test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("tile", [(40, 48), (192, 64)])
+@pytest.mark.parametrize("dim", [40, 200])
+def test_sizes_of_float32(dim, tile):
+    shape = {"dim": dim, "v_dim": 272 - dim, "tile": tile, "precision": "bf16x6"}
+    for q_len in (205, 23):
+        for mask in (None, "causal & k % 5 == 0"):
+            made = test_cpp_forward.problem(test_cpp_forward.Case(mask, q_len=q_len, kv_len=401, **shape))
+            test_cpp_forward.check(made, made.run(variant=HERE[0]))
+    case = test_cpp_backward.Case("causal", q_len=205, kv_len=301, **shape)
+    made = test_cpp_backward.problem(case)
+    test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=HERE[0]))
+
+
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("q_len", [205, 12])
 def test_the_next_tile_does_not_matter(q_len, variant):
