@@ -1813,7 +1813,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
         if (!n) continue;
         if (SMALL) {
             n = 1;
-            score_few(w, tile, rows, j);
+            if (j * LANES < tile.present) score_few(w, tile, rows, j);  // open beside one that is seen, and absent
             continue;
         }
         multiply_some<GROUP, ZERO>(n, w.query + g * QUERY, QUERY, 1, tile.keys + vector_at(j, STEPS),
