@@ -41,6 +41,7 @@ def _described() -> dict[str, str]:
     return found
 
 
+@memo(group="once")
 def features() -> frozenset[str]:
     """The CPU's features beyond the least of its kind, in the words of /proc/cpuinfo."""
     return frozenset((_described().get("flags") or _described().get("Features", "")).split())

@@ -110,7 +110,7 @@ struct Sums {
 struct Worker {
     int64_t slots;
     int64_t *tag;    // [slots] which tile is there
-    bool *tag_odd;   // [slots] its keys hold NaN or infinity, or numbers that are not tame
+    bool *tag_odd;   // [slots] its keys hold NaN or infinity; with TERMS, numbers that are not tame
     bool *tag_wild;  // [slots] its values hold numbers that are not tame
     Operand *tiles;  // [slots, TILE]
     Real *own;       // dK, dV of an item
@@ -366,7 +366,8 @@ static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a,
 #endif
 }
 
-// The same three products position by position, without the masked ones: where an operand holds NaN or infinity.
+// What a tile adds to dV, dK and dQ, position by position without the masked ones: where an operand holds NaN or
+// infinity, or numbers that are not tame.
 template <int WIDE, class Factor>
 static void add_products(Real *to, int64_t count, const Operand *rows, int64_t stride, Factor factor) {
     // The unit sums even and odd steps apart, and adds both sums to C every 32 steps.

@@ -77,7 +77,7 @@ struct Worker {
 
 // Workers lie in a few places between calls. One atomic exchange takes a worker out or puts it back: there is no lock
 // that a fork could leave locked.
-const int PLACES = 16;  // workers kept, some 140 or 280 MB at most; more threads than this call malloc each time
+const int PLACES = 16;  // workers kept, each with its tiles; more threads than this call malloc each time
 static void *places[PLACES];
 
 static Worker *take(int64_t slots, int64_t tile) {
@@ -498,12 +498,14 @@ static void hide(Worker &w, Tile &tile, int rows) {
 // acc += weights * values, position by position.
 static void add_values_of_terms(Worker &w, const Tile &tile, int rows) {
     for (int i = 0; i < rows; i++) {
+        Real sum[V_DIM] = {};
         const int64_t end = w.to[i / GROUP * GROUP] * LANES, last = end < tile.present ? end : tile.present;
         for (int64_t j = w.from[i / GROUP * GROUP] * LANES; j < last; j++) {
             const Real weight = left_number(w.weights + i * WEIGHTS, j);
             const Stored *value = tile.v.row(j);
-            for (int d = 0; d < V_DIM && weight != 0; d++) w.acc[i * V_WIDE + d] += weight * value[d];
+            for (int d = 0; d < V_DIM && weight != 0; d++) sum[d] += weight * value[d];
         }
+        for (int d = 0; d < V_DIM; d++) w.acc[i * V_WIDE + d] += sum[d];
     }
 }
 #endif

@@ -9,7 +9,8 @@
 // B is read a vector at a time at b + step * b_step: K as packed by `pack_turned` (a column of keys after the
 // other) for S and dP, rows as they are (or as packed by `pack_rows`) for O, dV, dK, dQ.
 // What is multiplied is an Operand: a Real, or where the CPU multiplies pairs of bfloat16 (PAIR = 2), two
-// neighbours along the steps in one word. PACK is the same of packed matrices.
+// neighbours along the steps in one word. PACK: the numbers in a word of a packed matrix, 2 beside a PAIR of 1 where
+// numbers have TERMS.
 
 #if HALF == 1 && defined(__AVX512BF16__) && REGISTER_BYTES == 64
 #define PAIRS 1
@@ -431,9 +432,10 @@ INLINE Real half(const Operand *x, int64_t which) {
     return *x;
 #endif
 }
-// The sum of the terms of a number, which are `apart`.
+// The sum of the terms of a number, which are `apart`; of infinity only the first one is no NaN.
 INLINE Real number(const Operand *x, int64_t which, int64_t apart) {
     Real total = 0;
+    if (TERMS > 1 && half(x, which) - half(x, which) != 0) return half(x, which);
     for (int n = TERMS - 1; n >= 0; n--) total += half(x + n * apart, which);
     return total;
 }
@@ -455,7 +457,7 @@ template <int DIM, class From> static Real most_of(const From &from, int64_t row
     return __builtin_bit_cast(Real, all >> 1);
 }
 // Whether products of terms are as good as those of numbers up to a magnitude: the unit takes what is below 2^-126 for
-// 0, a term of infinity is NaN, and a term of a product that overflows may have the other sign.
+// 0, infinity has terms that are NaN, and a sum of products that overflow may be infinity minus infinity.
 INLINE bool tame(Real most) { return most == 0 || (most >= (Real)0x1p-100 && most <= (Real)0x1p36); }
 
 // -- packing ------------------------------------------------------------------------------------------------------
@@ -506,7 +508,7 @@ INLINE void fetch_part(const Operand *tile, int64_t size, int n, int parts) {
     for (int64_t i = lines * n / parts; i < lines * (n + 1) / parts; i++) __builtin_prefetch(tile + i * 16, 0, 2);
 }
 
-// `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
+// `keys` rows of DIM entries, turned: for each panel of N * LANES of them [deep(DIM), N * LANES].
 // Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
 // row, as `Lines` has.
 template <int DIM, int N, class From>

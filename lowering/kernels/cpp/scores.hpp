@@ -53,8 +53,8 @@ template <class Do> INLINE void by_few(int rows, Do run) {
     }
 }
 
-// Products of a few rows of packed queries and one vector of keys, of which `present` are there. Their sums have
-// another order than those of many rows: `Call.norm` says which rows were few.
+// Products of a few rows of queries, without terms, and one vector of keys, of which `present` are there. Their sums
+// have another order than those of many rows: `Call.norm` says which rows were few.
 static void few_products(const Operand *query, int rows, const Stored *keys, const Stored *ahead, int64_t stride,
                          int64_t present, Real *to, int64_t to_row) {
     by_few(rows, [&](int row, int n) {

@@ -33,5 +33,4 @@ def text(
 
 def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, moved: bool) -> str:
     """The text that calls load whose keys have the dtype of queries. `moved`: it reads rows by tables."""
-    source: str = KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source()
-    return source
+    return str(KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 import shutil
 import subprocess
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from support.native import native_call
 
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.cpp import text
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
@@ -229,6 +231,45 @@ def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, vari
     for name in "qkv":
         got, want = (np.asarray(x[name], np.float64) for x in found)
         assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_infinity_in_a_cotangent(variant):
+    """An infinite dO stays infinite in dV, where every row sees every key."""
+    made = test_cpp_backward.problem(test_cpp_backward.Case(None, precision="bf16x6", with_dlse=False))
+    args = list(made.args)
+    args[8] = args[8].copy()
+    args[8][0, 0, 5, 3] = np.inf
+    found = native_call.backward(*args, **made.options, variant=variant)
+    assert (found["v"][0, 0, :, 3] == np.inf).all()
+    np.testing.assert_allclose(found["v"][0, 1], made.want["v"][0, 1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", HERE)
+def test_few_rows_read_no_page_before_the_first(variant):
+    """The last key is that of the first page of a pool, and a page ends before it. A vector of keys that are not there
+    is worked on beside the last ones."""
+    case = test_native_stored.Case(q_len=105, kv_len=1040, q0=935, page=16, stored="", scales=False, tile=(96, 64))
+    made = test_native_stored.Problem(case.but(precision="bf16x6"))
+    table = made.tables[PAGES]
+    last = table[0, -1]
+    order = np.arange(len(made.k))
+    order[[0, last]] = last, 0
+    made.k, made.v, made.tables[PAGES] = made.k[order], made.v[order], np.where(table == 0, last, table)
+    made.tables[PAGES][0, -1] = 0
+    made.k, made.v = map(behind_a_page, (made.k, made.v))
+    made.check(made.run(variant=variant))
+
+
+def behind_a_page(x):
+    """A copy that begins where a page ends that nobody may read, and whose axes are not in the order of memory."""
+    room = mmap.mmap(-1, mmap.PAGESIZE + x.nbytes)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    pages, heads, tokens, dim = x.shape
+    made = np.frombuffer(room, x.dtype, x.size, mmap.PAGESIZE).reshape(pages, tokens, heads, dim).swapaxes(1, 2)
+    made[...] = x
+    return made
 
 
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])

@@ -53,6 +53,7 @@ class Case:
     scales: bool = True
     rate: float = 0.0
     tile: tuple = (48, 64)
+    precision: str = "ieee"
 
     def but(self, **changes):
         return replace(self, **changes)
@@ -168,7 +169,7 @@ class Problem:
         c, plan = self.case, self.plan()
         slots = plan.slot_values({SEED: 5, RATE: float(np.float32(c.rate))})
         tables = {t.name: self.tables[t.source] for t in plan.tables}
-        target = Target("cpp", *c.tile)
+        target = Target("cpp", *c.tile, precision=c.precision)
         return native_call.forward(
             plan,
             self.spans(),
