@@ -189,8 +189,6 @@ def tiles(options: argparse.Namespace) -> None:
         if options.write:
             known[cell.arch][cell.kernel][cell.mask][str(cell.dim)] = list(astuple(next(iter(times))))
             search.write(known)
-    if options.write:
-        search.show()
 
 
 def of_modelled(cell: Cell, found: list[Tile], options: argparse.Namespace) -> dict[Tile, float]:

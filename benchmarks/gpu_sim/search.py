@@ -201,24 +201,6 @@ def write(known: dict[str, Any]) -> None:
     TABLE.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
 
 
-def show() -> None:
-    """Bring the table of docs/triton.md up to date."""
-    page = ROOT / "docs" / "triton.md"
-    rows = [
-        f"| {kernel} | {mask} | " + " | ".join(_shown(t) for t in dims.values()) + " |"
-        for kernel, masks in table()["sm_90"].items() for mask, dims in masks.items()
-    ]  # fmt: skip
-    lines = page.read_text(encoding="utf-8").split("\n")
-    places = [i for i, line in enumerate(lines) if re.match(r"\| (forward|dq|dkv) \|", line)]
-    text = [*lines[: places[0]], *rows, *lines[places[-1] + 1 :]]
-    page.write_text("\n".join(text), encoding="utf-8")
-
-
-def _shown(tile: Sequence[int]) -> str:
-    block_q, block_k, warps, stages, described = tile
-    return f"{block_q} x {block_k}, {warps}, {stages}{', TMA' * described}"
-
-
 def best(here: dict[Tile, dict[str, Any]], there: dict[Tile, dict[str, Any]] | None) -> list[Tile]:
     """Tiles without a spill on both, the least of the worse time first."""
     sides = [here] if there is None else [here, there]

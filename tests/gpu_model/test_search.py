@@ -114,7 +114,6 @@ def test_a_table_is_written_as_it_was_read(table):
 def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
     times = {A: 2.0, B: 1.0}
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A, B, C])
-    monkeypatch.setattr(search, "show", lambda: None)
     monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": times[t]} if t in times else {"stack": 8})
     command = "tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1"
     gpu_model.main(command.split())
@@ -128,7 +127,6 @@ def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
 
 def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
-    monkeypatch.setattr(search, "show", lambda: None)
     monkeypatch.setattr(search, "evaluate", lambda cell, t: {"stack": 8})
     before = table.read_text()
     gpu_model.main("tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1 --write".split())
@@ -139,7 +137,6 @@ def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
 def test_measured_tiles_are_in_the_table_and_stay(table, monkeypatch, capsys):
     assert {cell: search.current(cell, tiles.TABLE) for cell in search.MEASURED} == search.MEASURED
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
-    monkeypatch.setattr(search, "show", lambda: None)
     monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": {A: 1.0}.get(t, 2.0)})
     command = "tiles --arch sm_90 --kernels forward,dq --classes long,medium --dims 64,128 --jobs 1"
     gpu_model.main([*command.split(), "--write"])

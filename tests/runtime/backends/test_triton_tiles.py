@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,17 +50,6 @@ def test_keys_that_a_query_sees(mask):
     doc = {"doc": np.arange(4096) // 100} if "doc" in mask else {}
     plan = fk.compile(mask, **doc).plan(4096, 4096, heads=2)
     assert tiles.keys_seen(plan.simplified[0], tuple(sorted(plan.scalars.items()))) == SEEN[mask]
-
-
-def test_the_page_on_triton_has_the_tiles():
-    page = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
-    rows = [
-        f"| {kernel} | {window} | "
-        + " | ".join("{} x {}, {}, {}".format(*t) + ", TMA" * t[4] for t in dims.values())
-        + " |"
-        for kernel, by_window in tiles.TABLE["sm_90"].items() for window, dims in by_window.items()
-    ]  # fmt: skip
-    assert re.findall(r"^\| (?:forward|dq|dkv) \|.*$", page, re.M) == rows
 
 
 def test_classes_and_their_borders():
