@@ -1,6 +1,18 @@
-"""Runs a compiled attention on torch tensors, with gradients.
+"""Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
 
-`prepare` does once what a call needs beside its tensors; a `Ready` then runs all calls of the same shapes and dtypes.
+1. `repeated`: native kernels, of q, k and v alone, in shapes and dtypes that have run twice. A runner in `att.repeats`
+   takes their addresses and strides. Checked at each call: types, shapes, dtypes and device of the three, settings of
+   the environment, and modes of torch (autocast, forward mode, function modes).
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_kept`
+   finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
+   `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
+   copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
+3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
+   `_prepare_and_keep` makes its `Ready` by `prepare`, which asks for an engine (`EngineReady`), uploads tables
+   (`_prepared`) and builds the kernel (`_built`). The next call takes way 2, and leaves the runner for way 1.
+
+Graphs of torch.compile hold operators (`running`), which take the same ways when they run. A KV cache on a CPU keeps a
+`Ready` for its steps (`DecodeCall`).
 """
 
 from __future__ import annotations
@@ -76,10 +88,10 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _of_kind(att, key, tables, request, kept)
+    ready = _kept(att, key, tables, request, kept)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
-        _repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # a second such call: more may follow
+        _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
@@ -95,7 +107,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _remembered(call, att, request, key, kept, tables)
+    ready = _prepare_and_keep(call, att, request, key, kept, tables)
     return run(call, ready, saving)
 
 
@@ -132,7 +144,7 @@ def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
+def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
     """Remember for `like_one` how calls like this one are run, if they take q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     layout = None if layout == NATURAL["torch"] else layout
@@ -149,17 +161,17 @@ def _repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: 
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
-    found = _of_kind(att, key, tables, request, att.ready)
-    return _remembered(att.call(request), att, request, key, att.ready, tables, defers) if found is None else found
+    found = _kept(att, key, tables, request, att.ready)
+    return found or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
+def _kept(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
     """The remembered answer for a call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
-        return _found(att, key, request.plan, request.params, kept)
+        return _kept_by_key(att, key, request.plan, request.params, kept)
     ready: Ready | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
@@ -167,10 +179,10 @@ def _of_kind(att: Any, key: Any, tables: list[Any], request: Request, kept: dict
             return ready
     if type(steps := kept.get(key)) is not ChangingTables:
         return None
-    return None if (ready := steps(entries)) is None else _of_tables(att, key, entries, ready)
+    return None if (ready := steps(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
 
-def _of_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
+def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
     att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
     return ready
 
@@ -185,23 +197,23 @@ def _bits(x: Any) -> Any:
     return None
 
 
-def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
+def _kept_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
     """The remembered `Ready` of a key, with the plan of this call if the mask reads tables of a device."""
     ready: Ready | None = kept.get(key)
     if plan is None:
         if ready is None or ready.step is None:
             return ready
         given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.step.key.given}
-        return ready.of(ready.step.again(given))
+        return ready.for_step(ready.step.again(given))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
             own = plan.stored_as(first.step.host_program.stored)
-            ready = kept[key] = first.of(own).alone()  # for the layers to come
-    return ready.beside(plan) if ready is not None and ready.loaded else ready
+            ready = kept[key] = first.for_step(own).with_plan(None)  # for the layers to come
+    return ready.with_plan(plan) if ready is not None and ready.loaded else ready
 
 
-def _remembered(
+def _prepare_and_keep(
     call: Call, att: Any, request: Request, key: Any, kept: dict[Any, Any], tables: list[Any], defers: bool = True
 ) -> Ready:
     plan = request.plan
@@ -210,7 +222,7 @@ def _remembered(
         return ready
     if tables and not ready.loaded:
         entries = [x.tobytes() for x in tables]
-        _of_tables(att, key, entries, ready)
+        _keep_by_tables(att, key, entries, ready)
         if type(steps := kept.get(key)) is not ChangingTables:
             remember(kept, key, steps := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
@@ -219,11 +231,11 @@ def _remembered(
     if key is None or tables:
         return ready
     if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
-        ready = ready.beside(call.plan.again({}))  # later calls bring their own values; these are not held
+        ready = ready.with_plan(call.plan.again({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(kept, key, ready if plan is None or not ready.loaded else ready.alone(), KEPT)
+        remember(kept, key, ready if plan is None or not ready.loaded else ready.with_plan(None), KEPT)
     if ready.loaded and call.plan.common is not None:
-        remember(att.ready if plan is None else plan.common.ready, key, ready.bare(call.plan), KEPT)
+        remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
     return ready
 
 

@@ -14,31 +14,18 @@ from typing import Any
 import torch
 
 LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
-# Operators read a seed, and keep what they upload and plan for later calls: torch.compile records no CUDA graph of
-# them, in any mode.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-LIBRARY.define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
-    " -> (Tensor out, Tensor lse, Tensor top, Tensor norm)",
-    tags=_TAGS,
-)
-LIBRARY.define(
-    "attend_alone(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
-    " -> Tensor",
-    tags=_TAGS,
-)
-LIBRARY.define(
-    "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values,"
-    " Tensor out, Tensor lse, Tensor norm, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
-    tags=_TAGS,
-)
-
-
-LIBRARY.define(
+_HEAD = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
+for _schema in (
+    f"attend{_HEAD} -> (Tensor out, Tensor lse, Tensor top, Tensor norm)",
+    f"attend_alone{_HEAD} -> Tensor",
+    "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, "
+    "Tensor out, Tensor lse, Tensor norm, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
     "tiles(Tensor like, Tensor[] values, SymInt[] numbers, SymInt[] sizes, SymInt[] block, str spec, str names)"
     " -> Tensor",
-    tags=_TAGS,
-)
+):
+    # Operators read a seed, and keep what they upload and plan for later calls: torch.compile records no CUDA graph of
+    # them, in any mode.
+    LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def _late(name: str) -> Callable[..., Any]:

@@ -86,20 +86,17 @@ class Ready:
         plan = self.plan
         return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
-    def of(self, plan: FlatPlan) -> Ready:
+    def for_step(self, plan: FlatPlan) -> Ready:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
         return self._with(plan, MappingProxyType(readable(tables, plan.device, self.real)), None)
 
-    def bare(self, plan: Any) -> Ready:
-        """A prepared call without what belongs to one step."""
+    def for_any_step(self, plan: Any) -> Ready:
+        """A prepared call without the values of one step: `for_step` adds them."""
         return self._with(None, dict.fromkeys(self.tables), plan.again({}))
 
-    def alone(self) -> Ready:
-        """A prepared call without the plan: the plan holds it, and a cycle would keep a step's tables alive."""
-        return self._with(None, self.tables, None)
-
-    def beside(self, plan: Any) -> Ready:
+    def with_plan(self, plan: Any) -> Ready:
+        """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
         return self._with(plan, self.tables, None)
 
     def _with(self, spans: Any, tables: Mapping[str, Any], step: FlatPlan | None) -> Ready:
