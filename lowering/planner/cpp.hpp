@@ -188,7 +188,7 @@ template <class T, int RANGED> struct Turned {
     }
 };
 
-// What is known of a range of entries: `of` one, of `both` of two ranges, and of a range that lies `inside` of two.
+// Facts of a range of entries: `of` one entry, of `both` of two ranges, and of a range that lies `inside` of two.
 template <class T> struct Least {
     typedef T Type;
     static T of(T x) { return x; }
@@ -208,7 +208,7 @@ template <Word SEED> struct Classes {  // a bit for each of 64 classes of number
     static Int inside(Int x, Int y) { return x & y; }
 };
 
-// This of a table, over any range of one axis: over 1, 2, 4, ... blocks from each block on.
+// `J` (Least, Greatest or Classes) of a table over any range of one axis: of 1, 2, 4, ... blocks from each block on.
 template <class J> struct Line {
     typedef typename J::Type T;
     Turned<T, 1> turned;
@@ -240,7 +240,7 @@ template <class J> struct Line {
     }
 };
 
-// The entries lo..hi, both included: exact, or within one block wider.
+// `J` of the entries lo..hi, both included; within one block of a long table, perhaps of more entries.
 template <class J, class... At> static typename J::Type over(const Line<J> &x, Int lo, Int hi, At... fixed) {
     typedef typename J::Type T;
     const Int at[] = {fixed..., 0};
@@ -258,7 +258,7 @@ template <class J, class... At> static typename J::Type over(const Line<J> &x, I
     return J::both(J::both(a, z), J::both(windows[first + 1], windows[last - ((Int)1 << level)]));
 }
 
-// The same over any box of two or more axes: blocks of 1, 2, 4, ... entries along each.
+// `J` of a table over any box of two or more axes: blocks of 1, 2, 4, ... entries along each.
 template <class J, int RANGED> struct Plane {
     typedef typename J::Type T;
     Turned<T, RANGED> turned;
@@ -318,7 +318,8 @@ template <class J, int RANGED> struct Plane {
     }
 };
 
-// The box with these first and last entries, or one that covers it: `within(plane, lo0, lo1, hi0, hi1, fixed...)`.
+// `J` of the box with these first and last entries, or of one that covers it: `within(plane, lo0, lo1, hi0, hi1,
+// fixed...)`.
 template <class J, int RANGED, class... At> static typename J::Type within(const Plane<J, RANGED> &x, At... values) {
     typedef typename J::Type T;
     const Int at[] = {values..., 0};

@@ -14,7 +14,7 @@ struct Pieces {  // in order; each goes on to where the next begins, the last to
     Int stop(Int i) const { return i + 1 < held.size ? held.data[i + 1].start : columns; }
     int kind(Int i) const { return i >= 0 && i < held.size ? held.data[i].kind : EMPTY; }
 
-    // Neighbours of one kind become one piece, EMPTY ones before the first are left out.
+    // Joins neighbours of one kind to one piece, and leaves out EMPTY ones before the first.
     void join() {
         Int n = 0;
         int before = EMPTY;
@@ -26,7 +26,7 @@ struct Pieces {  // in order; each goes on to where the next begins, the last to
         held.size = n;
     }
 
-    // Open pieces cut into pieces of `width` tiles, first come first served while there is room.
+    // Cuts open pieces into pieces of `width` tiles, the first ones first, while there is room.
     void split(Int width, Int room) {
         spare.size = 0;
         Int further = 0;
@@ -46,7 +46,7 @@ struct Pieces {  // in order; each goes on to where the next begins, the last to
         spare.data = data, spare.size = size, spare.room = room;
     }
 
-    // Coarse to fine: half the room at first, then four pieces for one, down to a tile. Whether room ran out.
+    // Cuts coarse to fine: half the room at first, then four pieces for one, down to a tile. Whether room ran out.
     template <class Ask> bool refine(Int most, Ask ask) {
         const Int room = minimum(most, columns);
         held.size = 0;
@@ -66,8 +66,8 @@ struct Pieces {  // in order; each goes on to where the next begins, the last to
         return left;
     }
 
-    // Records (lo, full_lo, full_hi, hi), at most n: partial, full, partial share one, every other full piece opens
-    // a new one; the last takes in what finds no room, as PARTIAL. Whether there was any.
+    // Writes records (lo, full_lo, full_hi, hi), at most n. Partial, full, partial are one record; every other full
+    // piece begins a new one. Pieces without room become part of the last record, as PARTIAL: returns whether any did.
     bool records(Int n, int32_t *bounds, int32_t *count) const {
         Int total = 0, end = 0;
         for (Int i = 0; i < held.size; i++) {

@@ -153,7 +153,7 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
     weight_of = slope_of = Vec{};
     if (row >= w.present) return;
     const Vec score = scaled(load<Vec>(w.scores + i * BLOCK_K + j * LANES), unit);
-    // What is negligible is 0, or gradients of far keys would be denormal numbers, a hundred times as slow.
+    // Negligible weights are 0: gradients of far keys would be denormal numbers, a hundred times as slow.
     Vec p = weight((score_of(fixed, w.rows[row], w.columns[j], score) - w.shift[row]) * BASE, NEGLIGIBLE) * w.share[row];
     if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
     weight_of = p;
@@ -179,7 +179,7 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
 }
 
 // dout times out of every row, in the order of the products of dout and values: where a row sees one key, whose value is
-// out, nothing is left of their difference.
+// out, their difference is 0.
 static void multiply_outs(Worker &w) {
 #if PAIRS || AMX
     const Operand *dout = w.dout_left;
@@ -366,8 +366,8 @@ static void accumulate_turned(Worker &w, int groups, int keys, const Operand *a,
 #endif
 }
 
-// What a tile adds to dV, dK and dQ, position by position without the masked ones: where an operand holds NaN or
-// infinity, or numbers that are not tame.
+// Adds a tile to dV, dK and dQ position by position, without the masked ones, where an operand holds NaN, infinity or
+// numbers that are not tame.
 template <int WIDE, class Factor>
 static void add_products(Real *to, int64_t count, const Operand *rows, int64_t stride, Factor factor) {
     // The unit sums even and odd steps apart, and adds both sums to C every 32 steps.

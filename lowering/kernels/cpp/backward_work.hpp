@@ -24,7 +24,7 @@ static Worker *worker_for(Task &task) {
     return w;
 }
 
-// Chains of items are pulled; the items of a chain run one after the other.
+// A worker takes the next chain of items when it is free. The items of a chain run one after the other.
 static void work(void *pointer, int64_t) {
     Task &task = *(Task *)pointer;
     [[maybe_unused]] const MatrixUnit unit;

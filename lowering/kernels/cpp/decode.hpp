@@ -1,8 +1,8 @@
 // -- decoding -----------------------------------------------------------------------------------------------------
 //
 // A few queries over many keys: the query heads of one key head are rows of one item, and the tiles they visit are
-// split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
-// order by whoever ends last: the result repeats bit for bit.
+// split into parts. Their number depends on the call alone, not on its threads, and the worker that ends last combines
+// the parts of a row in order: the result repeats bit for bit.
 
 const int64_t LEAST = BLOCK_K < 256 ? 256 / BLOCK_K : 1, MOST_TILES = BLOCK_K < 4096 ? 4096 / BLOCK_K : 1;  // of a part
 

@@ -11,10 +11,10 @@ const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
 const int FEW = MOVED ? 0 : AMX && PAIRS ? 4 : 16;     // the most rows that vectors multiply by unpacked keys
-const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // and the most that a matrix unit does
-const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // how columns of such rows lie
+const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // the most rows that a matrix unit multiplies by unpacked keys
+const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // of 32 columns of such rows, the even ones come first
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
-const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
+const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PACK * TERMS;  // Operands in a row of weights
 const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
 const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that are zeros
@@ -461,7 +461,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 // Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
 // Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
-    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; what is not tame has a product of its own
+    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; vectors multiply numbers that are not tame
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {

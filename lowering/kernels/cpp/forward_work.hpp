@@ -192,7 +192,8 @@ static void attend(Worker &w, const Item &item) {
     finish(w, item);
 }
 
-// Items are pulled. A worker begins at a key head of its own, whose packed tiles it keeps, and then helps the others.
+// A worker takes the next item when it is free. Each begins at another key head, whose packed tiles it keeps, and then
+// helps the others.
 static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;

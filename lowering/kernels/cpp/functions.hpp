@@ -164,7 +164,7 @@ INLINE Real sign(Real x) { return x > 0 ? (Real)1 : x < 0 ? (Real)-1 : x; }
 INLINE Vec sign(Vec x) { return x > 0 ? reals(1) : x < 0 ? reals(-1) : x; }
 INLINE Int sign(Int x) { return (x > 0) - (x < 0); }
 INLINE Ints sign(Ints x) { return x > 0 ? ints(1) : x < 0 ? ints(-1) : ints(0); }
-// NaN is handed on.
+// NaN stays NaN.
 INLINE Real minimum(Real x, Real y) { return x <= y || x != x ? x : y; }
 INLINE Real maximum(Real x, Real y) { return x >= y || x != x ? x : y; }
 INLINE Vec minimum(Vec x, Vec y) { return (x <= y) | (x != x) ? x : y; }

@@ -321,7 +321,7 @@ WIDER(widened_halves, Words, Halves, "vpmovzxwd")
 WIDER(widened_eights, Narrow, Eights, "vpmovsxbd")
 WIDER(eights_by_two, Shorts, Eights, "vpmovsxbw")
 
-// The numbers that float16 has these bits for.
+// The numbers with these bits in float16.
 INLINE Singles of_float16(Halves x) {
 #if defined(__F16C__) && LANES >= 8
     Singles y;
@@ -444,7 +444,7 @@ INLINE Real left_number(const Operand *row, int64_t i) {
     return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
 }
 
-// The largest magnitude in rows of DIM entries; NaN if there is one.
+// The largest magnitude in rows of DIM entries; NaN if an entry is NaN.
 template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
     Raw most = {};
     for (int64_t i = 0; i < rows; i++)
@@ -494,7 +494,7 @@ static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows
     }
 }
 
-const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
+const int AHEAD = 128;  // rows fetched before they are needed: transposing takes less time than loading
 const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
 static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
 
@@ -509,8 +509,8 @@ INLINE void fetch_part(const Operand *tile, int64_t size, int n, int parts) {
 }
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [deep(DIM), N * LANES].
-// Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
-// row, as `Lines` has.
+// Rows from `present` on are 0; whole vectors of them are not read, and left out. `From` has the address of each row,
+// as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = deep(DIM);
@@ -603,8 +603,8 @@ INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, cons
 }
 
 // scores[M, LANES] of M queries of DIM entries, padded with zeros to whole vectors, and of LANES keys, of which at
-// least one is present. A key is loaded once for all queries; in place of absent ones the last one is, for no purpose.
-// `ahead` are those to be fetched.
+// least one is present. A key is loaded once for all queries. In place of absent keys the last one is loaded, and its
+// scores are not used. `ahead` are the keys to be fetched.
 template <int M, int DIM, class T>
 static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
                  Real *scores, int64_t row) {

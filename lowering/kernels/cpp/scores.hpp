@@ -1,8 +1,8 @@
 // -- scores, the same to the last bit in both kernels --------------------------------------------------------------
 //
-// The backward works scores out anew and takes off each row's largest, which the forward has left in `Call.norm`. Of a
-// score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
-// and no operation here becomes one with an operation outside.
+// The backward computes scores again and subtracts the largest of each row, which the forward has left in `Call.norm`.
+// The last bit of a score of a million changes its weight by a factor of e^0.06. So queries are packed and multiplied
+// in one way and order, and no operation here is fused with an operation outside.
 
 const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
@@ -14,7 +14,7 @@ const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a r
 INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
 constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 
-// What a score is multiplied with: times log2 e where nothing modifies it.
+// The factor of a score: the scale, times log2 e where nothing modifies the score.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
 // Rows of queries, `all` of them; where products are exact the unit is in the queries. `few` rows are not packed.

@@ -60,8 +60,8 @@ INLINE Words words(Word x) { return x + Words{}; }
 #else
 #define REGISTER "+m"
 #endif
-// x, of which the compiler knows nothing more: what is worked out before does not become one with what comes behind, as
-// a product and a sum would, or a sum that begins at 0.
+// x, opaque to the compiler: it fuses no operation before with one behind, as it would a product and a sum, or a sum
+// that begins at 0.
 INLINE Vec settled(Vec x) {
 #if LANES > 1
     asm("" : REGISTER(x));
@@ -96,7 +96,7 @@ INLINE Bits flags(Bits x) { return x; }
 INLINE Bits flags(Ints x) { return cast<Bits>(x); }
 #endif
 
-// c ? x : y; of scalars both are worked out.
+// c ? x : y; of scalars both are computed.
 template <class T> INLINE T select(bool c, T x, T y) { return c ? x : y; }
 INLINE Vec select(Bits c, Vec x, Vec y) { return c ? x : y; }
 #if REAL_BYTES == INT_BYTES

@@ -144,8 +144,8 @@ INLINE Words words(Word x) { return x + Words{}; }
 #else
 #define REGISTER "+m"
 #endif
-// x, of which the compiler knows nothing more: what is worked out before does not become one with what comes behind, as
-// a product and a sum would, or a sum that begins at 0.
+// x, opaque to the compiler: it fuses no operation before with one behind, as it would a product and a sum, or a sum
+// that begins at 0.
 INLINE Vec settled(Vec x) {
 #if LANES > 1
     asm("" : REGISTER(x));
@@ -180,7 +180,7 @@ INLINE Bits flags(Bits x) { return x; }
 INLINE Bits flags(Ints x) { return cast<Bits>(x); }
 #endif
 
-// c ? x : y; of scalars both are worked out.
+// c ? x : y; of scalars both are computed.
 template <class T> INLINE T select(bool c, T x, T y) { return c ? x : y; }
 INLINE Vec select(Bits c, Vec x, Vec y) { return c ? x : y; }
 #if REAL_BYTES == INT_BYTES
@@ -448,7 +448,7 @@ INLINE Real sign(Real x) { return x > 0 ? (Real)1 : x < 0 ? (Real)-1 : x; }
 INLINE Vec sign(Vec x) { return x > 0 ? reals(1) : x < 0 ? reals(-1) : x; }
 INLINE Int sign(Int x) { return (x > 0) - (x < 0); }
 INLINE Ints sign(Ints x) { return x > 0 ? ints(1) : x < 0 ? ints(-1) : ints(0); }
-// NaN is handed on.
+// NaN stays NaN.
 INLINE Real minimum(Real x, Real y) { return x <= y || x != x ? x : y; }
 INLINE Real maximum(Real x, Real y) { return x >= y || x != x ? x : y; }
 INLINE Vec minimum(Vec x, Vec y) { return (x <= y) | (x != x) ? x : y; }
@@ -947,7 +947,7 @@ WIDER(widened_halves, Words, Halves, "vpmovzxwd")
 WIDER(widened_eights, Narrow, Eights, "vpmovsxbd")
 WIDER(eights_by_two, Shorts, Eights, "vpmovsxbw")
 
-// The numbers that float16 has these bits for.
+// The numbers with these bits in float16.
 INLINE Singles of_float16(Halves x) {
 #if defined(__F16C__) && LANES >= 8
     Singles y;
@@ -1070,7 +1070,7 @@ INLINE Real left_number(const Operand *row, int64_t i) {
     return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
 }
 
-// The largest magnitude in rows of DIM entries; NaN if there is one.
+// The largest magnitude in rows of DIM entries; NaN if an entry is NaN.
 template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
     Raw most = {};
     for (int64_t i = 0; i < rows; i++)
@@ -1120,7 +1120,7 @@ static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows
     }
 }
 
-const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
+const int AHEAD = 128;  // rows fetched before they are needed: transposing takes less time than loading
 const int FETCH = 128;  // rows that are fetched into the second level ahead of these, whose work takes little time
 static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more");
 
@@ -1135,8 +1135,8 @@ INLINE void fetch_part(const Operand *tile, int64_t size, int n, int parts) {
 }
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [deep(DIM), N * LANES].
-// Rows from `present` on are 0, whole vectors of them are left out: nobody reads those. `From` has the address of each
-// row, as `Lines` has.
+// Rows from `present` on are 0; whole vectors of them are not read, and left out. `From` has the address of each row,
+// as `Lines` has.
 template <int DIM, int N, class From>
 static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = deep(DIM);
@@ -1229,8 +1229,8 @@ INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, cons
 }
 
 // scores[M, LANES] of M queries of DIM entries, padded with zeros to whole vectors, and of LANES keys, of which at
-// least one is present. A key is loaded once for all queries; in place of absent ones the last one is, for no purpose.
-// `ahead` are those to be fetched.
+// least one is present. A key is loaded once for all queries. In place of absent keys the last one is loaded, and its
+// scores are not used. `ahead` are the keys to be fetched.
 template <int M, int DIM, class T>
 static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
                  Real *scores, int64_t row) {
@@ -1371,9 +1371,9 @@ INLINE void interval(const Fixed &fixed, const Row &row, int64_t tile, int64_t k
 
 // -- scores, the same to the last bit in both kernels --------------------------------------------------------------
 //
-// The backward works scores out anew and takes off each row's largest, which the forward has left in `Call.norm`. Of a
-// score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
-// and no operation here becomes one with an operation outside.
+// The backward computes scores again and subtracts the largest of each row, which the forward has left in `Call.norm`.
+// The last bit of a score of a million changes its weight by a factor of e^0.06. So queries are packed and multiplied
+// in one way and order, and no operation here is fused with an operation outside.
 
 const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
@@ -1385,7 +1385,7 @@ const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a r
 INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
 constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }
 
-// What a score is multiplied with: times log2 e where nothing modifies it.
+// The factor of a score: the scale, times log2 e where nothing modifies the score.
 INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
 
 // Rows of queries, `all` of them; where products are exact the unit is in the queries. `few` rows are not packed.
@@ -1451,10 +1451,10 @@ const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
 const int FEW = MOVED ? 0 : AMX && PAIRS ? 4 : 16;     // the most rows that vectors multiply by unpacked keys
-const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // and the most that a matrix unit does
-const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // how columns of such rows lie
+const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // the most rows that a matrix unit multiplies by unpacked keys
+const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // of 32 columns of such rows, the even ones come first
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
-const int CHUNK = 16;                                  // so many keys of a tile at least are neighbours in memory
+const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PACK * TERMS;  // Operands in a row of weights
 const int V_STEPS = deep(BLOCK_K), V_STRIDE = stride_of(V_WIDE, V_STEPS);  // of packed values
 const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that are zeros
@@ -1901,7 +1901,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 // Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
 // Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
-    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; what is not tame has a product of its own
+    if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; vectors multiply numbers that are not tame
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {
@@ -2200,7 +2200,8 @@ static void attend(Worker &w, const Item &item) {
     finish(w, item);
 }
 
-// Items are pulled. A worker begins at a key head of its own, whose packed tiles it keeps, and then helps the others.
+// A worker takes the next item when it is free. Each begins at another key head, whose packed tiles it keeps, and then
+// helps the others.
 static void work(void *pointer, int64_t number) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
@@ -2265,8 +2266,8 @@ static int64_t all_rows(const Call *call, int64_t slices) {
 // -- decoding -----------------------------------------------------------------------------------------------------
 //
 // A few queries over many keys: the query heads of one key head are rows of one item, and the tiles they visit are
-// split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
-// order by whoever ends last: the result repeats bit for bit.
+// split into parts. Their number depends on the call alone, not on its threads, and the worker that ends last combines
+// the parts of a row in order: the result repeats bit for bit.
 
 const int64_t LEAST = BLOCK_K < 256 ? 256 / BLOCK_K : 1, MOST_TILES = BLOCK_K < 4096 ? 4096 / BLOCK_K : 1;  // of a part
 
