@@ -40,7 +40,7 @@ CPP: dict[str, str] = SHARED | {
     "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
     "sqrt": "sqrt({})", "rsqrt": "rsqrt({})", "erf": "erf({})",
     "isfinite": "finite({})", "random": "uniform({})",
-    # what `prepared` makes of random
+    # the form that `prepared` gives to random
     "seeded": "seeded({})", "stirred": "stirred({}, {})",
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ class Mods:
     tables of the plan; slots of the plan, sizes of the problem and "first q", the origin along an axis."""
 
     title: str
-    body: str  # what kernels are known by
+    body: str  # equal bodies are one kernel
     tables: tuple[str, ...]
     scalars: tuple[str, ...]
     functions: tuple[str, ...]  # of MODS

@@ -233,7 +233,7 @@ class _TpuKernel:
         length, block, along = ("kv_len", "BLOCK_K", "k") if self.down == "q" else ("q_len", "BLOCK_Q", "q")
         return [
             *lines,
-            f"if {length} % {block}:  # what lies behind the last {TOKENS[along]} is nothing, not zero",
+            f"if {length} % {block}:  # memory behind the last {TOKENS[along]} may hold anything",
             f"    inside = lax.broadcasted_iota(Int, (1, {block}), 1) < {length} - {along}_tile * {block}",
             "    m = jnp.where(inside, m, -jnp.inf)",
         ]

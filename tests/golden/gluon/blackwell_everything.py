@@ -222,7 +222,7 @@ def consume(
             p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
             weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
             if any_grown:
-                # `s_full` told of the products before these scores too: nothing adds to the sums now.
+                # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
                 for part in gl.static_range(1):
                     some = acc.slice(part * 64, 64)
                     some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
@@ -249,7 +249,7 @@ def consume(
             p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
             weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
             if any_grown:
-                # `s_full` told of the products before these scores too: nothing adds to the sums now.
+                # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
                 for part in gl.static_range(1):
                     some = acc.slice(part * 64, 64)
                     some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
@@ -297,7 +297,7 @@ def attention_forward(
     Q, K, V, Out,  # descriptors of [batch, heads, length, dim], in blocks of 128 queries or BLOCK_K keys
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     scale, heads, q_len, kv_len,
     Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles

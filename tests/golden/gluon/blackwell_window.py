@@ -172,7 +172,7 @@ def consume(
         total = total * rescale + gl.sum(p, 1)
         weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
         if any_grown:
-            # `s_full` told of the products before these scores too: nothing adds to the sums now.
+            # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
             for part in gl.static_range(2):
                 some = acc.slice(part * 64, 64)
                 some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
@@ -196,7 +196,7 @@ def consume(
         total = total * rescale + gl.sum(p, 1)
         weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
         if any_grown:
-            # `s_full` told of the products before these scores too: nothing adds to the sums now.
+            # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
             for part in gl.static_range(2):
                 some = acc.slice(part * 64, 64)
                 some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])

@@ -293,7 +293,7 @@ def attention_forward(
     Q, K, V, Out,  # descriptors of [batch, heads, length, dim], in blocks of BLOCK_Q / 2 queries or BLOCK_K keys
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     scale, heads, q_len, kv_len,
     Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles

@@ -41,7 +41,7 @@ def upright(row):
 
 
 def wide(column, width):
-    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    """[n, 128], 128 times one column, as [n, width]: a number in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 
@@ -91,7 +91,7 @@ def kernel(
         m = jnp.broadcast_to(s + of_key0_ref[0, 0] * s, s.shape)
         if partial:  # the mask
             m = jnp.where(q >= k, m, -jnp.inf)
-            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+            if kv_len % BLOCK_K:  # memory behind the last key may hold anything
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
                 m = jnp.where(inside, m, -jnp.inf)
         p = jnp.exp(m - wide(lse[...], BLOCK_K))
@@ -120,8 +120,8 @@ def kernel(
 def attention_dq(
     query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
-    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
+    rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
 
     dq [batch, q_len, heads, dim]
     """
@@ -292,7 +292,7 @@ def kernel(
         m = jnp.broadcast_to(s + of_key0[...] * s, s.shape)
         if partial:  # the mask
             m = jnp.where(q >= k, m, -jnp.inf)
-            if q_len % BLOCK_Q:  # what lies behind the last query is nothing, not zero
+            if q_len % BLOCK_Q:  # memory behind the last query may hold anything
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
                 m = jnp.where(inside, m, -jnp.inf)
         p = jnp.exp(m - of_rows_ref[0, 0, 0:1])
@@ -332,8 +332,8 @@ def kernel(
 def attention_dkv(
     query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
-    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
+    rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
 
     dk [batch, kv_len, kv_heads, dim]
     dv [batch, kv_len, kv_heads, v_dim]

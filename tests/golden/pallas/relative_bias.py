@@ -97,7 +97,7 @@ def kernel(
         s = jnp.broadcast_to(s + skewed(of_distance0_ref[0, 0, 0]), s.shape)
         if partial:  # the mask
             s = jnp.where(q >= k, s, -jnp.inf)
-            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+            if kv_len % BLOCK_K:  # memory behind the last key may hold anything
                 behind = kv_len - k_tile * BLOCK_K
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
@@ -134,7 +134,7 @@ def laid(column):
 
 
 def wide(column, width):
-    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    """[n, 128], 128 times one column, as [n, width]: a number in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 

@@ -100,11 +100,11 @@ def kernel(
         if partial:  # the mask
             seen = jnp.broadcast_to((k <= of_query0[...]) & (of_key0_ref[0, 0] != 0), s.shape)
             s = jnp.where(seen, s, -jnp.inf)
-            # What no query sees may never have been written: a NaN there is not to spread.
+            # Values that no query sees may never have been written: a NaN there must not reach the sums.
             rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
             some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
             v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))
-            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+            if kv_len % BLOCK_K:  # memory behind the last key may hold anything
                 behind = kv_len - k_tile * BLOCK_K
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
@@ -142,7 +142,7 @@ def laid(column):
 
 
 def wide(column, width):
-    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    """[n, 128], 128 times one column, as [n, width]: a number in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 

@@ -70,11 +70,11 @@ def attention_delta(
     delta = tl.sum(out * dout, 1)
     at = (batch * heads + head).to(tl.int64) * q_len + start + rows
     lse = tl.load(Lse + at, mask=present, other=0.0)
-    # A row that sees nothing has no gradient, whatever comes back.
+    # A row that sees no key has no gradient, even where dout is NaN.
     empty = lse == -INFINITY
     delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
     low = tl.load(Low + at, mask=present, other=0.0)
-    # A weight is exp2(score - lse) * factor: the factor is what rounding takes from lse.
+    # A weight is exp2(score - lse) * factor: the factor makes up for the rounding of lse.
     near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
     lse = near + low * LOG2E
     factor = tl.exp2(lse - near - low * LOG2E)
@@ -196,8 +196,8 @@ def attention_dq(
             dq = tl.dot(ds.to(keys.dtype), keys, dq)
         begin, end = begin - border, end - border
         # Full tiles: every position is visible.
-        # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
-        # works out their first addresses before, and holds them in tens of registers.
+        # `edge` is below `hi`, which the compiler does not know: so it computes the first addresses of the full tiles after the
+        # border tiles, and does not hold them in tens of registers.
         full_lo = tl.where(edge < hi, full_lo, hi)
         for tile in range(full_lo + bounded(begin, full), full_lo + bounded(end, full)):
             at = tl.cast(tile * BLOCK_K, tl.int64)
@@ -395,8 +395,8 @@ def attention_dkv(
                 dk = tl.dot(ds.to(query.dtype), query, dk)
             begin, end = begin - border, end - border
             # Full tiles: every position is visible.
-            # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
-            # works out their first addresses before, and holds them in tens of registers.
+            # `edge` is below `hi`, which the compiler does not know: so it computes the first addresses of the full tiles after the
+            # border tiles, and does not hold them in tens of registers.
             full_lo = tl.where(edge < hi, full_lo, hi)
             for tile in range(full_lo + bounded(begin, full), full_lo + bounded(end, full)):
                 at = tl.cast(tile * BLOCK_Q, tl.int64)

@@ -133,7 +133,7 @@ def attention_total(
             ).to(tl.float32)
             modified = score * scale + bias_bucket_q_k_h
             p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
-            # Where p is 0 so is dm, whatever else is there.
+            # Where p is 0, dm is 0, even beside infinity.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += tl.abs(dm)
     tl.store(Total + place * tl.num_programs(0) + row, tl.sum(total))
@@ -233,10 +233,10 @@ def attention_scatter(
             ).to(tl.float32)
             modified = score * scale + bias_bucket_q_k_h
             p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
-            # Where p is 0 so is dm, whatever else is there.
+            # Where p is 0, dm is 0, even beside infinity.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             to = tl.cast(clamp(bucket_q_k, bias_size0), tl.int64)
             to = to * bias_size1 + clamp(h, bias_size1)
-            # Integers have one sum in any order.
+            # A sum of integers does not depend on their order.
             counted = tl.floor(dm * per + 0.5).to(tl.int64)
             tl.atomic_add(Counted + to, counted, mask=dm != 0.0, sem="relaxed")

@@ -144,12 +144,12 @@ def attention_diagonal(
             x0 = along(bias_h_at, away, visible)
             modified = score * scale + x0
             p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
-            # Where p is 0 so is dm, whatever else is there.
+            # Where p is 0, dm is 0, even beside infinity.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             sum0 += dm
 
-    # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is
-    # BLOCK_K - c above it.
+    # Row i is turned by i places. Column c then holds the diagonal c below the main one, in rows from c on, and the
+    # diagonal BLOCK_K - c above it.
     turned = (rows[:, None] - columns[None, :]) & (BLOCK_K - 1)
     ahead = rows[:, None] >= columns[None, :]
     parts = tl.num_programs(0) // diagonals

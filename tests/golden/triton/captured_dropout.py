@@ -182,13 +182,13 @@ def attention_diagonal(
             p = tl.where(visible, tl.exp2(modified * unit - lse) * factor, 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
-            # Where p is 0 so is dm, whatever else is there.
+            # Where p is 0, dm is 0, even beside infinity.
             dm = tl.where(p == 0.0, 0.0, p * (dp * kept - delta))
             weight = x0 * (1.0 - x2 * x2)
             sum0 += tl.where(p == 0.0, 0.0, dm * weight)
 
-    # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is
-    # BLOCK_K - c above it.
+    # Row i is turned by i places. Column c then holds the diagonal c below the main one, in rows from c on, and the
+    # diagonal BLOCK_K - c above it.
     turned = (rows[:, None] - columns[None, :]) & (BLOCK_K - 1)
     ahead = rows[:, None] >= columns[None, :]
     parts = tl.num_programs(0) // diagonals

@@ -124,7 +124,7 @@ def attention_plane(
             ).to(tl.float32)
             modified = score * scale + bias_h_q_at
             p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
-            # Where p is 0 so is dm, whatever else is there.
+            # Where p is 0, dm is 0, even beside infinity.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += dm
     present = start + rows < q_len

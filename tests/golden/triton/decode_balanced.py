@@ -86,10 +86,10 @@ def attention_decode(
     # A tile holds QUERIES queries of each of the GROUP heads that share a key head.
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
 
-    # A sequence has programs for each share of tiles that its rows see in the mean, the long ones many and every one
-    # at least one for each row. What follows finds this program's sequence, row and part: rows that read the same
-    # keys stand together. Programs of all heads come before the next one of a head: those without a row start last,
-    # where they take no place from others.
+    # A sequence has a program for each share of the tiles that its rows see in the mean, and at least one for each
+    # row. These lines find the sequence, row and part of this program. Rows that read the same keys are neighbours.
+    # Programs of all heads come before the next program of a head. Programs without a row start last, when they
+    # delay no others.
     program = tl.program_id(1)
     rows_of_tiles = tl.cdiv(q_len, QUERIES)
     lanes = tl.arange(0, LANES)
@@ -194,7 +194,7 @@ def attention_decode(
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
             score = score * column0
             score = tl.where(visible, score, -INFINITY)
-            # What no query sees may never have been written: a NaN there is not to spread.
+            # Values that no query sees may never have been written: a NaN there must not reach the sums.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
@@ -273,7 +273,7 @@ def attention_combine(
     begin, splits = tl.load(at_row), tl.load(at_row + 1)
     rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
     first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
-    rows *= rows_of_tiles  # parts of a row stand so many programs apart
+    rows *= rows_of_tiles  # from a part of a row to its next part
     d = tl.arange(0, DIM)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)

@@ -217,7 +217,7 @@ def attention_combine(
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     stride_ob, stride_oh, stride_os, stride_od,
     heads, q_len, splits,

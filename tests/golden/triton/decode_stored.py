@@ -142,7 +142,7 @@ def attention_decode(
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
             score = score * column0
             score = tl.where(visible, score, -INFINITY)
-            # What no query sees may never have been written: a NaN there is not to spread.
+            # Values that no query sees may never have been written: a NaN there must not reach the sums.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])

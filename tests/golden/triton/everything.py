@@ -82,7 +82,7 @@ def attention_forward(
     Q, K, V, Out,  # [batch, heads, length, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,

@@ -31,7 +31,7 @@ def bounded(i, n):
 def attention_forward(
     Q, K, V, Out,  # [batch, heads, length, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     Acc,  # float32 [places, BLOCK_Q, dim]: of the parts of rows, values by their weights
     Tops, Totals,  # float32 [places, BLOCK_Q]: largest scores, and sums of weights
@@ -169,7 +169,7 @@ def attention_combine(
     SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
-    Low,  # what rounding took from Lse
+    Low,  # the rounding error of Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     stride_ob, stride_oh, stride_os, stride_od,
     heads, q_len, queries,

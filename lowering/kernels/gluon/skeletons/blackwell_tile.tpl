@@ -22,7 +22,7 @@ total = total * rescale + gl.sum(p, 1)
 $dropout
 weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
 if any_grown:
-    # `s_full` told of the products before these scores too: nothing adds to the sums now.
+    # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
     for part in gl.static_range($parts):
         some = acc.slice(part * $width, $width)
         some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])

@@ -1,6 +1,6 @@
 Lse,  # float32 [batch, heads, q_len], contiguous
 Top,  # the largest scores, as Lse  $if largest
-Low,  # what rounding took from Lse  $if low
+Low,  # the rounding error of Lse  $if low
 Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
 scale, $numbers,
 $include triton.parameters

@@ -1,5 +1,5 @@
 $# The text of the backward kernels for Hopper, with holes that `pallas_gpu.backward.emit` fills.
-$# `products_interpreted`: Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
+$# `products_interpreted`: Mosaic GPU's interpreter lacks forms of wgmma, and reads and writes only inside of an array.
 $# `pairs_turned`: values of pairs where keys lie down a tile.
 
 $part head
@@ -86,7 +86,7 @@ def padded(x, block):
 $part products_interpreted
 def dot(a, b, axis):
     found = lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
-    plgpu.commit_smem()  # what was read like this is not yet ordered before what TMA writes
+    plgpu.commit_smem()  # orders these reads before writes of TMA
     return found
 
 

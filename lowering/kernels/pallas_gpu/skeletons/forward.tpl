@@ -1,6 +1,6 @@
 $# The text of Pallas kernels for Hopper, with holes: shared parts, and the forward of `pallas_gpu.forward.emit`.
-$# `interpreted` and `products_interpreted` are for Mosaic GPU's interpreter: it knows no layouts, what is read or
-$# written there lies inside its array, and it multiplies only what lies in shared memory and knows no edge of an array.
+$# `interpreted` and `products_interpreted` are for Mosaic GPU's interpreter: it has no layouts, reads and writes only
+$# inside of an array, and multiplies only operands in shared memory.
 
 $part shared
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
@@ -168,7 +168,7 @@ def kernel(
         $once
 
         def take_turns():
-            """The warpgroups compute in turn: one multiplies while the other works out its softmax."""
+            """The warpgroups compute in turn: one multiplies while the other computes its softmax."""
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
@@ -275,7 +275,7 @@ def kernel(
             plgpu.barrier_wait(v_free.at[slot_of(step)])
             return carry
 
-        lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)  # every signal is heard
+        lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)  # no signal is left over
 
 
 def attention_forward(
@@ -349,7 +349,7 @@ $part products_interpreted
 
 def product(a, b, axes):
     found = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=Float)
-    plgpu.commit_smem()  # what was read like this is not yet ordered before what TMA writes
+    plgpu.commit_smem()  # orders these reads before writes of TMA
     return found
 
 

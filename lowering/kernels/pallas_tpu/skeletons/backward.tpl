@@ -47,8 +47,8 @@ def kernel(
 def $entry(
     query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), $arguments
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
-    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
+    rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
 
     $said
     """

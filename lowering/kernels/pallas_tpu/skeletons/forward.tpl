@@ -55,7 +55,7 @@ def kernel(
         $score
         if partial:  # the mask
             $seen
-            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+            if kv_len % BLOCK_K:  # memory behind the last key may hold anything
                 behind = kv_len - k_tile * BLOCK_K
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
@@ -179,11 +179,11 @@ def at_page(part):
     return at
 
 $part low
-# What rounding took from lse: of large scores all that is beside the largest.
+# The rounding error of lse: at large scores, all but the largest.
 low_ref[0, $part] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
 
 $part unwritten
-# What no query sees may never have been written: a NaN there is not to spread.
+# Values that no query sees may never have been written: a NaN there must not reach the sums.
 rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
 some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
 v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))

@@ -1,4 +1,4 @@
-$# Functions of generated Pallas TPU modules: what brings values of positions and pairs to a kernel.
+$# Functions of generated Pallas TPU modules that bring values of positions and pairs to a kernel.
 
 $part turn
 def turned(row):
@@ -12,7 +12,7 @@ def upright(row):
 
 $part wide
 def wide(column, width):
-    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    """[n, 128], 128 times one column, as [n, width]: a number in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 $part look

@@ -1,3 +1,3 @@
-# `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
-# works out their first addresses before, and holds them in tens of registers.
+# `edge` is below `hi`, which the compiler does not know: so it computes the first addresses of the full tiles after the
+# border tiles, and does not hold them in tens of registers.
 full_lo = tl.where(edge < hi, full_lo, hi)

@@ -11,7 +11,7 @@ def attention_combine(
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse  $if largest
-    Low,  # what rounding took from Lse  $if low
+    Low,  # the rounding error of Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_ob, stride_oh, stride_os, stride_od,
     heads, q_len, splits,  $if not balanced and not listed
@@ -31,7 +31,7 @@ def attention_combine(
         begin, splits = tl.load(at_row), tl.load(at_row + 1)
         rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
         first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
-        rows *= rows_of_tiles  # parts of a row stand so many programs apart
+        rows *= rows_of_tiles  # from a part of a row to its next part
     $d = tl.arange(0, $dim)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)

@@ -14,7 +14,7 @@ def attention_decode(
         Out,  # [batch, heads, length, dim], any strides
         Lse,  # float32 [batch, heads, q_len], contiguous
         Top,  # the largest scores, as Lse  $if largest
-        Low,  # what rounding took from Lse  $if low
+        Low,  # the rounding error of Lse  $if low
         Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -38,10 +38,10 @@ def attention_decode(
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
     $if balanced:
 
-        # A sequence has programs for each share of tiles that its rows see in the mean, the long ones many and every one
-        # at least one for each row. What follows finds this program's sequence, row and part: rows that read the same
-        # keys stand together. Programs of all heads come before the next one of a head: those without a row start last,
-        # where they take no place from others.
+        # A sequence has a program for each share of the tiles that its rows see in the mean, and at least one for each
+        # row. These lines find the sequence, row and part of this program. Rows that read the same keys are neighbours.
+        # Programs of all heads come before the next program of a head. Programs without a row start last, when they
+        # delay no others.
         program = tl.program_id(1)
         QUERIES: tl.constexpr = BLOCK_Q  $if not packs
         rows_of_tiles = tl.cdiv(q_len, QUERIES)

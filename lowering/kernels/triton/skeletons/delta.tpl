@@ -24,11 +24,11 @@ def attention_delta(
     delta -= tl.load(DLse + at, mask=present, other=0.0)  $if dlse
     lse = tl.load(Lse + at, mask=present, other=0.0)
     $if guard:
-        # A row that sees nothing has no gradient, whatever comes back.
+        # A row that sees no key has no gradient, even where dout is NaN.
         empty = lse == -INFINITY
         delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
     low = tl.load(Low + at, mask=present, other=0.0)
-    # A weight is exp2(score - lse) * factor: the factor is what rounding takes from lse.
+    # A weight is exp2(score - lse) * factor: the factor makes up for the rounding of lse.
     near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
     lse = near + low * LOG2E
     factor = tl.exp2(lse - near - low * LOG2E)

@@ -35,8 +35,8 @@ def attention_diagonal(
                 $weight
                 $total += $share
 
-    # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is
-    # BLOCK_K - c above it.
+    # Row i is turned by i places. Column c then holds the diagonal c below the main one, in rows from c on, and the
+    # diagonal BLOCK_K - c above it.
     turned = (rows[:, None] - columns[None, :]) & (BLOCK_K - 1)
     ahead = rows[:, None] >= columns[None, :]
     parts = tl.num_programs(0) // diagonals

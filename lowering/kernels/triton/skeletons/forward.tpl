@@ -7,7 +7,7 @@ def attention_forward(
     K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse  $if largest
-    Low,  # what rounding took from Lse  $if low
+    Low,  # the rounding error of Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     $if listed:
         Acc,  # float32 [places, BLOCK_Q, dim]: of the parts of rows, values by their weights

@@ -4,7 +4,7 @@ tile = full_hi + j  $if border and not masked
 inside = $within  $if border
 at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged and not described
 at = tile * BLOCK_K + columns  $if numbered
-$# A page number is the user's: one that does not exist is read as one that does.
+$# A page number is the user's: a number outside of the pool is read as one inside.
 page = tl.load(paged + clamp($key // $page_size, $pages_size) * $pages_stride)  $if paged and border
 page = tl.load(paged + $key // $page_size * $pages_stride)  $if paged and not border
 page = clamp(page, pool).to(tl.int64)  $if paged
@@ -20,7 +20,7 @@ $visible
 $score_mod
 score = tl.where(visible, score, -INFINITY)  $if border
 $if border and unwritten:
-    # What no query sees may never have been written: a NaN there is not to spread.
+    # Values that no query sees may never have been written: a NaN there must not reach the sums.
     seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
 peak = tl.maximum(top, tl.max(score, 1) * $unit)
 p = tl.exp2(score * $unit - peak[:, None])

@@ -1,5 +1,5 @@
-$# Two kernels that walk the tiles of keys of a tile of queries: `scatter` adds shares to a table, before it `total`
-$# sums their magnitudes, of which the unit of the fixed point is made.
+$# Two kernels that walk the tiles of keys of a tile of queries: `total` sums magnitudes of shares, which give the unit
+$# of the fixed point; then `scatter` adds the shares to a table.
 $jit
 def $name(
     $include captured_signature
@@ -31,7 +31,7 @@ def $name(
             total += tl.abs($added)  $if total
             $into
             $if fixed:
-                # Integers have one sum in any order.
+                # A sum of integers does not depend on their order.
                 counted = tl.floor($added * per + 0.5).to(tl.int64)
                 tl.atomic_add(Counted + to, counted, mask=$added != 0.0, sem="relaxed")
             tl.atomic_add(Into + to, $added, mask=$added != 0.0, sem="relaxed")  $if atomic
