@@ -1,7 +1,7 @@
-"""The road from a text to a kernel: seven stages, in the order of docs/how-it-works.md.
+"""The seven stages from a text to a kernel, in the order of docs/how-it-works.md.
 
 Calls, `Attention.stages`, `frisket emit`, `frisket explain` and FRISKET_SHOW go through this list. A stage is a
-function of a `Compilation`, which works out what it is asked for, once.
+function of a `Compilation`, which computes its parts once, when they are asked for.
 """
 
 from __future__ import annotations

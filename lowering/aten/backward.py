@@ -26,7 +26,7 @@ from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
-WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then known
+WHOLE = 1 << 21  # scores of a block up to which its rows are computed whole: sums of their weights are then known
 LARGE = 16.0  # |lse| from which on longer rows are worth a product more for their sums
 PARTS = 8  # arrays of sums at most
 
@@ -97,7 +97,7 @@ class _Backward(AtenTiles):
         self.hollow = bool((self.lse == -math.inf).any())
         largest = float(self.base.abs().max()) if lse.numel() else 0.0
         self.large = largest > LARGE
-        # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
+        # Infinity in a hidden key meets a 0 in ds, and 0 * inf is NaN.
         self.plain_k = self.k if not self.half or self.given_k.stride(-1) != 1 else self.given_k
         if self.careful:
             self.plain_k = self.plain_k.nan_to_num(0.0, 0.0, 0.0)

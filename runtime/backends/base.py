@@ -107,7 +107,7 @@ class Backend:
     missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
     unfit: Callable[[], str] = lambda: ""  # why this device is not one that the kernels are written for
     # its kernels
-    language: str = ""  # that they are written in
+    language: str = ""  # of their text
     highlight: str = "python"  # the language by which the source is coloured
     interpreter: Interpreter | None = None
     how: str = ""  # more words after "runs here"

@@ -1,4 +1,4 @@
-"""One sequence over several devices: each holds a range of its positions, and decoding merges what they saw."""
+"""One sequence over several devices: each holds a range of its positions, and decoding merges results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of a pool, handed out to sequences: the host's bookkeeping of paged caches, without any array of theirs."""
+"""Pages of a pool, handed out to sequences: the host's bookkeeping of paged caches, without their arrays."""
 
 from __future__ import annotations
 

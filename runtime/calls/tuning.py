@@ -1,4 +1,4 @@
-"""How kernels are launched, where the caller says it: what `frisket.flex` reads from kernel_options.
+"""Launch options of kernels that the caller sets: `frisket.flex` reads them from kernel_options.
 
 >>> Tuning(forward=LaunchOptions(block_q=64), precision="tf32").text
 'forward.block_q=64,precision=tf32'

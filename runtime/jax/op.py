@@ -73,8 +73,8 @@ def _named(call: Call, options: Options) -> str:
 
 
 def prepared(call: Call, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
-    """A call without its arrays, beside q, k, v and sinks those that gradients flow to, and those they do not: what
-    `jax_primitives.bound` takes."""
+    """A call without its arrays, and its arrays beside q, k, v and sinks, with gradients and without: `bound` of
+    `primitives` takes all three."""
     return _divided_plan(call, options, _named(call, options))
 
 

@@ -42,10 +42,10 @@ class RingAttention(FrisketAttention):
     ) -> AttentionOutput:
         """Ring attention of as many queries as keys, without `origin` and `sizes`.
 
-        Arrays come and go in the order of the sequence, and are put into dealt order in between. With `deal`, made by
-        `fk.parallel.deal` for the same mask or one that shows more, they come and go dealt (`deal.permute(x, axis=1)`),
+        Arrays and the result are in the order of the sequence, and are distributed in between. With `deal`, made by
+        `fk.parallel.deal` for the same mask or one that shows more, they are in its order (`deal.permute(x, axis=1)`),
         once for all layers; tables, segments and positions stay in the order of the sequence. Without it, clauses of
-        the mask that read traced values do not tell what is dealt, nor what travels.
+        the mask that read traced values do not decide how tokens are distributed, nor which keys are sent.
         """
         if given.get("origin") is not None or given.get("sizes") is not None:
             raise ParameterError("ring attention takes whole sequences, without origin and sizes")
@@ -59,7 +59,7 @@ class RingAttention(FrisketAttention):
 
 
 class _Dealt(FrisketAttention):
-    """One call of ring attention, of arrays that are dealt already or not."""
+    """One call of ring attention, of arrays in the order of the sequence or of a deal."""
 
     def __init__(self, metadata: AttentionMetadata, deal: Deal | None, places: int) -> None:
         super().__init__(metadata)

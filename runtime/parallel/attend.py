@@ -1,4 +1,4 @@
-"""Context parallel attention, whoever brings the arrays."""
+"""Context parallel attention by the functions of torch or of JAX, as the arrays are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whether all processes of `jax.distributed` are at the same call: each compiles its own program, and programs that
-differ wait for one another without end."""
+"""A check that all processes of `jax.distributed` make the same call: programs that differ wait without end."""
 
 from __future__ import annotations
 

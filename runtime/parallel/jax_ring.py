@@ -1,8 +1,8 @@
-"""Context parallel attention on JAX: what every device of a mesh axis does inside `jax.shard_map`.
+"""Context parallel attention on JAX: the work of every device of a mesh axis inside `jax.shard_map`.
 
-All of it is one program: where a device's tokens are is read from tables at its place on the axis, and the flat
-planner, in the program, makes the spans of every pair of shards. Shapes are the same for all, so what a step of the
-ring sends is as long as the longest need of that step: `deal.bytes(..., padded=True)`.
+All devices run one program. It reads the positions of a device's tokens from tables, at the device's place on the axis,
+and the flat planner in it makes the spans of every pair of shards. Shapes are equal on all devices, so each sends as
+many tokens at a step of the ring as the device that needs most: `deal.bytes(..., padded=True)`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attend(
     variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Split = None,
     seed: Any = None, sinks: Any = None, return_lse: bool = False, mesh: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """Attention of a sequence whose tokens are dealt over the devices of a mesh axis:
+    """Attention of a sequence whose tokens are distributed over the devices of a mesh axis:
 
         att, d = fk.compile("causal & same(doc)"), fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
         q, k, v = (d.permute(x, axis=1) for x in (q, k, v))  # [batch, tokens, heads, dim], split over "sp"
@@ -62,18 +62,18 @@ def attend(
 
     Inside `jax.shard_map` the arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads,
     dim], and so is the result, with `return_lse` also lse [batch, heads, shard], natural log. With `mesh` they are
-    those of all devices, in dealt order, and this calls shard_map: `attend(att, q, k, v, deal=d, doc=doc, mesh=mesh)`.
+    those of all devices, in the deal's order, and this calls shard_map: `attend(att, q, k, v, deal=d, mesh=mesh)`.
 
     "ring" sends between each two devices what `deal.needs` says, one step ahead of the kernels; devices whose pair
     sees nothing send nothing and run nothing. "all-gather" brings all keys to every device and runs one kernel. The
-    backward sends keys and values again and their gradients home (H. Liu et al., Ring Attention with Blockwise
+    backward sends keys and values again and their gradients back (H. Liu et al., Ring Attention with Blockwise
     Transformers, arXiv 2310.01889; partial results are merged as by `fk.merge`).
 
     `batch_axis` and `head_axis` are the mesh axes over which batch entries and heads are split as well, if they are.
     Tables among `params` are whole, in the order of the sequence, on every device, and so are `sinks`; their gradients
     are sums over all devices. `split={"doc": 0, "bias": (1, 2)}` says along which axes a table is split as the arrays
-    are, dealt where it is read at q or k; one that is split along keys travels with them. Positions in masks, score
-    mods and dropout are those of the sequence.
+    are, distributed where it is read at q or k; a table that is split along keys is sent with them. Positions in masks,
+    score mods and dropout are those of the sequence.
 
     Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show more than the deal.
     """

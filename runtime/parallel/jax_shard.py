@@ -1,4 +1,4 @@
-"""One device's part of a dealt sequence: where it is, what its masks read there, and attention to some keys."""
+"""The shard of one device: its positions, the tables that masks read there, and attention to some keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size(axes: Axes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A call on one device of the axis, whose keys are dealt as the queries are or, `whole`, in the order of the
+    """A call on one device of the axis, whose keys are distributed as the queries are or, `whole`, in the order of the
     sequence. `given` are the tables and numbers of the caller that gradients or traces may depend on; those in `split`
     are in parts. `lengths` are this device's batch entries and heads."""
 

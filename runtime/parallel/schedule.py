@@ -1,4 +1,4 @@
-"""The steps of a ring of one program: at step s rank r sends to rank r + s, what that one needs and at one length.
+"""The steps of a ring in one program: at step s, rank r sends rank r + s the keys that it needs, all at one length.
 
 >>> import frisket as fk
 >>> [(s.shift, s.length, s.pairs) for s in steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))]

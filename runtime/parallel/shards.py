@@ -1,8 +1,8 @@
-"""An attention as one rank computes it: what mask and score mod read, in tables of the rank's own places.
+"""An attention as one rank computes it: mask and score mod read tables of the rank's own places.
 
-Place q of a shard holds position `q_at[q]` of the sequence. A mask reads `q_at[q]` where it said `q`, and what it looks
-up at `q` alone becomes a table of places, `doc[q]` the table `doc_of_q`, so that the flat planner finds in it what it
-would find in `doc`: places rise with positions, and a sorted table stays sorted.
+Place q of a shard holds position `q_at[q]` of the sequence. A mask reads `q_at[q]` in place of `q`. A lookup at `q`
+alone becomes a table of places, `doc[q]` the table `doc_of_q`. The flat planner finds in it the facts of `doc`: places
+ascend with positions, so a sorted table stays sorted.
 
 >>> import frisket as fk
 >>> made = placed(fk.compile("causal & same(doc)"), Where(1024, 1024), {"doc": (1024,)})

@@ -1,8 +1,7 @@
-"""Context parallel attention on torch tensors: keys travel, or are gathered, and what every rank has found is merged
-by lse. Imports torch.
+"""Context parallel attention on torch tensors: ranks send or gather keys, and merge results by lse. Imports torch.
 
 The backward computes weights from the lse of all keys (as in ring attention, H. Liu et al., arXiv 2310.01889): keys
-and values travel again, and their gradients home.
+and values are sent again, and their gradients are sent back.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ def attend(
     so is the result, 0 on padding, and lse [batch, heads, deal.shard] with `return_lse`, -inf there. Every rank of
     the group makes the same call; `deal` is of the attention's mask, `deal.under(mask)` of another layer's.
 
-    `variant` "ring" computes on the keys of one rank while those of the next travel, "all-gather" first brings
-    together all that is needed and runs one kernel. Either way only what `deal.needs` says travels.
+    `variant` "ring" computes on the keys of one rank while it receives those of the next. "all-gather" first gathers
+    all keys that the rank needs, and runs one kernel. Both send only the keys that `deal.needs` names.
     `params` are the same in every rank: scalars and tables of whole sequences, in the order of positions. Those in
-    `split`, {"doc": 1}, are this rank's shard along that axis, dealt as q is, and are gathered. Gradients flow to
-    q, k, v, sinks and Float parameters of the score mod; those of what all ranks have are sums over the ranks.
+    `split`, {"doc": 1}, are this rank's shard along that axis, distributed as q is, and are gathered. Gradients
+    flow to q, k, v, sinks and Float parameters of the score mod; sinks and whole parameters get sums over the ranks.
     `origin` is where batch and heads of this call begin in a problem of `sizes` (B, H), under tensor parallelism for
     example. With dropout every rank gives the same `seed`.
 

@@ -1,4 +1,4 @@
-"""Steps of a rank: which keys come from whom, which go to whom, and where all of them are."""
+"""The steps of a rank: from which ranks it gets keys, to which it sends keys, and the positions of these keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Message = tuple[int, int, int]  # (rank, start, stop): a range of places on the 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One call of a kernel. `come` are ranges of places on other ranks, or on this one, which sends nothing to itself;
-    `go` are ranges of this rank's places. The kernel's keys are `parts` of what came, (which, start, stop), rising in
-    position."""
+    """One call of a kernel. `come` are ranges of places on the ranks that send keys; this rank's own keys need no
+    message. `go` are ranges of this rank's places, which it sends. The kernel's keys are `parts` of the ranges that
+    came, (which range, start, stop), in ascending position."""
 
     come: tuple[Message, ...]
     go: tuple[Message, ...]
@@ -28,8 +28,8 @@ class RankStep:
 
 def steps(deal: Deal, rank: int, variant: Variant) -> tuple[RankStep, ...]:
     """ "ring": the rank's own keys, then those of the rank one before, two before, ... as far as they are needed;
-    "all-gather": all of them at once. Steps in which nothing moves stay: messages between two ranks, keys one way and
-    gradients the other, are in one order in both only where steps have the same numbers."""
+    "all-gather": all of them at once. Steps without a message stay: two ranks send keys one way and gradients the
+    other, and both do so in one order only where steps have the same numbers."""
     needs = deal.needs.tolist()
     ways = [((rank - i) % deal.ranks, (rank + i) % deal.ranks) for i in range(deal.ranks)]
     rounds = [[way] for way in ways] if variant == "ring" else [ways]

@@ -1,5 +1,5 @@
-"""Plans without the values of some tables, which live on a device, are traced, or learned: where the mask reads
-them, planned there by a printed planner, without a copy.
+"""Plans without the values of tables that live on a device, are traced, or learned: where the mask reads one, a printed
+planner plans there, without a copy.
 
 Under `jax.jit` a plan may be made from traced tables, handed to every layer, and carried through transforms: it is
 a pytree whose leaves are the tables and the spans.
@@ -63,7 +63,7 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """A flat plan for one tile size, as `bind.Work` is for a plan of the host."""
+    """A flat plan for one tile size, as `compiled.Work` is for a plan of the host."""
 
     plan: LoopPlan
     spans: Spans | DeviceSpans

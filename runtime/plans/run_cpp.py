@@ -26,7 +26,7 @@ def spans(
     plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
     block: tuple[int, int], room: int,
 ) -> tuple[Array, Array, bool]:  # fmt: skip
-    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as `flat_run.spans`; `values` are
+    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as of `run.spans`; `values` are
     arrays of the host and numbers by the planner's names."""
     return called(function(plan), plan, at, sizes, values, q_len, kv_len, block, room)
 
@@ -78,7 +78,7 @@ class Prepared:
         self.address = _address(word)
 
     def __call__(self, tables: Mapping[str, int]) -> bool:
-        """Whether some row has more runs than there was room for."""
+        """Plan for other tables. Returns whether some row has more runs than there is room for."""
         for name, address in tables.items():
             self.word[self.where[f"table {name}"]] = address
         self.bounds.fill(0)  # records past `count` are those of an earlier call

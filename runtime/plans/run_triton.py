@@ -23,7 +23,7 @@ Tensor = Any
 
 
 def spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(bounds, count, overflow by row, order) of a planner, as `flat_run.spans`. No value is looked at, so that a
+    """(bounds, count, overflow by row, order) of a planner, as of `run.spans`. No value is looked at, so that a
     captured graph plans again when it is replayed."""
     tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
     scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]

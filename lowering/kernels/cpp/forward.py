@@ -236,7 +236,7 @@ class CppKernel:
         line = self.page.line
         for name in self.distances:
             self._function(name, f"Vec {name}({arguments})", "reals(0)")
-        line("// Functions of the distance of query and key alone, worked out for the diagonals of a tile.")
+        line("// Functions of the distance of query and key alone, computed for the diagonals of a tile.")
         line(f"const int DISTANCES = {len(self.distances)}, SPAN = BLOCK_Q + BLOCK_K + 32;")
         with self.page.block(f"INLINE void tabulate({arguments}, Real *to) {{", "}"):
             line(*(f"store(to + {n} * SPAN, {name}(fixed, row, column));" for n, name in enumerate(self.distances)))

@@ -4,7 +4,7 @@ A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two
 reads tiles of keys and values ahead into a ring in shared memory. All three walk the records of the row, of each first
 the tiles at its borders, with the mask as a predicate, then the full ones without; one counter of steps through all
 records says which place of the ring is meant. The two that compute take turns: while one's products are in the tensor
-cores the other works out its softmax.
+cores the other computes its softmax.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from . import expr as expr_triton
 
 NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
 QUERY = var("q")
-# What the kernel calls things of its own: a slot or table of such a name gets another.
+# Names that a kernel uses itself: a slot or table of such a name gets another one.
 OWN = (
     """
 attention_forward attention_delta attention_dq attention_dkv attention_dv attention_decode attention_combine

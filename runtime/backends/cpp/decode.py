@@ -74,7 +74,7 @@ class DecodeCall:
         if self.planner is not None:
             read = {n: tables[n].to(dtype).contiguous() for n, dtype in self.reads}
             self.planner({n: x.data_ptr() for n, x in read.items()})
-            if not self.native:  # who keeps what it makes of spans
+            if not self.native:  # other executors remember what they make of spans
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
         values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
         slots, held = ready.values(q.device, None, values)

@@ -19,7 +19,7 @@ THREADS = struct.Struct("3q")
 # words from `sinks` to `out`, which a forward fills in, and zeros to the end
 ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q{8 * (WORDS - OFFSET['dout'])}x")
 ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the end
-NONE = (0, 0, 0, 0)  # a gradient that nobody asks for
+NONE = (0, 0, 0, 0)  # a gradient that is not wanted
 
 
 class Repeat(NamedTuple):

@@ -118,7 +118,7 @@ def searches(walk: pallas_walk.TpuWalk | pallas_walk.TpuSearch) -> bool:
 
 
 def walked(spans: Any, columns: int, group: int = 1, parts: int = 1) -> pallas_walk.TpuWalk | pallas_walk.TpuSearch:
-    """`pallas_walk.walk`, compiled where the spans are JAX's."""
+    """`walk.walk` of lowering/kernels/pallas_tpu, compiled where the spans are JAX's."""
     import numpy as np
 
     if isinstance(spans.bounds, np.ndarray):

@@ -21,7 +21,7 @@ KINDS = {
 
 
 def architecture() -> str:
-    """The architecture as in `triton_report.ARCHITECTURES`: that of the current mesh where JAX lowers for an abstract
+    """The architecture as in `report.ARCHITECTURES`: that of the current mesh where JAX lowers for an abstract
     device, else of the first GPU, else sm_90."""
     return _found()[0]
 

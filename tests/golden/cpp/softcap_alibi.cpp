@@ -145,7 +145,7 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
     return column;
 }
 
-// Functions of the distance of query and key alone, worked out for the diagonals of a tile.
+// Functions of the distance of query and key alone, computed for the diagonals of a tile.
 const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
 INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
 }
