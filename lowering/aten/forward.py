@@ -36,15 +36,15 @@ def forward(
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
     `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
-    None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is what
-    rounding took from lse, [batch, heads, q_len]."""
+    None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is the
+    rounding error of lse, [batch, heads, q_len]."""
     import torch
 
     with torch.no_grad():
         done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
         found = done.everything(sinks, top, norm)
         if norm and sinks is None and not top and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
-            found = done.everything(None, True, True)  # the flash kernel does not say what rounding took
+            found = done.everything(None, True, True)  # the flash kernel does not say the rounding error
         # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
         # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
         # infinities of both signs are no more than work done twice.

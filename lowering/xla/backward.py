@@ -37,7 +37,7 @@ def backward(
     """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
     `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again; `low` is what rounding took from it."""
+    float64. `lse` knows of the sinks, so that they are not read again; `low` is its rounding error."""
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)

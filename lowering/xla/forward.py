@@ -32,7 +32,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
-    `top` is the largest visible score, and with `low` a fourth array is what rounding took from lse: lse + low is what
+    `top` is the largest visible score, and with `low` a fourth array is the rounding error of lse: lse + low is what
     a backward subtracts from scores of any size. Float64 throughout where q is. The arrays, slots, tables and the
     origin may be traced, and the spans if they are `DeviceSpans`; shapes are the host's."""
     import jax.numpy as jnp

@@ -37,7 +37,7 @@ class Static:
     float64: bool
     block_k: int | None = None  # of traced spans: records count in tiles of so many keys
     wanted: frozenset[str] = frozenset()  # gradients to make
-    low: bool = False  # whether a backward will want what rounding took from lse
+    low: bool = False  # whether a backward will want the rounding error of lse
 
     @property
     def dtype(self) -> Any:

@@ -114,7 +114,7 @@ class Backend:
     refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
     guarded: bool = False  # they check for empty rows where the plan says that there may be some
     loads: bool = False  # they read tables, scalars and spans where those live: calls plan on the device
-    rows: Literal["", "low", "offset"] = ""  # what a backward knows of rows: what rounding took from lse, or an offset
+    rows: Literal["", "low", "offset"] = ""  # what a backward knows of rows: the rounding error of lse, or an offset
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     reports: Lazy | None = None  # registers, spills and shared memory, by compiling ahead of time
     operators: tuple[str, ...] = ()  # names in `frisket.operations`

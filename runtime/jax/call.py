@@ -152,7 +152,7 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and, [batch, heads,
+        """(out, lse, top), with `low` what a backward takes beside lse: its rounding error, and, [batch, heads,
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
         if (rows := self._moves(backend)) is not None:

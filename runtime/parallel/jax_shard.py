@@ -126,7 +126,7 @@ class Shard:
         return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
     def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any, Any]:
-        """(out in the dtype of lse, lse, what rounding took from it) of attention to these keys, without sinks."""
+        """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks."""
         inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed
         out, lse, _, low, _ = bound(Task(inner, tuple(arrays), low=True), *arrays.values())

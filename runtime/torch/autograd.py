@@ -171,7 +171,7 @@ def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tenso
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.rows == "offset":
         share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
-    else:  # what rounding took from lse; twice, where it comes from a graph
+    else:  # the rounding error of lse; twice, where it comes from a graph
         share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()
     return share
 

@@ -227,7 +227,7 @@ def _kept(plan: LoopPlan, e: Expressions) -> list[str]:
 
 
 def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
-    """The lines of `lse`, `largest`, with `low` what rounding took from lse, and `weight`, the factor of the
+    """The lines of `lse`, `largest`, with `low` the rounding error of lse, and `weight`, the factor of the
     accumulator."""
     lines = ["largest = top * LN2", "weight = 1.0"]
     if plan.guard:

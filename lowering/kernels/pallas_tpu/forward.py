@@ -110,7 +110,7 @@ def emit(
     takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk`, with
     `search` a `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks`
     it has them; `strided` is as of `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted
-    tile by tile; `low` asks for what rounding took from lse too, which a backward takes; `together` query heads of a
+    tile by tile; `low` asks for the rounding error of lse too, which a backward takes; `together` query heads of a
     group are one program."""
     check(plan, target, dtype)
     inputs = pallas_inputs.place(roots(plan), strided=strided, together=together)

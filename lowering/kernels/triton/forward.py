@@ -42,8 +42,8 @@ def emit(
     the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
-    for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for what
-    rounding takes from its lse, which a backward wants. With `listed` a table lists the programs, and several share a
+    for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for the
+    rounding error of its lse, which a backward wants. With `listed` a table lists the programs, and several share a
     long row of tiles: `attention_combine` combines what they write.
     """
     title = "Attention forward, long rows in parts" if listed else "Attention forward"

@@ -31,7 +31,7 @@ def forward(
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
     top: bool = False, norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(out, lse, largest scores or None), with `norm` also what rounding took from lse, as Triton's forward has them.
+    """(out, lse, largest scores or None), with `norm` also the rounding error of lse, as Triton's forward has them.
     Tensors that TMA cannot address are copied."""
     import torch
 

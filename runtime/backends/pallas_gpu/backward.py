@@ -40,7 +40,7 @@ def backward(
     and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
 
     `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
-    here; their own gradient is the caller's. `low` is what rounding took from lse. Equal calls give equal bits. Raises
+    here; their own gradient is the caller's. `low` is the rounding error of lse. Equal calls give equal bits. Raises
     LoweringError with the words of `reason`."""
     import jax.numpy as jnp
 

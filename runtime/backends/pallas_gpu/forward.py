@@ -47,7 +47,7 @@ def forward(
     platform: str = "cpu", low: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `low` what rounding took from lse too. Raises
+    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `low` the rounding error of lse too. Raises
     LoweringError with the words of `reason`."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):

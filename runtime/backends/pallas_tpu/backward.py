@@ -39,7 +39,7 @@ def backward(
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `wanted`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
-    `low` is what rounding took from it.
+    `low` is its rounding error.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""

@@ -68,7 +68,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
-    [heads], and with `low` what rounding took from lse. Raises LoweringError with the words of `reason`, and where the
+    [heads], and with `low` the rounding error of lse. Raises LoweringError with the words of `reason`, and where the
     spans take more scalar memory than there is."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):

@@ -37,8 +37,8 @@ def backward(
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
 
     q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
-    them, and that is all of them needed here; their own gradient is the caller's. `norm` is what
-    rounding took from lse, as the forward says. Equal calls give equal bits;
+    them, and that is all of them needed here; their own gradient is the caller's. `norm` is the
+    rounding error of lse, as the forward says. Equal calls give equal bits;
     without `deterministic`, gradients of tables that are read by position may be added up in any order.
     """
     import torch

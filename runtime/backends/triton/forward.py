@@ -27,7 +27,7 @@ def forward(
     top: bool = False, norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with `norm` also
-    what rounding took from lse, for torch tensors
+    the rounding error of lse, for torch tensors
     of any strides, q [batch, heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, dim], or where the plan has
     pages [pages, kv_heads, tokens of a page, dim].
 

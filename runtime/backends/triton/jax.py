@@ -49,7 +49,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
     and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
-    tokens of a page, kv_heads, dim]. With `low` a fourth array is what rounding took from lse.
+    tokens of a page, kv_heads, dim]. With `low` a fourth array is the rounding error of lse.
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
     bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
@@ -97,8 +97,8 @@ def backward(
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
     low: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is what
-    rounding took from it. Equal calls give equal bits."""
+    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is its
+    rounding error. Equal calls give equal bits."""
     import jax.numpy as jnp
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
