@@ -49,6 +49,14 @@ def test_the_road_is_the_one_that_a_call_takes(tree):
         assert named <= entered, f"step {step}: a call enters no function of {named - entered}"
 
 
+def test_every_object_is_a_class_of_its_file():
+    objects = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .* \| (.*) \|$", PAGE, re.M)
+    assert len(objects) > 5
+    for classes, files in objects:
+        text = "".join((ROOT / name).read_text(encoding="utf-8") for name in re.findall(r"`([^`]+)`", files))
+        assert [c for c in re.findall(r"\w+", classes) if f"\nclass {c}" not in text] == []
+
+
 def test_the_table_has_every_row_of_figures():
     (table,) = re.findall(r"written by docs/house\.py --write -->\n(.*?)<!-- end -->", PAGE, re.S)
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.strip().split("\n")[2:]] == [

@@ -64,8 +64,8 @@ register(Backend(
     rank=15,
     optional=True,
     refuses={
-        dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or take backend={instead!r}"
-        for dtype, instead in {"float32": "triton", "float64": "aten"}.items()
+        dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or {instead}"
+        for dtype, instead in {"float32": "take backend='triton'", "float64": "move them to the CPU"}.items()
     },
     guarded=True,
     loads=True,

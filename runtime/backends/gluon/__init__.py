@@ -38,7 +38,7 @@ register(Backend(
     pays=Lazy(f"{HERE}.tiles:pays"),
     refuses={
         "float32": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='triton'",
-        "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='aten'",
+        "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or move them to the CPU",
     },
     guarded=True,
     loads=True,
