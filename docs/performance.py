@@ -7,6 +7,7 @@ collected at the top by the same rule, so that none can be left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -105,12 +106,17 @@ def missed(row: dict[str, Any]) -> dict[tuple[str, str], schema.Goal]:
     return {(g.quantity, g.name): g for g in schema.goals(row) if not g.met}
 
 
+def wanted(goal: schema.Goal) -> str:
+    """A goal in words, to three digits."""
+    return f"{goal.side} {float(f'{goal.bound:.3g}'):g}"
+
+
 def marked(row: dict[str, Any], pair: str) -> str:
     """A ratio, with what there is to say against it."""
     found = row["ratios"][pair]
     text = ratio(found) + (" **slower**" if slower(pair, found) else "")
     goal = missed(row).get(("ratios", pair))
-    return text + (f" **goal: {goal.side} {goal.bound:g}**" if goal else "")
+    return text + (f" **goal: {wanted(goal)}**" if goal else "")
 
 
 def named(names: tuple[str, ...]) -> str:
@@ -148,7 +154,7 @@ def figures(parts: dict[str, Part], part: str, quantity: str) -> Iterator[str]:
         for c in columns:
             text = number(row["figures"][quantity][c]) if c in row["figures"][quantity] else ""
             goal = short.get((quantity, c))
-            cells.append(text + (f" **goal: {goal.side} {goal.bound:g}**" if goal else ""))
+            cells.append(text + (f" **goal: {wanted(goal)}**" if goal else ""))
         cells += [marked(row, p) if p in row.get("ratios", {}) else "" for p in pairs]
         body.append([named(names), *cells])
     yield from table([quantity, *columns, *pairs], body)
@@ -678,14 +684,25 @@ def against(every: dict[str, dict[str, Part]]) -> list[list[str]]:
                 for pair, value in row.get("ratios", {}).items():
                     goal = short.pop(("ratios", pair), None)
                     if goal:
-                        found.append([*where, pair, ratio(value), f"{goal.side} {goal.bound:g}"])
+                        found.append([*where, pair, ratio(value), wanted(goal)])
                     elif slower(pair, value):
                         found.append([*where, pair, ratio(value), "more than 1"])
                 for goal in short.values():
-                    what = f"{goal.quantity}, {goal.name}"
-                    found.append([*where, what, number(goal.value), f"{goal.side} {goal.bound:g}"])
+                    what = f"{goal.name}, {goal.quantity}"
+                    found.append([*where, what, number(goal.value), wanted(goal)])
                 for who, ours, peer in first_calls(row):
                     found.append([*where, f"first call, {who}", f"{ours:.2f} s", f"{peer:.2f} s, as the peer"])
+    return found
+
+
+def linked(rows: list[list[str]]) -> list[list[str]]:
+    """The rows; the first of each file has a link to its section."""
+    titles, found, before = {t.file: t.title for t in topics()}, [], ""
+    for where, *rest in rows:
+        file = where.partition(", ")[0]
+        anchor = re.sub(r"[^\w -]", "", titles[file]).lower().replace(" ", "-")
+        found.append([where if file == before else f"[{where}](#{anchor})", *rest])
+        before = file
     return found
 
 
@@ -707,7 +724,7 @@ def page() -> str:
     measured = {file: parts for file, parts in every.items() if file != PREDICTED}
     short = [x for x in softcap_shares(rates(forward_rows(every["gpu"]))).items() if x[1] < SOFTCAP]
     goals = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]
-    lines += table(["results", "row", "what", "measured", "wanted"], against(measured) + goals)
+    lines += table(["results", "row", "what", "measured", "wanted"], linked(against(measured) + goals))
     for topic in topics():
         lines += [f"## {topic.title}\n", *([topic.text + "\n"] if topic.text else [])]
         lines += topic.show(every[topic.file])

@@ -37,7 +37,7 @@ def test_every_loss_is_at_the_top():
     assert said == [
         ["flex / native", "0.50 (0.40 to 0.60)", "more than 1"],
         ["flex / library", "0.90 (0.80 to 1.10)", "at least 1"],
-        ["ms, native", "2", "at most 1.5"],
+        ["native, ms", "2", "at most 1.5"],
         ["first call, native", "3.00 s", "1.00 s, as the peer"],
     ]
     assert "**slower**" in PAGE.marked(row, "flex / native")
