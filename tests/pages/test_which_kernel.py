@@ -80,8 +80,9 @@ def test_the_engine_that_no_call_names(monkeypatch):
     longest = int(re.search(r"only `sdpa` runs: .* up to (\d+) queries", LIST)[1])
     assert (calls(longest), calls(longest + 1)) == ("sdpa", "aten")
     assert calls(tile=(32, 32)) == calls(engines=False) == "aten"
-    monkeypatch.setenv("FRISKET_ENGINES", "0")
-    assert calls() == "aten"
+    for value, taken in (("0", "aten"), ("flash,cudnn", "aten"), ("sdpa", "sdpa")):
+        monkeypatch.setenv("FRISKET_ENGINES", value)
+        assert calls() == taken
 
 
 def test_while_a_kernel_is_compiled(monkeypatch, tmp_path):
