@@ -1,4 +1,4 @@
-"""Ready: a prepared call of attention on torch tensors; ChangingTables: for any entries of tables. Imports torch."""
+"""Ready: a prepared call on torch tensors; ChangingTables: prepared calls whose tables change. Imports torch."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The grid is (batch, programs, steps), and a program is a query head, some heads of a group, or a key head. The rows of
 tiles of a slice follow one another in one sequence of steps, each with as many steps as it visits tiles, so that the
 pipeline fetches the first tiles of a row while the last of the row before are computed. A row that sees nothing has
-one step, which visits nothing. `steps`, the longest sequence of any slice, is a number of run time, like all that
+one step, which visits nothing. `steps`, the longest sequence of any slice, is a run-time number, as everything is that
 depends on the spans' values: other values of one shape do not recompile.
 
 `TpuWalk` has a word for each step: row, head and tile, and what to do there. Where a grid may have more steps
@@ -17,9 +17,9 @@ A record is (begin, tile - position, full from, full to), in positions; begin is
 tiles of queries and tiles are of keys (`spans.rows`: forward, dq), or the other way round (`spans.columns`: dk and dv).
 
 A program of the forward or of dq has `parts` query heads of one slice: each visits a tile before any goes on to the
-next one, so that they share what is fetched of keys and values. A program of dk and dv is a key head, and the query
-heads of its group follow one another within a row of keys. Where they share a slice the row's positions are gone
-through once for each of them (`fold` times); where they do not, their records stand one after another in one row.
+next one, so that they share the keys and values that are fetched. A program of dk and dv is a key head, and the query
+heads of its group follow one another within a row of keys. Heads that share a slice visit the positions of a row one
+after the other (`fold` times). Heads that do not have their records one after the other in one row.
 
 Rows come in their order. A core runs its steps one after another, so nothing is gained by running long rows first.
 """
@@ -39,7 +39,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 
 ANCHORS = 16 * 1024  # entries of `anchor`, of all slices together
 NONE = np.iinfo(np.int32).max
-LONG = 4096  # entries of `slice_of`, from where on it is looked at whether they repeat
+LONG = 4096  # entries of `slice_of`, from where on a repetition is looked for
 SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a core has
 VISITS, FULL, STARTS, ENDS = 1, 2, 4, 8  # what a step does, in the lowest FLAGS bits of its word
 FLAGS = 4
