@@ -171,12 +171,12 @@ class LoopPlan:
 @dataclass(frozen=True)
 class Target:
     """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
-    of the backward kernels and `decode` of decoding, None: as the forward's; with a `dv`, values have a kernel of their
-    own. `splits` are those of the keys of a short query, 0: as many as fill the machine. With `descriptors` the arrays
-    that a kernel reads come as tensor descriptors, where kernel and strides allow them: the GPU copies a tile by
-    itself, without addresses in registers. With `words` the forward tests bits of 32 keys in border tiles, which
-    NVIDIA's GPUs make with one instruction. `square` is the most queries and keys of a tile in the kernels of captured
-    gradients."""
+    of the backward kernels and `decode` that of decoding; None: the forward's. With a `dv`, a separate kernel computes
+    dv. `splits`: into how many parts the keys of a short query are split; 0: as many as fill the machine. With
+    `descriptors` a kernel reads arrays by tensor descriptors, where kernel and strides allow them: the GPU copies a
+    tile by itself, without addresses in registers. With `words` the forward tests bits of 32 keys in border tiles,
+    which NVIDIA's GPUs make with one instruction. `square` is the most queries and keys of a tile in the kernels of
+    captured gradients."""
 
     backend: str
     block_q: int

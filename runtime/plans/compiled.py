@@ -33,7 +33,7 @@ from frisket.runtime.masks.layout import Layout
 Array = NDArray[Any]
 Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...
 CACHED = 256  # compilations kept
-UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
+UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Chooses tile sizes of the native kernels, by a model measured on one core of a Zen 4 (AVX-512, 1 MiB of L2).
 
-What was seen, as parts of the speed of a plain product, at D = 64 unless it says otherwise:
+Measured, as parts of the speed of a plain product, at D = 64 unless a line says otherwise:
 
     rows see all keys before them    96 x 64: 1.03   96 x 128: 1.05   192 x 256: 1.06; bfloat16 1.74, 1.84
     the same at D = 256              96 x 64: 0.97   96 x 128: 1.00   192 x 128: 1.05; 48 rows: 0.87
@@ -42,7 +42,7 @@ def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
     queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
-    if 0 < g.q_len <= FEW:  # a tile that no query is missing of needs no mask where they see all of its keys
+    if 0 < g.q_len <= FEW:  # a tile full of queries needs no mask where they see all of its keys
         return g.q_len, keys
     while queries > 32 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:
         queries = 64 if queries == 96 and dtype == "bfloat16" else queries // 2  # 32 at once on matrix units
