@@ -32,17 +32,17 @@ from frisket.runtime.masks.mask import Mask, mask
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
-# requests of a serving engine, one behind another: where a query's request is among the keys, and its own position
+# requests of a serving engine, one after another: keys [LOW, HIGH) of a query's request, and the query's position AT
 LOW, HIGH, SHIFT, AT = "request_low", "request_high", "request_shift", "request_at"
 POSITIONS = (START, END, DEPTH, FIRST, LOW, HIGH, SHIFT, AT)
-LONGEST = 1 << 28  # tokens of a sequence: planners that count in 32 bits take their differences for what they are
+LONGEST = 1 << 28  # tokens of a sequence: planners of 32 bits hold their differences
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 
 
 @dataclass(frozen=True)
 class Places:
-    """The position that place q of the queries holds, that of place k of the keys, and, in places, what is there at
-    all: as texts of Ints and a mask. `b` and `h` likewise, of parts of a batch and of heads."""
+    """Texts: the position at place q of the queries, the position at place k of the keys, and `seen`, a mask of the
+    places that hold a token. `b` and `h` are the batch entry and the head, for a part of a batch and of heads."""
 
     q: str
     k: str
@@ -51,9 +51,9 @@ class Places:
     h: str = "h"
 
 
-# new tokens are behind what is stored, and stored themselves
+# new tokens are stored behind the earlier ones
 APPENDED = Places(f"q + {START}[b]", "k", f"k < {END}[b]")
-# the same where sequences get different numbers of them: queries past the last are padding and see nothing
+# sequences get different numbers of new tokens: queries past the last are padding and see nothing
 PADDED = Places(APPENDED.q, "k", f"k < {END}[b] & q < {END}[b] - {START}[b]")
 # new tokens among themselves
 CHUNK = Places(APPENDED.q, f"k + {START}[b]", f"k < {END}[b] - {START}[b] & q < {END}[b] - {START}[b]")
@@ -62,14 +62,14 @@ _PART = f"k + {FIRST}", f"k + {FIRST} < {END}[b]", f"b + {BATCH}", f"h + {HEAD}"
 SHARD = Places(APPENDED.q, *_PART)
 SHARD_PADDED = replace(SHARD, seen=f"{SHARD.seen} & q < {END}[b] - {START}[b]")
 
-# a tree of draft tokens behind the prefix: a token is where its depth says, and sees the prefix and its ancestors
+# a tree of draft tokens behind the prefix: its depth gives a token its position; it sees the prefix and its ancestors
 _DRAFT = f"{START}[b] + {DEPTH}"
 TREE = Places(
     f"{_DRAFT}[q]",
     f"k if k < {START}[b] else {_DRAFT}[k - {START}[b]]",
     f"k < {END}[b] & tree({ANCESTORS}, {START}[b])",
 )
-# the same where every sequence has a tree of its own
+# every sequence has another tree
 _HERE = f"k < {END}[b] & (k < {START}[b] | {ANCESTORS}[b, q, k - {START}[b]])"
 TREES = Places(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
 

@@ -1,7 +1,7 @@
-"""The check that rows of a paged cache and its pool count the same tokens: only the cache knows what `keep` left.
+"""The check that rows of a paged cache and its pool count the same tokens: `keep` changes the cache alone.
 
 Every row carries five numbers beside its length, and a pool keeps a `Ledger`; `seated` compares the two before anything
-is written. `keep` cannot tell the pool itself: under `jax.jit` there is no host to tell, and a pool serves all layers.
+is written. `keep` cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from frisket.dsl.errors import CapacityError, ShapeError
 if TYPE_CHECKING:
     from .pool import PagePool
 
-NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # what a row has beside its length, int32 [5, batch]:
-# the number of its sequence in the pool's ledger, 0 for none; how often the pool had cut it when it was seated; the
-# first token that is on pages of its own; the shortest the row has been since, or where `keep` began to move tokens;
-# the longest it was before a `truncate`
+NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # the numbers of a row beside its length, int32 [5, batch]:
+# the number of its sequence in the pool's ledger, 0 for none; how often the pool had cut the sequence when it was
+# seated; the first token on pages that no other sequence shares; the shortest length of the row since, or where `keep`
+# began to move tokens; the longest length before a `truncate`
 NEVER = (1 << 31) - 1  # LOW of a row that has not become shorter
 _NUMBERS = count()
 
@@ -35,9 +35,9 @@ class Known:
 
     number: int  # no other sequence of the process has it
     cuts: int = 0  # how often it was truncated
-    stored: int | None = None  # tokens written at most, once it has left a row; None where nobody has looked
+    stored: int | None = None  # tokens written at most, once it has left a row; None where that is not known
     waits: tuple[int, int, int] | None = None
-    # what it was forked from, until the row of that is read: its number, its tokens and its cuts at that time
+    # of the sequence that it was forked from, until that row is read: number, tokens and cuts at that time
 
     def at_most(self, tokens: int) -> None:
         self.stored = tokens if self.stored is None else min(tokens, self.stored)
@@ -49,7 +49,7 @@ class Ledger:
     def __init__(self) -> None:
         self.known: dict[Hashable, Known] = {}
         self.names: dict[int, Hashable] = {}
-        self.children: dict[int, dict[int, Known]] = {}  # forks that wait for a row, by what they were forked from
+        self.children: dict[int, dict[int, Known]] = {}  # forks that wait for a row, by the number of their parent
 
     def new(self, sequence: Hashable) -> Known:
         made = self.known[sequence] = Known(1 + next(_NUMBERS) % (NEVER - 1))
@@ -60,7 +60,7 @@ class Ledger:
         parent, made = self.known[sequence], self.new(child)
         made.stored = parent.stored
         made.waits = parent.waits
-        if parent.waits is None and parent.stored is None:  # it sits in a row, or will: that says how many there are
+        if parent.waits is None and parent.stored is None:  # it sits in a row, or will: the row counts its tokens
             made.waits = parent.number, tokens, parent.cuts
         if made.waits is not None:
             self.children.setdefault(made.waits[0], {})[made.number] = made
@@ -83,7 +83,7 @@ class Ledger:
         for child in self.children.pop(number, {}).values():
             assert child.waits is not None
             _, upto, before = child.waits
-            # moved or overwritten after the fork, on pages of both, unless the pool knew of it at the fork
+            # tokens from LOW on were changed after the fork, on pages of both, unless the pool had cut the row before it
             held = low if before == cuts and low < tokens else max(tokens, peak)
             child.at_most(min(held, upto))
             child.waits = None
