@@ -83,7 +83,7 @@ class Ledger:
         for child in self.children.pop(number, {}).values():
             assert child.waits is not None
             _, upto, before = child.waits
-            # tokens from LOW on were changed after the fork, on pages of both, unless the pool had cut the row before it
+            # tokens from LOW on changed after the fork, on pages of both, unless the pool had cut the row before it
             held = low if before == cuts and low < tokens else max(tokens, peak)
             child.at_most(min(held, upto))
             child.waits = None

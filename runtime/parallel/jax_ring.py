@@ -209,11 +209,11 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
 
 
 class _NeededRing:
-    """Steps of a ring that goes by need: every rank sends straight to the ranks that read its keys."""
+    """Context parallelism by a ring in which every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.steps = shard, steps(shard.deal)
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # of what travels, along keys
+        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # of arrays that are sent, along keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _beside(learned | fixed)
@@ -239,16 +239,16 @@ class _NeededRing:
         return found
 
     def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
-        """`step(keys, k_at, state)` of every step gives the next state and gradients of the keys, which are added to
-        the state of the rank that they are of, where any are `returned`."""
+        """The state after all steps. `step(keys, k_at, state)` gives the next state and gradients of the keys, which go
+        back to the rank that holds these keys and are added to its state, where any are `returned`."""
         if not self.steps:  # the mask shows nothing
             return state
-        shard, ahead = self.shard, self._sent(own, self.steps[0])
+        shard, ahead = self.shard, self._received(own, self.steps[0])
         for i, now in enumerate(self.steps):
             keys, k_at = ahead, self._positions(now)
-            if i + 1 < len(self.steps):  # on its way while this step computes, and not before the last one is done
+            if i + 1 < len(self.steps):  # sent while this step computes, and not before the last step is done
                 own, state = _barrier((own, state)) if i else (own, state)
-                ahead = self._sent(own, self.steps[i + 1])
+                ahead = self._received(own, self.steps[i + 1])
 
             def run(state: Any, keys: Arrays = keys, k_at: Any = k_at) -> Any:
                 return step(keys, k_at, state)
@@ -262,7 +262,7 @@ class _NeededRing:
             else:
                 state, back = lax.cond(shard.of_rank(np.array(now.reads)), run, skip, state)
             if returned:
-                state = self._home(now, back, state)
+                state = self._with_returned(now, back, state)
         return state
 
     def _positions(self, step: Step) -> Any:
@@ -270,8 +270,8 @@ class _NeededRing:
         start = self.shard.of_rank(np.array(step.start, np.int32), step.shift)
         return lax.dynamic_slice_in_dim(self.shard.positions(step.shift), start, step.length)
 
-    def _sent(self, own: Arrays, step: Step) -> Arrays:
-        """The part of others' keys that a rank receives in a step."""
+    def _received(self, own: Arrays, step: Step) -> Arrays:
+        """The keys that a rank receives in a step."""
         if not step.shift:
             return own
         start = self.shard.of_rank(np.array(step.start, np.int32))
@@ -279,8 +279,8 @@ class _NeededRing:
         sent: Arrays = _ppermute(part, self.shard.axis, step.pairs)
         return sent
 
-    def _home(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
-        """Sums with the gradients that come back to the rank whose keys they are of."""
+    def _with_returned(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
+        """The sums of a rank with the gradients of its keys that other ranks send back."""
         if step.shift:
             back = _ppermute(back, self.shard.axis, [(to, own) for own, to in step.pairs])
         start = self.shard.of_rank(np.array(step.start, np.int32))

@@ -1,7 +1,7 @@
 """Partition of the sequence's tiles over ranks: as few bytes as possible among the partitions that are balanced.
 
-A deal is an int array [ranks, tiles per rank] of tile numbers, rising in a row. All of this works on tiles and runs
-of tiles: O(ranks * tiles) for one deal that is looked at.
+A deal is an int array [ranks, tiles per rank] of tile numbers, ascending in a row. The work is on tiles and runs of
+tiles: O(ranks * tiles) for each deal that is tried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TileCosts:
         return float(self.cost[deal].sum(axis=1).max()) / self.mean if self.mean else 1.0
 
     def reads(self, deal: Array) -> NDArray[np.bool_]:
-        """bool [reader, holder, place]: the tiles that queries of a rank may see, by who holds them."""
+        """bool [reader, holder, place]: the tiles that queries of a rank may see, by the rank that holds them."""
         owner = np.empty(len(self.cost), np.int64)
         owner[deal] = np.arange(self.ranks)[:, None]
         wide = len(self.cost) + 1
@@ -62,15 +62,15 @@ class TileCosts:
         return np.asarray(np.stack([read.argmax(axis=2), hi], axis=-1) * np.any(read, axis=2, keepdims=True))
 
     def sent(self, deal: Array) -> int:
-        """Tiles of keys that travel."""
+        """Tiles of keys that ranks send."""
         needs = self.needs(deal)
         size = needs[..., 1] - needs[..., 0]
         return int(size.sum() - np.trace(size))
 
 
 def best(work: TileCosts) -> Array:
-    """The deal that sends least among those that are balanced, and of several that send about as little the most
-    even one; where none is balanced, the one that is nearest to it. Ranks are in the order of their first tiles."""
+    """The deal that sends least among the balanced ones, and of several that send about as little the most even one;
+    where none is balanced, the most even of all. Ranks are in the order of their first tiles."""
     found: list[tuple[float, int, Array]] = []
     for deal in _candidates(work):
         found.append((work.imbalance(deal), work.sent(deal), deal))

@@ -52,7 +52,7 @@ class Where:
 
 @dataclass(frozen=True)
 class ShardTable:
-    """A table of a shard's own: `expr` at its coordinates `axes`, "bhqk" or some of them in this order. In `expr` a
+    """A table of one shard: `expr` at its coordinates `axes`, "bhqk" or some of them in this order. In `expr` a
     coordinate is a position, and `place(c)` a place, in tables that are split."""
 
     name: str
@@ -62,8 +62,8 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class ShardAttention:
-    """`attention` reads `tables`, of its own places, and what is in AT; `travels` says which of the caller's tables are
-    split along keys, and in which axis."""
+    """`attention` reads `tables` of its own places, and those of AT. `travels` has the caller's tables that are split
+    along keys, and so are sent with them, and the axis of each."""
 
     attention: Attention
     tables: tuple[ShardTable, ...]
