@@ -135,7 +135,7 @@ class RingJob:
         return kept_ready(kept[where], request).generated  # engines do not return what parts of the keys need
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
-        """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""
+        """(number, k, v) of every step in turn; the keys and values of the next step arrive meanwhile."""
         underway = self._start(0, k, v)
         for i in range(len(self.steps)):
             found, wait = underway
@@ -171,7 +171,7 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of one message; `k` and `v` say what they are like."""
+    """Keys and values of one message, of the batch, heads and sizes of `k` and `v`."""
     if isinstance(x, tuple):
         return x
     batch, heads, _, dim = k.shape
@@ -255,7 +255,7 @@ class _RingFunction(torch.autograd.Function):
             if "k" in sums:
                 for wait in home:
                     wait()
-                home = [_send_home(job.wire, job.steps[i], found, k, v, sums)]
+                home = [_send_back(job.wire, job.steps[i], found, k, v, sums)]
         for wait in home:
             wait()
         return None, *(
@@ -264,14 +264,15 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _share(lse: Tensor, whole: Tensor) -> Tensor:
-    """The weights of a part of the keys, with `lse`, as a share of those of all keys, with `whole`."""
+    """The weight of the keys with this `lse` as a share of the weight of all keys, whose lse is `whole`."""
     return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - whole))
 
 
-def _send_home(
+def _send_back(
     wire: Wire, step: RankStep, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
 ) -> Callable[[], None]:
-    """Send back the gradients of keys that came in `step`; the result waits for those of keys that were sent."""
+    """Send back the gradients of keys that came in `step`. The result waits for the gradients of keys that went, and
+    adds them to `sums`."""
     several = len(step.come) > 1
     apart = [[k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several]
     if step.come and not several:
@@ -372,7 +373,7 @@ def _learned(att: Attention, name: str, x: Any) -> bool:
 
 
 def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:
-    """Refuse a mask other than the deal's: keys travel by the mask of the deal, and some would be missing."""
+    """Refuse a mask that shows more than the deal's: ranks send keys by the deal's mask, and some would be missing."""
     mine = att.program.mask
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
     marks = [("", (batch, heads)), *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in given.items())]
@@ -386,7 +387,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
 
 
 def _kind(x: Any) -> str:
-    """A description of a value, which ranks have to share: gradients are summed over all of them."""
+    """A description of a value, equal in all ranks: gradients are summed over the ranks."""
     learned = ", learned" if getattr(x, "requires_grad", False) else ""
     return f"{x.dtype}{list(x.shape)}{learned}" if hasattr(x, "shape") else repr(x)
 
@@ -395,7 +396,7 @@ def _agree(
     wire: Wire, att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, variant: Variant, sizes: Any,
     params: Mapping[str, Any], sinks: Any,
 ) -> None:  # fmt: skip
-    """Exchange what every rank is about to do, the first time it does."""
+    """Compare the calls of all ranks, the first time that a call is of this kind."""
     flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
     given = {n: _kind(x) for n, x in sorted(params.items())}
     kept = att.shards

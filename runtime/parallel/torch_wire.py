@@ -1,4 +1,4 @@
-"""Messages between the ranks of a process group, and what goes wrong with them. Imports torch."""
+"""Messages between the ranks of a process group, and the errors of ranks that fail. Imports torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Wire:
     def start(
         self, go: Iterable[tuple[int, Tensor]], come: Iterable[tuple[int, Tensor]], tag: int = 0
     ) -> Callable[[], None]:
-        """Post messages to and from ranks of the group; what is returned waits for them."""
+        """Post messages to and from ranks of the group. The function that is returned waits for them."""
         ops = [("send to", rank, self._op(dist.isend, x, rank, tag)) for rank, x in go]
         ops += [("hear from", rank, self._op(dist.irecv, x, rank, tag)) for rank, x in come]
         batches = [ops] if self.together and ops else [[op] for op in ops]
@@ -58,7 +58,7 @@ class Wire:
         return wait
 
     def add(self, x: Tensor) -> None:
-        """`x` becomes the sum of that of all ranks."""
+        """`x` becomes its sum over all ranks."""
         with self._naming([("add gradients with", r, None) for r in range(self.size) if r != self.rank]):
             dist.all_reduce(x, group=self.group)
 
@@ -67,7 +67,7 @@ class Wire:
 
     @contextmanager
     def _naming(self, ops: list[Any]) -> Any:
-        """Errors of the backend say an address, if anything; whose it is stands here."""
+        """Names the ranks of `ops` in errors of the backend, which name an address at most."""
         try:
             yield
         except RuntimeError as error:  # dist.DistBackendError is one
@@ -81,8 +81,8 @@ class Wire:
             ) from error
 
     def _first(self, mine: str) -> str:
-        """The message of the first rank to fail: a rank that gives up is missed by others, which is not its fault. In a
-        thread, since who keeps the store may be the one that is lost."""
+        """The message of the first rank to fail: other ranks fail because they miss it. It is asked for in a thread,
+        since the rank that keeps the store may be lost."""
         found: list[str] = []
 
         def ask() -> None:
@@ -95,7 +95,7 @@ class Wire:
         return found[0] if found else mine
 
     def agree(self, own: Mapping[str, str], device: Any) -> None:
-        """Raise `PeerError` in every rank unless all say the same; what was agreed on is not asked again."""
+        """Raise `PeerError` in every rank unless all give the same texts; texts that agreed are not sent again."""
         key = _hash("\n".join(f"{n}: {x}" for n, x in own.items())).hex()
         known = _agreed.setdefault(self.group, set())
         if key in known or self.size == 1:
