@@ -68,7 +68,7 @@ class _DenseRows:
 
     env: dict[str, Any]  # values of the coordinates, sizes, parameters, and of `score` before the mod
     p: Array  # exp(m - lse): 0 where masked or m is -inf
-    drop: Array  # what dropout multiplies a weight with: 0 or 1 / (1 - rate)
+    drop: Array  # the factor of a weight under dropout: 0 or 1 / (1 - rate)
     top: Array  # [batch, heads, q_len]: the largest visible m, -inf where there is none
     lse: Array  # [batch, heads, q_len]
 

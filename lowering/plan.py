@@ -106,7 +106,7 @@ class LoopPlan:
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
     kept: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
-    weight: Expr | None = None  # what its weight is multiplied with, once summed: the scale of a stored value
+    weight: Expr | None = None  # factor of its weight, once weights are summed: the scale of a stored value
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
@@ -216,7 +216,7 @@ class Geometry:
     scale: float
     origin: Origin = (0, 0, 0, 0)
     sizes: Sizes | None = None
-    kv_dtype: str = ""  # that of k and v, where it is another one than that of q: of 8 bits
+    kv_dtype: str = ""  # dtype of k and v where it is not that of q: of 8 bits
 
     @property
     def vacant(self) -> bool:

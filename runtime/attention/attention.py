@@ -78,7 +78,7 @@ class Attention:
         self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # shapes and dtypes of q, k and v -> a runner of calls of these three alone
-        self.shards: dict[Any, Any] = {}  # what calls over several ranks have agreed on and need
+        self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, and `jagged`
         learned = {n: x for n, x in program.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in program.learnable}

@@ -21,7 +21,7 @@ from frisket.grammar.memo import memo
 from frisket.runtime.machine.extras import pip_install
 
 FRAMEWORKS = ("torch", "jax")
-# what the drivers of GPUs put there: NVIDIA's, on its boards for robots too, AMD's, and that of Windows' Linux
+# device files of drivers of GPUs: NVIDIA's, on its boards for robots too, AMD's, and that of Windows' Linux
 DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
@@ -83,7 +83,7 @@ class Backend:
     spans)` gives the kernel's text and the target it runs with."""
 
     name: str
-    kernels: str  # what `frisket doctor` calls them
+    kernels: str  # in the words of `frisket doctor`
     reason: Callable[[str | None], str] = lambda framework: ""
     tiles: Callable[..., tuple[int, int]] = lambda geometry, dtype, narrow: (64 if narrow else 128, 32)
     target: Lazy | None = None
@@ -91,17 +91,17 @@ class Backend:
     text: Lazy | None = None  # None: library calls
     ahead: Lazy | None = None  # (plan, target, geometry, dtype, direction, moved) -> the text of a kernel for the disk
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
-    oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
+    oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot; and of an engine
     # with kernels of plans, as generated ones are: call -> (its mask in words, clauses, gradients), or why it cannot
     engine: Lazy | None = None
     engine_of_plans: Lazy | None = None
     # the choice of a backend
-    order: int = 80  # its place in lists
+    order: int = 80  # place in lists
     tier: str = ""  # "library" and "native" are other names of backends
     platforms: tuple[str, ...] = ()  # of "cpu", "cuda", "rocm", "tpu": what its kernels are compiled for; (): all
-    rank: int | None = None  # its turn among those of a platform, the lowest first; None: where it is named alone
-    optional: bool = False  # library calls run where it does not and nobody named it
+    rank: int | None = None  # turn among the backends of a platform, the lowest first; None: it runs only by name
+    optional: bool = False  # library calls run where it does not, unless a call names it
     instead: str = ""  # the backend in whose place it runs, unless one is named, where `pays` says that it is faster
     pays: Lazy | None = None  # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow)
     missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
@@ -112,9 +112,9 @@ class Backend:
     interpreter: Interpreter | None = None
     how: str = ""  # more words after "runs here"
     refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
-    guarded: bool = False  # they check for empty rows where the plan says that there may be some
-    loads: bool = False  # they read tables, scalars and spans where those live: calls plan on the device
-    rows: Literal["", "low", "offset"] = ""  # what a backward knows of rows: the rounding error of lse, or an offset
+    guarded: bool = False  # kernels check for empty rows where the plan says that there may be some
+    loads: bool = False  # kernels read tables, scalars and spans on the device: calls plan there
+    rows: Literal["", "low", "offset"] = ""  # what a backward knows of each row: rounding error of lse, or offset
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     reports: Lazy | None = None  # registers, spills and shared memory, by compiling ahead of time
     operators: tuple[str, ...] = ()  # names in `frisket.operations`

@@ -68,7 +68,7 @@ class TorchCache(nn.Module):
         self.slots = None
         self._host: list[int] | None = [0] * batch
         self._rooms: list[int] | None = [tokens] * batch
-        self._steps: dict[Any, DecodeCall] = {}  # what calls of one kind need, by that kind
+        self._steps: dict[Any, DecodeCall] = {}  # key of a step -> its `DecodeCall`
 
     @property
     def dtype(self) -> torch.dtype:

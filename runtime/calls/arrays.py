@@ -98,7 +98,7 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
     if not isinstance(x, torch.Tensor):
         return np.asarray(x).tobytes()
     if (type(x) is torch.Tensor or type(x) is torch.nn.Parameter) and x.is_cpu and x.layout is torch.strided:
-        with suppress(RuntimeError):  # what torch.func wraps has no memory
+        with suppress(RuntimeError):  # tensors that torch.func wraps have no memory
             if at := x.data_ptr():
                 places = zip(x.shape, x.stride())
                 apart = not x.is_contiguous()

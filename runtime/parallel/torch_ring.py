@@ -216,7 +216,7 @@ class _RingFunction(torch.autograd.Function):
         found = lse.to(wide)
         low = torch.where(lse == -torch.inf, 0.0, lse - found).to(wide)
         kept: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
-        for i in range(len(job.steps)):  # what is known of rows, and the part of their weights that a step has
+        for i in range(len(job.steps)):  # (norm of rows, the share of their weights that a step has)
             its, norm = own.get(i, (None, None))
             by_lse = its is not None and ctx.ready[i].rows == "low"
             kept += [low if by_lse else norm, None if its is None else _share(its, lse).to(wide)]

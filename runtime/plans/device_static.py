@@ -68,7 +68,7 @@ class Laid:
     slice_of: NDArray[Any]
     full: Sizes
     held: dict[Any, Any] = field(default_factory=dict, compare=False)
-    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # what calls with such plans need
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
 
 
 def origin_of(key: Key) -> Origin:

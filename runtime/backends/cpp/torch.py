@@ -142,7 +142,7 @@ def _advise() -> Callable[..., Any]:
     return found
 
 
-_NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out
+_NOTHING = [0] * (WORDS - OFFSET["dout"])  # words that a forward leaves out
 
 
 def _real(x: Tensor | None, dtype: Any) -> Any:
