@@ -76,7 +76,7 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         )
     if h % hkv if hkv else h:
         raise ShapeError(f"query has {h} heads, key and value {hkv}\n  their number divides that of query's")
-    if kb not in (1, b):
+    if kb != 1 and kb != b:  # in graphs a number is not in a tuple with a length that varies, as below
         raise ShapeError(f"query has {b} batch entries, key and value {kb}\n  theirs are as many, or one for all")
 
 
@@ -117,7 +117,7 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
             f"\n  make one for these lengths, {advice}"
         )
     for name, n, want in zip(("batch entries", "heads")[2 - len(batch) :], batch, query.shape[2 - len(batch) : 2]):
-        if n not in (1, want):
+        if n != 1 and n != want:
             raise ShapeError(
                 f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
             )

@@ -75,6 +75,19 @@ def test_one_graph_for_all_lengths():
     assert [n for n in calls if n] == [1, 1]  # torch's BlockMask is another graph
 
 
+def test_sizes_that_are_known_beside_a_batch_that_varies():
+    """Dynamo takes a number for no element of a tuple with a size that varies."""
+    cache = torch.randn(2, 4, 16, 8)
+
+    def sliced(q):
+        block_mask = create_block_mask(lambda b, h, q, k: q >= k + b, q.shape[0], None, q.shape[2], 16, device="cpu")
+        return flex_attention(q, cache, cache, block_mask=block_mask[:])
+
+    for run in (sliced, lambda q: flex_attention(q, cache, cache)):
+        q = torch.randn(2, 4, 24, 8)
+        same(torch.compile(run, backend="eager", fullgraph=True, dynamic=True)(q), run(q))
+
+
 def test_flex_attention_itself_compiled():
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=True)
