@@ -119,8 +119,10 @@ class FlatPlan:
 
     def again(self, values: dict[str, Any]) -> FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
-        kinds = {n: dtype for n, _, dtype in self.key.given}
-        return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}, {})
+        kinds, known = {n: dtype for n, _, dtype in self.key.given}, dict(self.key.most)
+        given = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
+        more = {n: m for n, x in given.items() if (m := _more(x)) > known.get(n, 0)}  # kernels may need 64 bits now
+        return FlatPlan(replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, given, {})
 
     @property
     def host_program(self) -> CallProgram:
@@ -205,8 +207,7 @@ class FlatPlan:
 
     def _versions(self) -> dict[str, Any]:
         read = () if self.laid.planner is None or self.key.framework == "jax" else self.laid.planner.tables
-        given = {n: self.given[n] for n in read if n in self.given}
-        return {n: version_of(x) for n, x in given.items() if x.is_cpu or not x.is_inference()}
+        return {n: version_of(x) for n, x in self.given.items() if n in read and (x.is_cpu or not x.is_inference())}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -284,9 +285,8 @@ def device_plan(
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
-    known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most is not None}
-    known |= {n: m for n, x in values.items() if (m := _more(x))}
-    most = tuple(sorted((n, m) for n, m in known.items() if n in values))
+    known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most and n in values}
+    most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
     key = Key(program, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})

@@ -169,6 +169,22 @@ def test_tables_that_are_written_to_after_they_were_planned(how):
     )
 
 
+@pytest.mark.skipif(bool(reason()), reason="no compiler")
+@pytest.mark.parametrize("made", [torch.tensor, jnp.asarray])
+def test_wider_tables_after_a_plan_of_narrow_ones(made):
+    """The kernel counts in 64 bits then: sums of 2**30 are beyond 32."""
+    q, mask, score = (
+        np.random.default_rng(2).normal(size=(1, 2, 24, 8)).astype("f"),
+        "t[q] + t[k] > 0",
+        "score + t[k] % 3",
+    )
+    att, x = fk.compile(mask, score, backend="cpp"), made(q)
+    plan = att.plan(24, 24, heads=2, flat=True, t=made(np.arange(24, dtype="i")))
+    for t in (np.arange(24), np.full(24, 1 << 30), -np.arange(24)):
+        found = att(x, x, x, plan=plan.again({"t": made(t.astype("i"))}), layout="bhsd")
+        close(found, fk.reference(q, q, q, mask, score, layout="bhsd", t=t))
+
+
 def test_the_text_of_the_planner_is_there():
     plan = fk.compile("causal & same(doc)").plan(S, S, flat=True, doc=torch.from_numpy(DOCS[0]))
     assert "def plan_spans(" in plan.planner
