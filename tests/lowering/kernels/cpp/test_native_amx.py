@@ -22,6 +22,8 @@ from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_nativ
 SOFTWARE = "the matrix unit in software"
 UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
 HERE = [v for v in ("amx", SOFTWARE) if not cpp_cpu.lacking("avx512bf16" if v == SOFTWARE else v)]
+# the first of them in every run, and software beside the unit in the matrix
+VARIANTS = [v if v == HERE[0] else pytest.param(v, marks=pytest.mark.matrix) for v in HERE]
 pytestmark = pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")
 
 
@@ -42,18 +44,18 @@ def six(case):
     return case.but(precision="bf16x6") if case.dtype == "float32" else case
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
     [*of("bfloat16", test_cpp_forward.CASES, "bfloat16", "bfloat16-odd-sizes"),
-     *of("float32", test_cpp_forward.CASES, "window", "everything", "many-query-heads", "dim-8")],
+     *of("float32", test_cpp_forward.CASES, "window", "many-query-heads", "dim-8")],
 )  # fmt: skip
 def test_forward(name, variant):
     made = test_cpp_forward.problem(six(test_cpp_forward.CASES[name]))
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
     [*of("bfloat16", test_cpp_backward.CASES, "bfloat16-odd-sizes"), *of("float32", test_cpp_backward.CASES, "window")],
@@ -64,7 +66,7 @@ def test_backward(name, variant):
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", of("bfloat16", test_native_stored.CASES, "prefill-bfloat16-holes"))
 def test_stored(name, variant):
     made = test_native_stored.Problem(test_native_stored.CASES[name])
@@ -98,7 +100,7 @@ def test_sizes_of_float32(dim, tile):
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=HERE[0]))
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("q_len", [205, 12])
 def test_the_next_tile_does_not_matter(q_len, variant):
     """A tile of 48 keys fills one and a half squares: behind its values are zeros, and no values of hidden keys."""
@@ -113,7 +115,7 @@ def test_the_next_tile_does_not_matter(q_len, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("heads", "q_len"), [(2, 80), (12, 1)])
 def test_hidden_values_beside_visible_ones(heads, q_len, variant):
     """80 keys are seen, all of their vectors: products go on to the end of a square, at 96."""
@@ -130,8 +132,8 @@ def test_hidden_values_beside_visible_ones(heads, q_len, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
-@pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("dim", [64, 40])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.matrix), 40])
 def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
     """12 heads of a key head multiply keys where they are, 13 rows and more of other items packed ones: equal bits, by
     which the backward computes weights of either."""
@@ -145,7 +147,7 @@ def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
     test_cpp_forward.check(few, one)
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_least_scores_before_others(variant):
     """Scores of the least float32 weigh nothing beside those of later tiles, as biases of finfo.min have them."""
     low = np.where(np.arange(150) < 128, np.finfo(np.float32).min, 0).astype(np.float32)
@@ -164,8 +166,8 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("mask", [None, "k % 3 < 2 & k < q + 200"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mask", [pytest.param(None, marks=pytest.mark.matrix), "k % 3 < 2 & k < q + 200"])
 @pytest.mark.parametrize("name", RANGES)
 def test_float32_that_terms_do_not_hold(name, mask, variant):
     """Numbers out of the range of terms give what vectors give."""
@@ -177,7 +179,7 @@ def test_float32_that_terms_do_not_hold(name, mask, variant):
     np.testing.assert_allclose(top, made.want[2], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("hidden", [True, False])
 def test_infinity_in_float32(hidden, variant):
     """Infinity stays infinity where a row sees it, and NaN that no row sees changes nothing."""
@@ -197,8 +199,8 @@ def test_infinity_in_float32(hidden, variant):
         np.testing.assert_allclose(got, x, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("dim", [64, 200])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dim", [64, pytest.param(200, marks=pytest.mark.matrix)])
 def test_six_products_are_as_near_as_vectors(dim, variant):
     def off(precision):
         case = test_cpp_forward.Case(
@@ -212,8 +214,8 @@ def test_six_products_are_as_near_as_vectors(dim, variant):
         assert six <= 1.1 * vectors
 
 
-@pytest.mark.parametrize("variant", HERE)
-@pytest.mark.parametrize("mask", ["causal", None])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.matrix), None])
 @pytest.mark.parametrize("changed", [("q", "k"), ("v",), ("dout",), ("k",)])
 @pytest.mark.parametrize("factor", [2.0**45, 2.0**-105])
 def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, variant):
@@ -233,7 +235,7 @@ def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, vari
         assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_infinity_in_a_cotangent(variant):
     """An infinite dO stays infinite in dV, where every row sees every key."""
     made = test_cpp_backward.problem(test_cpp_backward.Case(None, precision="bf16x6", with_dlse=False))
@@ -245,7 +247,7 @@ def test_infinity_in_a_cotangent(variant):
     np.testing.assert_allclose(found["v"][0, 1], made.want["v"][0, 1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_few_rows_read_no_page_before_the_first(variant):
     """The last key is that of the first page of a pool, and a page ends before it. A vector of keys that are not there
     is worked on beside the last ones."""
@@ -273,7 +275,7 @@ def behind_a_page(x):
 
 
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("name", ["bfloat16", "six products"])
+@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.matrix), "six products"])
 def test_sanitizers(name, sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
@@ -288,8 +290,12 @@ def test_software_has_the_bits_of_the_unit():
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="left out: no objdump here")
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["bfloat16", "plain", "six products"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("bfloat16", "forward"), ("plain", "forward"), ("six products", "backward"),
+     *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
+         ("bfloat16", "backward"), ("plain", "backward"), ("six products", "forward"))]],
+)  # fmt: skip
 def test_the_instructions(name, kind, tmp_path):
     """bfloat16 is multiplied there, and float32 where the target says so."""
     text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
