@@ -131,6 +131,7 @@ AREAS = {
             (f"{KERNELS}/cpp/test_cpp_backward.py", f"{KERNELS}/cpp/test_native_holes.py",
              f"{KERNELS}/cpp/test_cpp_weights.py",
              f"{KERNELS}/cpp/test_out_of_memory.py::test_sums_of_parts_take_no_more_than_256_mebibytes"), ("torch",),
+            marked="not slow and not outside",
         ),
         Group(
             ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
@@ -139,6 +140,7 @@ AREAS = {
              f"{KERNELS}/cpp/test_native_stored.py::test_stored", "tests/runtime/backends/test_native_distance.py",
              f"{KERNELS}/cpp/test_native_variants.py::test_half_precision_without_its_instructions",
              f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
+            marked="not slow and not outside",
         ),
     ],
 }  # fmt: skip

@@ -202,7 +202,15 @@ def check(made: Problem, found) -> None:
 RARE = ("wide-integers-float64", "dropout-bfloat16", "float64-one-query", "dilated", "heads-differ", "dim-8")
 
 
-@pytest.mark.parametrize("name", [n if n not in RARE else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+MATRIX = (
+    "residues-far-away", "residues-by-head", "no-such-residue", "intervals-float64", "intervals-by-head",
+    "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "group-of-heads", "two-queries-wide-tiles",
+    "neighbourhood", "heads-differ-one-query", "softcap",
+)  # fmt: skip
+MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.matrix)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
 def test_forward(name):
     made = problem(CASES[name])
     check(made, made.run())
@@ -295,9 +303,11 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
 @pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"), ("bfloat16", "avx2"), ("float64", "scalar"),
-                                               ("bfloat16-one-query", "avx2"), ("softcap", "avx512"),
-                                               ("intervals", "avx2"), ("intervals-far-away", "avx512"),
-                                               ("intervals-float64", "scalar"), ("residues", "avx2")])  # fmt: skip
+                                               ("softcap", "avx512"), ("intervals-far-away", "avx512"),
+                                               *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
+                                                   ("bfloat16-one-query", "avx2"), ("intervals", "avx2"),
+                                                   ("intervals-float64", "scalar"), ("residues", "avx2"),
+                                               )]])  # fmt: skip
 def test_variants(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
