@@ -545,7 +545,11 @@ def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
         assert "rows      every query sees at least one key\n" in out
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["library"], ["check", "--quick", "causal"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["library"], pytest.param(["check", "--quick", "causal"], marks=pytest.mark.matrix)],
+    ids=" ".join,
+)
 def test_lines_fit_a_terminal_of_80_columns(argv):
     import pty
     import termios

@@ -247,7 +247,14 @@ def commands():
 SLOW = ("frisket bench", "frisket explore")  # their own tests run theirs
 
 
-@pytest.mark.parametrize("line", [line for line in examples() if not line.startswith(SLOW)])
+SECONDS = ("frisket check 'causal & same(doc)'", "frisket emit 'causal & window(256)' --build")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.matrix if line.startswith(SECONDS) else ())
+     for line in examples() if not line.startswith(SLOW)],
+)  # fmt: skip
 def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("README.md", "LICENSE"):
