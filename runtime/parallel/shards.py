@@ -93,12 +93,12 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
     values = {**program.scalars, **program.tables}
 
     def bound(kind: type[Any], e: Expr | None) -> Any:
-        if e is None:
-            return None
-        held = names_of(e)
-        return kind(e, {n: x for n, x in values.items() if n in held}, origin)
+        held = () if e is None else names_of(e)
+        return None if e is None else kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
-    places = tuple(bound(BoundExpr, made.at[c]) for c in "bhqk") if att.options.dropout else None
+    given = program.places or ()  # where dropout draws already, of q and k or of all four
+    given = (*(BoundExpr(var(c)) for c in "bhqk"[: 4 - len(given)]), *given) if att.options.dropout else ()
+    places = tuple(bound(BoundExpr, made.moved(x)) for x in given) or None
     program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
     return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.travels)
 
@@ -166,8 +166,7 @@ class _Maker:
         return lookup(AT[c], (var(c),))
 
     def moved(self, part: BoundExpr) -> Expr:
-        e = written_out(part.expr, self.known)
-        w = self.where
+        e, w = written_out(part.expr, self.known), self.where
         change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.moved}
         change |= dict(zip(map(var, SIZES), map(lit, (w.batch, w.heads, w.length, w.length)), strict=True))
         change |= {n: self._table(n) for n in walk(e) if n.op in ("lookup", "segment") and self._own(n)}

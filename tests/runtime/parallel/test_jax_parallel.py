@@ -251,3 +251,14 @@ def test_steps_send_what_is_needed():
     assert [(s.shift, s.length, s.pairs, s.start, s.reads) for s in rest] == [
         (1, 128, ((0, 1), (1, 2), (2, 3)), (128, 128, 128, 0), (False, True, True, True))
     ]
+
+
+@pytest.mark.parametrize("at", [{"q": "767 - q", "k": "(k + 9) % 768"}, {"k": "turn[k]", "h": "1 - h"}])
+def test_dropout_of_an_attention_at_other_positions(at):
+    """It draws at the positions, as on one device, and not at the places that were distributed."""
+    q, k, v = jnp.asarray(np.random.default_rng(5).standard_normal((3, 1, 768, 2, 16)), "float32")
+    tables = {"turn": np.arange(768)[::-1].copy()} if "turn[k]" in at.values() else {}
+    att = fk.compile("causal", dropout=0.4).at(**at, **tables)
+    deal, mesh = fk.parallel.deal(att.mask, 768, ranks=1), jax.make_mesh((1,), ("sp",))
+    found = fk.parallel.attend(att, *(deal.permute(x, 1) for x in (q, k, v)), deal=deal, axis="sp", mesh=mesh, seed=7)
+    np.testing.assert_allclose(deal.unpermute(found, 1), att(q, k, v, seed=7), atol=1e-5)
