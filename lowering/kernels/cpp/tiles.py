@@ -21,9 +21,13 @@ to 1.02, with backward 0.92 to 1.01; windows, documents, neighbourhoods 0.88 to 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+from frisket.dsl.ir import Expr, uses, walk
 from frisket.grammar.memo import memo
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Geometry
+from frisket.lowering.simplify.affine import is_int_comparison, relation
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
 SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matrix unit multiplies, at least
@@ -34,6 +38,34 @@ def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
     """Whether a matrix unit of bfloat16 multiplies float32 faster than vectors do, in six products."""
     long = g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS and min(g.head_dim, g.v_dim) >= SIX_DIM
     return dtype == "float32" and not g.kv_dtype and not narrow and long
+
+
+@memo(group="expressions")
+def long_runs(mask: Expr | None) -> bool:
+    """Whether rows of a mask see keys in long runs, or their number depends on q - k alone and a plan looks at it.
+
+    Bounds of k, of q, and of q - k on one side leave long runs. A remainder, blocks, a table by position, or bounds of
+    q - k on both sides may leave short ones, which vectors multiply without the rest of a tile: with documents of 256
+    tokens six products took 1.24 of the time of vectors forward, with neighbourhoods of 13 x 13 1.54."""
+    sides = set()
+    for e in () if mask is None or distance_only(mask) else _parts(mask):
+        if not uses(e) >= {"q", "k"} and any(n.op == "lookup" for n in walk(e)):  # padding, most often
+            continue
+        op, form = relation(e.op, *e.args) if is_int_comparison(e) else ("eq", None)
+        factors = {a: f for a, f in form.terms if uses(a) & {"q", "k"}} if form else {}
+        if op in ("eq", "ne") or any(a.op != "var" for a in factors):
+            return False
+        if len(factors) == 2:
+            sides.add((op == "ge") == (next(f for a, f in factors.items() if a.name == "q") > 0))
+    return len(sides) < 2
+
+
+def _parts(e: Expr) -> Iterator[Expr]:
+    """The parts of `and` and `or` in which a position occurs."""
+    for part in e.args if e.op in ("and", "or") else ():
+        yield from _parts(part)
+    if e.op not in ("and", "or") and uses(e) & {"q", "k"}:
+        yield e
 
 
 def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:

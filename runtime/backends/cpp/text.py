@@ -6,14 +6,15 @@ from collections.abc import Collection
 from typing import Any
 
 from frisket.lowering.kernels.cpp.backward import KERNELS
-from frisket.lowering.kernels.cpp.tiles import pays, tiles
+from frisket.lowering.kernels.cpp.tiles import long_runs, pays, tiles
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.cpp_cpu import lacking
 
 
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
-    six = not exact and pays(g, dtype, narrow) and not lacking("amx")
+    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
+    six = not exact and pays(g, dtype, narrow) and long_runs(mask) and not lacking("amx")
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
     return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.native import native_call
 
+import frisket as fk
 from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.cpp import text
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
@@ -325,6 +326,34 @@ def test_which_calls_take_six_products(monkeypatch):
     ):
         assert precision(**changed) == ["ieee"] * 2
     assert precision(narrow=True)[1] == precision(Tuning(precision="ieee"))[0] == "ieee"
+
+
+@pytest.mark.parametrize(
+    ("mask", "there"),
+    [("True", True), ("causal", True), ("causal & k < lens[b]", True), ("causal & seen[b, k]", True),
+     ("causal | k < n", True), ("causal & q - k <= 1024 & (q - k) % 4 == 0", True), ("q + KV_LEN - Q_LEN >= k", True),
+     ("causal & doc[q] == doc[k]", False), ("causal & k % 4 == 0", False), ("q // 128 == k // 128", False),
+     ("natten2d(32, 64, 13, 13)", False), ("causal & window(64) & k < n", False),
+     ("causal & (q - k < 9 | k < n)", False), ("causal | k == n", False), ("blocks[q // 16, k // 16]", False)],
+)  # fmt: skip
+def test_masks_that_take_six_products(mask, there, monkeypatch):
+    """Those under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(text, "lacking", lambda variant: "")
+    tables = {
+        "lens": np.array([9]), "seen": np.ones((1, 2048), bool), "n": 9, "doc": np.arange(2048) // 256,
+        "blocks": np.ones((128, 128), bool),
+    }  # fmt: skip
+    given = {n: x for n, x in tables.items() if re.search(rf"\b{n}\b", mask)}
+    g = Geometry(1, 2, 2, 2048, 2048, 64, 64, 0.125)
+    for flat in (False, True):
+        values = {n: torch.as_tensor(x) if flat and n != "n" else x for n, x in given.items()}
+        plan = fk.compile(mask).plan(2048, 2048, 1, 2, flat=flat, **values)
+        assert plan.on_device == (flat and values.keys() - {"n"} != set())
+        kernel = plan.laid.plan if plan.on_device else plan.work((128, 128)).plan
+        of_torch = text.call_target(plan, g, "float32", None, AS_CHOSEN, None, None)
+        of_jax = text.target(kernel, g, "float32", None, plan.narrow)
+        assert [x.precision == "bf16x6" for x in (of_torch, of_jax)] == [there] * 2
 
 
 def test_a_system_that_refuses(monkeypatch):
