@@ -27,10 +27,10 @@ def arrays(*front):
 
 
 def both(text, backend, score=None, **options):
-    """The attention of arrays as they come, and one whose plan has them in the order of permutations."""
-    plain = fk.compile(text, score, backend=backend, **options)
+    """XLA's attention of arrays as they come, and one whose plan has them in the order of permutations."""
+    plain = fk.compile(text, score, backend="xla", **options)
     queries, keys = PLACES
-    made = plain.at(q="pq[q]", k="pk[k]", pq=queries, pk=keys)
+    made = fk.compile(text, score, backend=backend, **options).at(q="pq[q]", k="pk[k]", pq=queries, pk=keys)
     return plain, Attention(made.program, replace(made.options, rows=Rows(queries, keys)))
 
 
@@ -90,7 +90,7 @@ def test_an_order_reads_rows(monkeypatch):
     text = "natten2d(16, 24, 5, 5)"
     order = fk.reorder(text, 384, block=(16, 16), moving=0)
     assert order.rows is not None
-    att, plain = fk.compile(text, reorder=order), fk.compile(text)
+    att, plain = fk.compile(text, reorder=order), fk.compile(text, backend="xla")
     q, k, v = (jnp.asarray(draws.standard_normal((1, 384, 2, 16)), jnp.float32) for _ in "qkv")
     assert att._reads_rows(q, k, v)
     close(results(att, q, k, v), results(plain, q, k, v))
