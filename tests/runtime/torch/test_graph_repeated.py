@@ -41,7 +41,15 @@ def prepared_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [{}, {"q_len": 1}, {"kv_heads": 2, "v_dim": 24}, {"q_len": 70, "kv_len": 90}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"q_len": 1},
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        {"q_len": 70, "kv_len": 90},
+    ],
+)
 def test_bits(dtype, shape, monkeypatch, prepared_anew):
     arrays = drawn(dtype=dtype, **shape)
     att = attention("q + 70 >= k & k > 2 * q - 9")

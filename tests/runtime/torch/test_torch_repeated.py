@@ -201,7 +201,15 @@ def generic(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [{}, {"kv_heads": 2, "v_dim": 24}, {"q_len": 70, "kv_len": 90}, {"q_len": 1}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        {"q_len": 70, "kv_len": 90},
+        {"q_len": 1},
+    ],
+)
 def test_bits_of_gradients(dtype, shape, generic):
     mask = "q + 70 >= k & k > 2 * q - 9"
     att = attention(mask)
