@@ -120,7 +120,7 @@ def check(case, backend, flash=False, share=1e-7):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("itself", "two runs", "sinks") else pytest.mark.matrix) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("itself", "sinks") else pytest.mark.matrix) for n in CASES]
 )
 def test_gradients(name, backend):
     check(CASES[name], backend, flash=backend == "cpp")

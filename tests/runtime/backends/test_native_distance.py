@@ -38,7 +38,7 @@ def test_results_and_gradients(score, lengths):
     att.check(*[x.requires_grad_() for x in drawn(*lengths)], gradients=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.matrix), torch.bfloat16])
 def test_dtypes(dtype):
     att = fk.compile("causal", "t5_bias(table, 32, 128)", backend="native", table=BUCKETS)
     att.check(*[x.requires_grad_() for x in drawn(90, 90, dtype)], gradients=True)
