@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lowering.kernels.triton.test_triton_slice import INTERPRETED
+from lowering.kernels.triton.test_triton_slice import INTERPRETED, LONG
 
 from .mutants import Mutant, mutants_of
 
@@ -116,7 +116,8 @@ AREAS = {
         Group(
             ("lowering/kernels/triton/skeletons/*.tpl",),
             (f"{KERNELS}/triton/test_emit_triton.py::test_words_hold_the_bits_of_intervals",
-             *(f"tests/{file}::test_{name}" for file, names in (*INTERPRETED.items(), *MORE.items()) for name in names
+             *(f"tests/{file}::test_{name}"
+               for part in (INTERPRETED, LONG, MORE) for file, names in part.items() for name in names
                if not file.startswith("lowering/planner") and "jax" not in file)),
             ("torch", "triton"), INTERPRET,
         ),

@@ -46,17 +46,23 @@ INTERPRETED = {
     ),
     "lowering/kernels/triton/triton_interpreted_bytes.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
     "lowering/kernels/triton/triton_large_interpreted.py": (
-        "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]", "weights_in_jax[distance-100000.0]",
+        "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]",
     ),
     "lowering/planner/triton_planner_interpreted.py": (
         "written_masks[documents]", "random_masks[1]",
-        "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
-    "runtime/backends/triton_rows/triton_rows_interpreted.py": (
-        "long_rows[BY_HEAD-longest-of-all-first]", "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
-    ),
+    "runtime/backends/triton_rows/triton_rows_interpreted.py": ("long_rows[BY_HEAD-longest-of-all-first]",),
     "runtime/backends/triton_binding_interpreted.py": (
         "graph_of_a_checkpoint", "eager_beside_the_interpreter", "orders[causal & same(doc)]",
+    ),
+}  # fmt: skip
+LONG = {  # that take seconds: of mutants, and of the matrix with all others of their files
+    "runtime/backends/triton_rows/triton_rows_interpreted.py": (
+        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
+    ),
+    "lowering/kernels/triton/triton_large_interpreted.py": ("weights_in_jax[distance-100000.0]",),
+    "lowering/planner/triton_planner_interpreted.py": (
+        "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
 }  # fmt: skip
 COMPILED = {
