@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.matrix import some
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -84,8 +85,15 @@ REFUSED = {
 }
 OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
 
+OFTEN = ("plain", "numpy", "learned", "given", "planned", "entry")
+
+
+def in_every_run(way, name):
+    return name == "numpy" or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
+
+
 PAIRS = [
-    pytest.param(way, name, marks=[] if way in ("real", "jit", "fx") or name == "numpy" else pytest.mark.matrix)
+    pytest.param(way, name, marks=() if in_every_run(way, name) else pytest.mark.matrix)
     for way in WAYS
     for name in CALLS
 ]
@@ -195,7 +203,9 @@ def test_a_cuda_graph_is_replayed_on_other_inputs():
     torch.testing.assert_close(found, att(*held, bias=bias, doc=doc))
 
 
-@pytest.mark.parametrize("name", ["plain", "learned", "planned", "flex", "entry of a lambda"])
+@pytest.mark.parametrize(
+    "name", some(["plain", "learned", "planned", "flex", "entry of a lambda"], "plain", "learned", "planned")
+)
 def test_policies_of_checkpoints_see_the_operator(name):
     """Selective activation checkpointing in eager mode: what is saved is not computed again."""
     seen = []
@@ -248,8 +258,11 @@ FORWARD_MODES = {
 }
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("way", FORWARD_MODES)
+@pytest.mark.parametrize(
+    ("way", "grad"),
+    [pytest.param(way, g, marks=pytest.mark.matrix if "compile" in way and g is torch.enable_grad else ())
+     for way in FORWARD_MODES for g in (torch.no_grad, torch.enable_grad)],
+)  # fmt: skip
 def test_tangents_are_refused_and_never_silently_zero(way, grad):
     torch._dynamo.reset()
     x = torch.randn(1, 2, 8, 8)
@@ -313,8 +326,11 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
 }
 
 
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [pytest.param(n, moved, marks=pytest.mark.matrix if moved and n not in "kv" else ())
+     for n in BESIDE for moved in (False, True)],
+)  # fmt: skip
 def test_tensors_without_memory_beside_plain_queries(name, moved):
     mask, score, given = BESIDE[name]
     mask = "k % 4 == 0 | q == k" if moved else mask
@@ -343,7 +359,7 @@ def test_tables_of_masks_and_origins_have_memory():
         fk.attention(*torch.ones(3, 1, 1, 40, 8), "causal", origin=(0, 0, Held(torch.tensor([3])), 0))
 
 
-@pytest.mark.parametrize("score", [None, "score * 2"])
+@pytest.mark.parametrize("score", [None, pytest.param("score * 2", marks=pytest.mark.matrix)])
 def test_a_cotangent_without_memory_is_refused(score):
     att, (q, k, v) = fk.compile("causal", score), inputs()
     for _ in range(3):  # anew, prepared, repeated
