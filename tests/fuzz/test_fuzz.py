@@ -72,8 +72,10 @@ def test_the_corpus(target):
 
 
 @pytest.mark.parametrize(
-    "target", ["meaning", "layout", "canonical", "front", "simplifier", "answers", "exports", "gradients"]
-)
+    "target",
+    ["meaning", "layout", "canonical", "front", "simplifier", "exports", "gradients",
+     pytest.param("answers", marks=pytest.mark.matrix)],
+)  # fmt: skip
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
@@ -92,7 +94,7 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
 @pytest.mark.parametrize(
     "target",
     [
-        t
+        pytest.param(t, marks=pytest.mark.matrix if t == "rows" else ())
         for t in TARGETS
         if t not in {"canonical", "front", "simplifier", "hostile", "score", "caches", "stores", *APART}
     ],
