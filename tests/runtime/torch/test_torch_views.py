@@ -50,8 +50,11 @@ def test_stored_keys_and_their_scales(backend):
     same(lambda a, b, p: att(q, k, v, k_scale=a, v_scale=b, pages=p, origin=(0, 0, 28, 0)), *scales, pages)
 
 
-@pytest.mark.parametrize("make", [KVCache, RingKVCache])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("dtype", "make"),
+    [(torch.int8, KVCache), (torch.float32, RingKVCache),
+     *[pytest.param(*x, marks=pytest.mark.matrix) for x in ((torch.float32, KVCache), (torch.int8, RingKVCache))]],
+)  # fmt: skip
 def test_caches(make, dtype):
     """A step on the CPU writes the tokens, plans and runs in C++."""
     if make is KVCache:
