@@ -52,9 +52,9 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = ("relative", "all")  # of the native tier, which compiles every case
+QUICK = {"all": [], "relative": [pytest.mark.matrix]}  # of the native tier, which compiles every case
 TIERS = [("aten", n) for n in CASES] + [
-    pytest.param("cpp", n, marks=[NATIVE] if n in QUICK else [NATIVE, pytest.mark.slow]) for n in CASES
+    pytest.param("cpp", n, marks=[NATIVE, *QUICK.get(n, [pytest.mark.slow])]) for n in CASES
 ]
 
 
