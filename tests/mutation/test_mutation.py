@@ -149,7 +149,7 @@ mutants = []
 for name, (before, after) in changes.items():
     start = text.index(before)
     mutants.append(Mutant(name, file, 1, "planted", before, after, start, start + len(before)))
-run.SLACK = 10
+run.SLACK = 4
 group = Group((file,), ("tests/lowering/simplify/test_rules_whole.py",))
 print(json.dumps({r["id"]: r["outcome"] for r in run.of_group(group, mutants)}))
 """
