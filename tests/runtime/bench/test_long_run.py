@@ -20,8 +20,11 @@ def eager(run):
     return [x for x, _ in run("eager")][1:]
 
 
-@pytest.mark.parametrize("how", ["third", "frisket"])
-@pytest.mark.parametrize("run", [long_run.by_torch, long_run.by_jax])
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [(long_run.by_torch, "third"), (long_run.by_torch, "frisket"), (long_run.by_jax, "frisket"),
+     pytest.param(long_run.by_jax, "third", marks=pytest.mark.matrix)],
+)  # fmt: skip
 def test_the_first_steps_are_equal_to_rounding(run, how, short):
     if run is long_run.by_jax:
         pytest.importorskip("optax")
