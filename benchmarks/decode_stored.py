@@ -1,11 +1,12 @@
 """A step of decoding on stored keys and values, by the native kernels: `python benchmarks/decode_stored.py`.
 
-One query over a cache, 8 query heads, 2 key heads. "pages": a pool whose pages lie in any order, against one array of
-the same entries, at most 1.15 times its time. "entries": 8 bits with a scale for every token and head, bfloat16 and
-float32, each against float32. "rate": by sequences, and by query queries a key head, on all threads, beside torch
-adding up as many bytes of float32; at least 0.85 of its rate. The calls of a row run turn about; in "pages" and
-"entries" on one thread, whose own time is taken. A figure is the median over rounds of the ratio, with the 95 %
-interval of that median, and "gb_s" is what is read of keys and values in a second.
+One query over a cache, 8 query heads, 2 key heads, in memory as caches allocate it: huge pages, where the system has
+them. "pages": a pool whose pages lie in any order, against one array of the same entries, at most 1.15 times its time.
+"entries": 8 bits with a scale for every token and head, bfloat16 and float32, each against float32. "rate": by
+sequences, and by query queries a key head, on all threads, beside torch adding up as many bytes of float32; at least
+0.85 of its rate. The calls of a row run turn about; in "pages" and "entries" on one thread, whose own time is taken. A
+figure is the median over rounds of the ratio, with the 95 % interval of that median, and "gb_s" is what is read of keys
+and values in a second.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from store import run_parts
 
 import frisket as fk
 from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.caches.torch_store import zeros
 
 GROUP, KV_HEADS = 4, 2
 CACHES = [(1, 4096), (1, 32768), (8, 4096)]  # sequences, tokens of each
@@ -44,10 +46,9 @@ def step(batch: int, length: int, dim: int, dtype: str, page: int = 0, group: in
         more = {name: torch.rand(shape[:3]) / 100 for name in ("k_scale", "v_scale")}
     if page:
         more["pages"] = torch.randperm(shape[0]).reshape(batch, -1).int()
-    k, v = (
-        torch.randint(-127, 128, shape, dtype=stored) if stored == torch.int8 else torch.randn(shape).to(stored)
-        for _ in "kv"
-    )
+    k, v = (zeros(*shape, dtype=stored, device="cpu") for _ in "kv")
+    for x in (k, v):
+        x.copy_(torch.randint(-127, 128, shape) if stored == torch.int8 else torch.randn(shape))
     call = partial(ATTENTION, q, k, v, origin=(0, 0, length - 1, 0), **more)
     return call, 2 * k.numel() * k.element_size()
 
@@ -100,7 +101,7 @@ def rate(rounds: int) -> Rows:
         for group in (1, 4, 8):
             for dtype in ("float32", "bfloat16", "int8"):
                 call, size = step(batch, length, 128, dtype, group=group)
-                added = torch.randn(size // 4)
+                added = zeros(size // 4, dtype=torch.float32, device="cpu").normal_()
                 with torch.no_grad():
                     times = rounds_of({"native": call, "sum": added.sum}, rounds)
                 yield (

@@ -55,8 +55,8 @@ class TorchCache(nn.Module):
             )
         self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
         shape = rows, kv_heads, tokens
-        self.register_buffer("k", torch.zeros(*shape, head_dim, dtype=dtype, device=device))
-        self.register_buffer("v", torch.zeros(*shape, v_dim, dtype=dtype, device=device))
+        self.register_buffer("k", store.zeros(*shape, head_dim, dtype=dtype, device=device))
+        self.register_buffer("v", store.zeros(*shape, v_dim, dtype=dtype, device=device))
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, self.k.new_zeros(shape, dtype=torch.float32) if dtype in NARROW else None)
         self.register_buffer("pages", None)

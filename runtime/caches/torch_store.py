@@ -10,6 +10,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 from frisket.grammar.memo import memo
+from frisket.runtime.backends.cpp.torch import LARGE, huge
 from frisket.runtime.calls.arrays import FLOATS
 
 from . import checks
@@ -26,6 +27,15 @@ def stored_dtype(dtype: torch.dtype | str, known: tuple[torch.dtype, ...] = (*PL
     if name not in named:
         raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(named)}")
     return named[name]
+
+
+def zeros(*size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """New zeros; on a CPU in huge pages, since a step that reads pages of a pool looks many addresses up: with pages
+    of 16 to 128 tokens it took 0.6 to 0.8 of the time."""
+    found = torch.empty(size, dtype=dtype, device=device)
+    if type(found) is Tensor and found.is_cpu and found.nbytes >= LARGE and not torch.compiler.is_compiling():
+        huge(found)
+    return found.zero_()
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

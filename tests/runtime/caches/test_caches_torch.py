@@ -721,3 +721,20 @@ def test_padding_of_a_long_chunk_sees_the_sinks_alone():
         np.testing.assert_array_equal(lse[2], sinks[:, None].expand(lse[2].shape))
         np.testing.assert_array_equal(lse[0, :, 2:], sinks[:, None].expand(lse[0, :, 2:].shape))
         assert not out[2].any() and not out[0, :, 2:].any()  # noqa: PT018
+
+
+def test_large_arrays_ask_for_huge_pages(monkeypatch):
+    """Keys and values of a pool are read in any order; what is small or elsewhere is not asked for."""
+    from frisket.runtime.caches import torch_store
+
+    asked = []
+    monkeypatch.setattr(torch_store, "huge", lambda x: asked.append(x.shape))
+    KVCache(1, 64, KV_HEADS, DIM)
+    KVCache(1, 1 << 16, KV_HEADS, DIM, device="meta")
+    with torch._subclasses.FakeTensorMode():
+        KVCache(1, 1 << 16, KV_HEADS, DIM)
+    assert not asked
+    plain = KVCache(1, 1 << 16, KV_HEADS, DIM)
+    paged = PagedKVCache.create(1 << 12, 16, 1, 1 << 12, KV_HEADS, DIM)
+    assert asked == [plain.k.shape, plain.v.shape, paged.k.shape, paged.v.shape]
+    assert not any(x.count_nonzero() for x in (plain.k, plain.v, paged.k, paged.v))
