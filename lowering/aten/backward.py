@@ -113,7 +113,10 @@ class _Backward(AtenTiles):
         else:
             spread(self._walk, list(lanes))
         for sums in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
-            self._add_sums(total, sums)
+            for mine, theirs in ((total.dk, sums.dk), (total.dv, sums.dv)):
+                if mine is not None:
+                    mine += theirs
+            total.captured.add(sums.captured)
         found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
             **{n: x.to(self.given) for n, x in found.items() if x is not None},
@@ -125,12 +128,6 @@ class _Backward(AtenTiles):
 
     def _like(self, x: Tensor, name: str) -> Tensor | None:
         return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.wanted else None
-
-    def _add_sums(self, total: _Sums, part: _Sums) -> None:
-        for mine, theirs in ((total.dk, part.dk), (total.dv, part.dv)):
-            if mine is not None:
-                mine += theirs
-        total.captured.add(part.captured)
 
     # -- lanes ------------------------------------------------------------------------------------------
 

@@ -74,17 +74,13 @@ def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[C
         sign = -1 if op == "ge" else 1
         other = linear(write(other.times(sign)) // lit(factor)).times(sign)
     if atom is _K:
-        return (_curve(op, other, needs),)
+        value = write(other)
+        return (Curve("low" if op == "ge" else "high", value, _near(other, op, needs), rising(value), needs),)
     if atom.op == "floordiv" and not depends(atom.args[1]):
         return _of_quotient(atom, op, other, needs)
     if atom.op in ("lookup", "segment"):
         return _of_table(atom, op, other, needs)
     return None
-
-
-def _curve(op: str, other: Linear, needs: Expr) -> Curve:
-    value = write(other)
-    return Curve("low" if op == "ge" else "high", value, _near(other, op, needs), rising(value), needs)
 
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:

@@ -259,18 +259,15 @@ class BlockMask(theirs.BlockMask):
     def __setattr__(self, name: str, value: Any) -> None:
         # torch 2.11 ignores the setters of properties in a graph, and calls __setattr__
         if name == "mask_mod":
-            self._put_mask_mod(value)
+            lists, (mod, fn, text) = self._tensors(), forms_of(value)
+            self._hold(lists)
+            self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
         elif name == "seq_lengths":
             self._put_seq_lengths(value)
         elif name in TENSORS:
             self._hold({**self._tensors(), name: value})
         else:
             object.__setattr__(self, name, value)
-
-    def _put_mask_mod(self, value: MaskLike) -> None:
-        lists, (mod, fn, text) = self._tensors(), forms_of(value)
-        self._hold(lists)
-        self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
 
     # -- the lists --------------------------------------------------------------------------------
 

@@ -117,8 +117,11 @@ def attend_backward(
     values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    if not (q.numel() and k.numel()):
-        return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
+    if not (q.numel() and k.numel()):  # lse is the sink, and every other gradient is 0
+        zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
+        if sinks is not None and dlse is not None:
+            zeros[3] = dlse.sum((0, 2)).to(sinks.dtype)
+        return [g for g, need in zip(zeros, needed, strict=True) if need and g is not None]
     bare = sinks is None and names in BARE
     if bare and (like := like_one(attention_of(spec, ()), q, k, v, "saving")) is not None:
         with torch.no_grad():
@@ -141,17 +144,6 @@ def attend_backward(
         if need:  # a table the score mod reads through no derivative, or the mask alone, has none
             grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
     return [g.contiguous() for g in grads]
-
-
-def _vacant_gradients(
-    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor],
-    needed: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of a call without queries or keys: lse is the sink, and every other gradient is 0."""
-    grads = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
-    if sinks is not None and dlse is not None:
-        grads[3] = dlse.sum((0, 2)).to(sinks.dtype)
-    return [g for g, need in zip(grads, needed, strict=True) if need and g is not None]
 
 
 def fake_tiles(

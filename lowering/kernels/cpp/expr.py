@@ -50,6 +50,7 @@ COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector
 WHEN = {**LEVELS, "first": COLUMN}
+VARIABLES = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
@@ -182,7 +183,7 @@ class Forms:
         if node.op == "lit":
             return self._literal(node.name)
         if node.op == "var":
-            return Text(_variable(node.name))
+            return Text(VARIABLES.get(node.name, f"fixed.{node.name}"))
         if node.op == "distance":
             return Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
         if node.op in ("param", "lookup", "ahead", "behind") and node.name not in self.names:
@@ -256,8 +257,3 @@ class Forms:
             return Text("INF") if value > 0 else Text("-INF", PREFIX)
         text = repr(value) if self.double else f"{np.float32(value)!s}f"
         return Text(text, PREFIX if text[0] == "-" else ATOM)
-
-
-def _variable(name: str) -> str:
-    known = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
-    return known.get(name, f"fixed.{name}")
