@@ -148,8 +148,7 @@ class LoopPlan:
             for name in ("first", "full_first", "full_last", "last"):
                 lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
-        for s in self.slots:
-            lines.append(f"slot     {s.name} = {s.source if s.source is not None else s.value}")
+        lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]
         lines += [f"table    {t.name} = {t.source}{' by index' if t.derived else ''}" for t in self.tables]
         lines += [f"table    {t.name} = {t.derived.replace('_', ' ')} of {t.source}" for t in self.run_tables]
         lines.append(f"integers {64 if self.int64 else 32} bits")
@@ -293,26 +292,14 @@ def make_plan(
     place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
     paged = names.lift(renamed(place, ours)) if place is not None else None
     return LoopPlan(
-        mask=new_mask,
-        score=new_score,
-        score_class=score_class(score),
-        slots=tuple(names.slots.values()),
-        tables=tuple(t for t in names.tables.values() if t.derived not in ENDS_OF_RUNS),
-        bounds=new_bounds,
+        mask=new_mask, score=new_score, score_class=score_class(score), slots=tuple(names.slots.values()),
+        tables=tuple(t for t in names.tables.values() if t.derived not in ENDS_OF_RUNS), bounds=new_bounds,
         guard=not (rows_nonempty and (score is None or score_finite)),
-        uses_batch="b" in held,
-        uses_head="h" in held,
-        int64=wide,
-        text=text,
-        kept=kept,
-        weight=scaled,
-        pages=None if paged is None else paged.name,
-        page=pages.size if pages else 0,
-        unwritten=unwritten or weight is not None or pages is not None,
-        by_query=by_query,
-        by_key=by_key,
+        uses_batch="b" in held, uses_head="h" in held, int64=wide, text=text, kept=kept, weight=scaled,
+        pages=None if paged is None else paged.name, page=pages.size if pages else 0,
+        unwritten=unwritten or weight is not None or pages is not None, by_query=by_query, by_key=by_key,
         run_tables=tuple(t for t in names.tables.values() if t.derived in ENDS_OF_RUNS),
-    )
+    )  # fmt: skip
 
 
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:
