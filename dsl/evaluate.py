@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -289,7 +290,7 @@ OPERATORS: dict[str, Callable[..., Array]] = {
     "shl": _shl, "shr": _shr,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "eq": np.equal, "ne": np.not_equal,
-    "and": lambda *a: _fold(np.logical_and, a), "or": lambda *a: _fold(np.logical_or, a),
+    "and": lambda *a: reduce(np.logical_and, a), "or": lambda *a: reduce(np.logical_or, a),
     "xor": np.logical_xor, "not": np.logical_not, "where": np.where,
     "int": _int, "float": lambda x: x.astype(np.float64), "floor": lambda x: _int(np.floor(x)),
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p,
@@ -297,10 +298,3 @@ OPERATORS: dict[str, Callable[..., Array]] = {
     "tan": np.tan, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": lambda x: _erf(x),
     "isfinite": np.isfinite, "random": uniform,
 }  # fmt: skip
-
-
-def _fold(fn: Callable[[Array, Array], Array], args: Sequence[Array]) -> Array:
-    out = args[0]
-    for a in args[1:]:
-        out = fn(out, a)
-    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 from . import ir
@@ -48,12 +49,7 @@ def expm1(x: Expr) -> Expr:
 def _extreme(op: str) -> Meaning:
     def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
         found = c.numbers(frame, f"`{op}`", parts)
-        if found is None:
-            return ERROR
-        out, *rest = found[0]
-        for e in rest:
-            out = build(op, out, e)
-        return Value(out, found[1])
+        return ERROR if found is None else Value(reduce(lambda x, y: build(op, x, y), found[0]), found[1])
 
     return apply
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 from . import ir
@@ -318,12 +319,7 @@ class Operators:
 
 
 def _fold(op: str, exprs: Sequence[Expr]) -> Expr:
-    if op in ("and", "or"):
-        return build(op, *exprs)
-    out = exprs[0]
-    for e in exprs[1:]:
-        out = build(op, out, e)
-    return out
+    return build(op, *exprs) if op in ("and", "or") else reduce(lambda x, y: build(op, x, y), exprs)
 
 
 def _types(types: frozenset[Type]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 from frisket.dsl import ir
@@ -66,11 +67,7 @@ def prod(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol
         return x
     if (x.ndim > 1 and dim is None) or keepdim or x.shape[dim or 0] > 64:
         fail("`prod` is over one axis of at most 64 entries")
-    items = list(moveaxis(x, dim or 0, 0))
-    found = Symbol(lit(1))
-    for item in items:
-        found = apply_binary("mul", found, item)
-    return found
+    return reduce(partial(apply_binary, "mul"), moveaxis(x, dim or 0, 0), Symbol(lit(1)))
 
 
 def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None, dtype: Any = None,

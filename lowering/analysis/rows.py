@@ -7,9 +7,9 @@ and so are the keys that every query sees: four formulas, no search. For a disju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -156,18 +156,11 @@ def _term(term: Expr) -> Term | None:
     return Term(System(low, high, s.fixed, []), tuple(curves), tuple(asks), needs)
 
 
-def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
-    out = xs[0]
-    for x in xs[1:]:
-        out = pick(out, x)
-    return out
-
-
 def _everywhere(t: Term) -> Interval:
     """The keys that every query of q0..q1 sees: past the last of the rising lower ends, up to the first upper end."""
     s = t.system
-    first = _fold(maximum, K0, *s.low["k"], *(Q1 - d for d in s.high["d"]), *t.values("low", Q1))
-    last = _fold(minimum, K1, *s.high["k"], *(Q0 - d for d in s.low["d"]), *t.values("high", Q0))
+    first = reduce(maximum, (K0, *s.low["k"], *(Q1 - d for d in s.high["d"]), *t.values("low", Q1)))
+    last = reduce(minimum, (K1, *s.high["k"], *(Q0 - d for d in s.low["d"]), *t.values("high", Q0)))
     outside = disj(*(x > Q0 for x in s.low["q"]), *(x < Q1 for x in s.high["q"]), *(negate(f) for f in s.fixed))
     return simplify(first), simplify(where(outside, K0 - 1, last) if outside is not FALSE else last)
 
@@ -175,9 +168,9 @@ def _everywhere(t: Term) -> Interval:
 def _visible(t: Term) -> Interval:
     """The first and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
     s = t.system
-    start, stop = _fold(maximum, Q0, *s.low["q"]), _fold(minimum, Q1, *s.high["q"])
-    first = _fold(maximum, K0, *s.low["k"], *(start - d for d in s.high["d"]), *t.values("low", start))
-    last = _fold(minimum, K1, *s.high["k"], *(stop - d for d in s.low["d"]), *t.values("high", stop))
+    start, stop = reduce(maximum, s.low["q"], Q0), reduce(minimum, s.high["q"], Q1)
+    first = reduce(maximum, (K0, *s.low["k"], *(start - d for d in s.high["d"]), *t.values("low", start)))
+    last = reduce(minimum, (K1, *s.high["k"], *(stop - d for d in s.low["d"]), *t.values("high", stop)))
     empty = disj(
         *(negate(f) for f in s.fixed),
         *(negate(substitute(a, {_Q: Q0})) for a in t.asks),

@@ -51,7 +51,7 @@ def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
 
 
 def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
-    start, stop = _fold(maximum, Q0, *s.low["q"]), _fold(minimum, Q1, *s.high["q"])
+    start, stop = reduce(maximum, s.low["q"], Q0), reduce(minimum, s.high["q"], Q1)
     lows = [K0, *s.low["k"], *(start - d for d in s.high["d"])]
     highs = [K1, *s.high["k"], *(stop - d for d in s.low["d"])]
     nothing = [negate(f) for f in s.fixed]
@@ -66,13 +66,9 @@ def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
         else:
             return None
     empty = simplify(disj(*nothing))
-    last = _fold(minimum, *highs)
+    last = reduce(minimum, highs)
     last = last if empty is FALSE else where(empty, K0 - 1, last)
-    return points(simplify(_fold(maximum, *lows)), sorted_), points(simplify(last), sorted_)
-
-
-def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
-    return reduce(pick, xs)
+    return points(simplify(reduce(maximum, lows)), sorted_), points(simplify(last), sorted_)
 
 
 def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] | None:
