@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
@@ -83,13 +84,7 @@ def _random(*counters: Tensor) -> Tensor:
 
 
 def _fold(name: str) -> Callable[..., Tensor]:
-    def run(*args: Tensor) -> Tensor:
-        out = args[0]
-        for a in args[1:]:
-            out = getattr(_torch(), name)(out, a)
-        return out
-
-    return run
+    return lambda *args: reduce(getattr(_torch(), name), args)
 
 
 def _call(name: str) -> Callable[..., Tensor]:
@@ -116,11 +111,6 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def _tanh_in_place(x: Tensor) -> Tensor:
-    # tanh(x) = 1 / (1 + 2 / expm1(2x)): exact to a few units in the last place near 0 too, in half torch's time
-    return x.mul_(2.0).expm1_().reciprocal_().mul_(2.0).add_(1.0).reciprocal_()
-
-
 def _method(name: str) -> Callable[..., Tensor]:
     return lambda x, *args: getattr(x, name)(*args)
 
@@ -129,7 +119,8 @@ def _method(name: str) -> Callable[..., Tensor]:
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     **{n: _method(f"{n}_") for n in "neg abs add sub mul div".split()},
     **{n: _method(f"{n}_") for n in FLOAT_FUNCTIONS},
-    "tanh": _tanh_in_place,
+    # tanh(x) = 1 / (1 + 2 / expm1(2x)): exact to a few units in the last place near 0 too, in half torch's time
+    "tanh": lambda x: x.mul_(2.0).expm1_().reciprocal_().mul_(2.0).add_(1.0).reciprocal_(),
 }
 LITERAL_BESIDE = frozenset({"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne"})
 
@@ -213,7 +204,9 @@ class TileProgram:
             raise LoweringError(f"the aten backend has no `{node.op}`; the planner rewrites it before lowering")
         # A tensor beside a number stays so: no broadcasting, no promotion of float32 by a 0-d float64.
         if isinstance(args[-1], _Product):
-            return _add_product(torch, args[0], args[1])
+            x, (left, right) = args[0], args[1]
+            fits = _fits(left.shape, x.shape) and _fits(right.shape, x.shape)
+            return x.addcmul_(left, right) if fits else torch.addcmul(x, left, right)
         keep = node.op in LITERAL_BESIDE and isinstance(args[0], torch.Tensor)
         args = [
             a if keep and i else self._tensor(torch, a, n)
@@ -243,18 +236,11 @@ class TileProgram:
         return torch.full((), index, dtype=torch.int64, device=table.device)
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(NamedTuple):
     """Two factors not multiplied yet."""
 
     left: Tensor
     right: Tensor
-
-
-def _add_product(torch: Any, x: Tensor, product: _Product) -> Tensor:
-    if all(_fits(f.shape, x.shape) for f in (product.left, product.right)):
-        return x.addcmul_(product.left, product.right)
-    return torch.addcmul(x, product.left, product.right)
 
 
 def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
