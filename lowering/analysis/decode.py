@@ -132,9 +132,7 @@ class DecodeSpans:
 
     def _row(self, env: dict[str, Any], q: int, q_len: int, kv_len: int, block: tuple[int, int]) -> Row | None:
         env |= {"q0": q, "q1": q + q_len - 1}
-        if self.always is not None and not all(self.always(env)):
-            return None
-        if not self._holds(env, q, q_len):
+        if (self.always is not None and not all(self.always(env))) or not self._holds(env, q, q_len):
             return None
         ends, k0, bk, columns = self.ends(env), env["k0"], block[1], -(-kv_len // block[1])
         if any(abs(x) > _BEYOND for x in ends):

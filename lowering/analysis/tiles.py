@@ -147,9 +147,7 @@ class Scope:
         table, asked = self.tables[name[0]], name[1]
         if table.has_runs:
             return True
-        if {"b", "h"} & uses(asked):
-            return False
-        if not self.afford(table.array.size * steps(asked)):
+        if {"b", "h"} & uses(asked) or not self.afford(table.array.size * steps(asked)):
             return False
         kept = np.broadcast_to(self.value(asked, {"q": np.arange(table.array.size)}), table.array.shape)
         starts = table.starts[np.logical_or.reduceat(kept, table.starts)]

@@ -50,11 +50,8 @@ def emit(plan: Planner) -> str:
 
 def table_types(plan: Planner) -> dict[str, Type]:
     """The required type of the entries of each table: a table of which only sizes are read counts as Ints."""
-    found = dict.fromkeys(plan.tables, INT)
-    for n in walk(*plan.roots):
-        if n.op in ("lookup", "range_min", "range_max"):
-            found[n.name] = n.type
-    return found
+    read = (n for n in walk(*plan.roots) if n.op in ("lookup", "range_min", "range_max"))
+    return dict.fromkeys(plan.tables, INT) | {n.name: n.type for n in read}
 
 
 def words(plan: Planner) -> dict[str, int]:

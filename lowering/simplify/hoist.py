@@ -51,11 +51,7 @@ def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
         return bool(0 < e.name < float("inf"))
     if e.op == "float":
         return (interval(e.args[0])[0] or 0) > 0
-    if e.op in ("mul", "div"):
-        return all(positive(a, tables) for a in e.args)
-    if e.op == "add":
-        return all(positive(a, tables) for a in e.args)
-    return False
+    return e.op in ("mul", "div", "add") and all(positive(a, tables) for a in e.args)
 
 
 def hoist(score: Expr, tables: Mapping[str, bool] | None = None) -> tuple[Expr, Expr]:

@@ -78,9 +78,7 @@ FIELDS = (
     Field("gradients", "Real *const *gradients;", "a zeroed buffer for each of the plan's captured gradients, or null"),
 )  # fmt: skip
 
-OFFSET: dict[str, int] = {}
-for _field in FIELDS:
-    OFFSET[_field.name] = sum(f.words for f in FIELDS[: FIELDS.index(_field)])
+OFFSET = {f.name: sum(before.words for before in FIELDS[:i]) for i, f in enumerate(FIELDS)}
 WORDS = sum(f.words for f in FIELDS)
 
 HEAD = """\

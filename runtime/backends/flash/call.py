@@ -128,14 +128,14 @@ def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Mapping[str, Any])
     form = form_of(plan.mask)
     if not isinstance(form, EngineForm):
         return str(form)
-    known = host_tables(plan, spans, g)
+    known = host_tables(plan, spans)
     if known is None:
         return "documents are read from tables on the device"
     found = flags_of(form, g, slots, known)
     return found if isinstance(found, str) else _unless(found, plan)
 
 
-def host_tables(plan: LoopPlan, spans: Any, g: Geometry) -> dict[str, Any] | None:
+def host_tables(plan: LoopPlan, spans: Any) -> dict[str, Any] | None:
     """The tables of the mask where their values are on the host; None where they are not."""
     read = {} if plan.mask is None else free_names(plan.mask)[1]
     if not read:
