@@ -17,7 +17,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.machine.bound import BoundExpr, separated
 from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
-from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
+from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, only, score
 
 from .stored_kv import Stored
 
@@ -82,7 +82,7 @@ class CallProgram:
             return self
         check_used(params, self.names)
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
-        return self.changed(lambda p: p.bind(**{n: x for n, x in values.items() if n in names_of(p.expr)}))
+        return self.changed(lambda p: p.bind(**only(values, p.expr)))
 
     def without(self, names: Iterable[str]) -> CallProgram:
         """A program with the values of `names` taken off."""
@@ -160,11 +160,8 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             return dict(values)
         e = found.mask if kind == "mask" else found.score
         e = e if e is not None else found.expr
-        names = set(names_of(e)) if e is not None else set()
-    else:
-        one = mask(what) if kind == "mask" else score(what)
-        names = set(names_of(one.expr))
-    return {n: x for n, x in values.items() if n in names}
+        return only(values, e) if e is not None else {}
+    return only(values, (mask(what) if kind == "mask" else score(what)).expr)
 
 
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:

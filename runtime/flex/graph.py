@@ -23,8 +23,7 @@ from frisket.dsl.from_python.trace import Kind, trace
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.parameters import names_of
-from frisket.runtime.masks.mask import Mask, ScoreMod, program
+from frisket.runtime.masks.mask import Mask, ScoreMod, only, program
 from frisket.runtime.torch import graph as torch_library
 from frisket.runtime.torch.jagged import Ragged
 from frisket.runtime.torch.spec import spec_of
@@ -32,7 +31,7 @@ from frisket.runtime.torch.spec import spec_of
 from .kernel_options import options_of, read
 from .live_mask import LiveMask
 from .nested import confined, local_live
-from .score_mod import apart, only, traced
+from .score_mod import apart, traced
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -155,7 +154,7 @@ def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any],
             found = LiveMask(shown.expr, shown.tables)
     own = {id(x): given[n] for n, x in inputs.items()}
     tables = {n: own[id(x)] for n, x in found.values.items()}
-    return LiveMask(found.expr, {**{n: x for n, x in given.items() if n in names_of(found.expr)}, **tables})
+    return LiveMask(found.expr, {**only(given, found.expr), **tables})
 
 
 def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:

@@ -27,8 +27,8 @@ from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.export.block_mask import written
 from frisket.runtime.machine.bound import BoundExpr
-from frisket.runtime.machine.parameters import as_value, kind_of, names_of
-from frisket.runtime.masks.mask import Mask, MaskLike, mask
+from frisket.runtime.machine.parameters import as_value, kind_of
+from frisket.runtime.masks.mask import Mask, MaskLike, mask, only
 from frisket.runtime.torch.spec import text_of
 
 from .errors import MaskModError
@@ -146,8 +146,7 @@ def _text(e: Expr, numbers: tuple[tuple[str, Any, Any], ...]) -> str:
 
 def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:
     """A mask with those of the values that it reads."""
-    used = names_of(expr)
-    return LiveMask(expr, {n: x for n, x in values.items() if n in used}, read)
+    return LiveMask(expr, only(values, expr), read)
 
 
 def fresh(name: str, taken: set[str]) -> str:

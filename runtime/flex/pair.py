@@ -17,13 +17,13 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import joined
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import as_value, names_of
-from frisket.runtime.masks.mask import Mask, ScoreMod
+from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.torch import op as torch_op
 
 from .checks import check_gathers, check_promises
 from .kernel_options import Asked
 from .live_mask import LiveMask
-from .score_mod import KEPT, Scored, Watched, apart, only
+from .score_mod import KEPT, Scored, Watched, apart
 
 LARGE = 1 << 20  # bytes of tables: an attention over more lives as long as its mask, not for who may come again
 

@@ -110,8 +110,3 @@ def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, 
     if not names:
         return mod, names
     return LiveMask(ir.renamed(mod.expr, names), {names.get(n, n): x for n, x in mod.values.items()}), names
-
-
-def only(values: Mapping[str, Any], e: ir.Expr) -> dict[str, Any]:
-    used = names_of(e)
-    return {n: x for n, x in values.items() if n in used}

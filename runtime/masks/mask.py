@@ -283,7 +283,7 @@ class Program:
         hidden, _ = prepare(None, self.score.expr, finite)
         if hidden is None:
             return None
-        return Mask(hidden, {n: x for n, x in self.score.params.items() if n in names_of(hidden)})
+        return Mask(hidden, only(self.score.params, hidden))
 
     @property
     def visible(self) -> Mask | None:
@@ -397,19 +397,21 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     check_names(params)
     values = {n: as_value(n, v) for n, v in params.items()}
     found = read(text, kind=kind, params=values, name=name)
+    values = {**found.defaults, **values}
     lone = found.expr  # a program of one expression: its type says what it is
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
     return Program(
-        None if m is None else Mask(m, with_learned(_used(m, found, values), params), _origin(found)),
-        None if s is None else ScoreMod(s, with_learned(_used(s, found, values), params), _origin(found)),
+        None if m is None else Mask(m, with_learned(only(values, m), params), _origin(found)),
+        None if s is None else ScoreMod(s, with_learned(only(values, s), params), _origin(found)),
         name,
     )
 
 
-def _used(e: Expr, found: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
+def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
+    """Those of the values that an Expr reads."""
     names = names_of(e)
-    return {n: v for n, v in {**found.defaults, **values}.items() if n in names}
+    return {n: x for n, x in values.items() if n in names}
 
 
 def _origin(found: Parsed) -> Origin:

@@ -10,7 +10,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.parameters import names_of, traced
-from frisket.runtime.masks.mask import Mask
+from frisket.runtime.masks.mask import Mask, only
 from frisket.runtime.parallel.deal import Deal
 from frisket.runtime.parallel.deal import deal as make_deal
 from frisket.runtime.parallel.jax_ring import attend
@@ -114,9 +114,7 @@ def _known(found: OpCall) -> tuple[Mask, dict[str, Any]]:
     values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in found.params.items() if not traced(x)}
     unknown = {n for n, x in found.params.items() if traced(x)}
     kept = ir.conj(*(e for e in ir.clauses(found.mask.expr) if not names_of(e).keys() & unknown))
-    names = names_of(kept)
-    bound = {n: x for n, x in found.mask.params.items() if n in names}
-    return Mask(kept, bound), {n: x for n, x in values.items() if n in names}
+    return Mask(kept, only(found.mask.params, kept)), only(values, kept)
 
 
 def _tile(length: int, ranks: int) -> int:
