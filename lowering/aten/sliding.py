@@ -22,9 +22,7 @@ ROWS = 256  # queries of a call of the kernel
 WIDER = 1.25  # its keys beside those of a row of tiles
 
 
-def sliding(
-    tiles: AtenTiles, todo: list[RowStep], members: list[Heads]
-) -> Iterator[tuple[Any, Tensor, Tensor]] | None:  # fmt: skip
+def sliding(tiles: AtenTiles, todo: list[RowStep], members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]] | None:
     """The (place in [batch, kv_heads, group, q_len, ...], out, lse) of steps; None where the kernel does not compute
     them. It adds -inf: hidden keys have to be finite."""
     g, plan = tiles.geometry, tiles.plan

@@ -68,9 +68,7 @@ def by_graph(
         yield Candidate(name, table=found[of_q]), Candidate(name, table=found[shape[0] :][of_k])
 
 
-def _indices(
-    node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str, Array], length: int
-) -> Array | None:  # fmt: skip
+def _indices(node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str, Array], length: int) -> Array | None:
     """One number for a lookup's indices that depend on a coordinate, at each of its positions; None without any."""
     found = None
     for a, size in zip(node.args, table_array(tables, node.name).shape, strict=False):

@@ -134,9 +134,7 @@ def target_of(
     return target_on(backend, kernel, geometry, dtype, options.tile, plan is not None and plan.narrow)
 
 
-def target_on(
-    backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool
-) -> Target:  # fmt: skip
+def target_on(backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool) -> Target:
     """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys."""
     found = RECORDS[backend]
     if found.target is not None:

@@ -141,9 +141,7 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
     theirs, at the bottom."""
     heads, rows, columns = tiles.shape
     order = np.lexsort((tiles.row, tiles.head, tiles.column)) if dkv else np.arange(len(tiles.kind))
-    head, row, column, kind, block = (
-        x[order] for x in (tiles.head, tiles.row, tiles.column, tiles.kind, tiles.block)
-    )  # fmt: skip
+    head, row, column, kind, block = (x[order] for x in (tiles.head, tiles.row, tiles.column, tiles.kind, tiles.block))
     step = (column * heads + head) * rows + row if dkv else (head * rows + row) * columns + column
     inner = row if dkv else column
     cut = np.flatnonzero(kind == PARTIAL)

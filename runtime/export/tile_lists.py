@@ -103,9 +103,7 @@ def _longest(t: RunTable, kind: Kind) -> int:
     return max(1, int(_counts(t, kind).max(initial=0)))
 
 
-def _lists(
-    t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail
-) -> Lists:  # fmt: skip
+def _lists(t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail) -> Lists:
     import torch
 
     count = _counts(t, kind)

@@ -146,9 +146,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         yield opens.sum(axis=1), first[opens], reach.reshape(-1)[ends_at] + 1
 
 
-def _from_tiles(
-    layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, transposed: bool
-) -> Iterator[Piece]:  # fmt: skip
+def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, transposed: bool) -> Iterator[Piece]:
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
     origin = (small.b[0], small.h[0], small.q[0], small.k[0])

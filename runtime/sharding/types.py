@@ -18,6 +18,4 @@ AxisNames = tuple[str, ...]
 AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
 RUNTIME_MODE_TYPES = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
 
-__all__ = [
-    "RUNTIME_MODE_TYPES", "Array", "AxisIdxes", "AxisNames", "AxisType", "DType", "Mesh", "PRNGKey", "Shape",
-]  # fmt: skip
+__all__ = ["RUNTIME_MODE_TYPES", "Array", "AxisIdxes", "AxisNames", "AxisType", "DType", "Mesh", "PRNGKey", "Shape"]

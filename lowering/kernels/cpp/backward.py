@@ -14,9 +14,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from . import call as cpp_call
 from .forward import ARITHMETIC, CppKernel, part
 
-OVER = {
-    "head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES",
-}  # fmt: skip
+OVER = {"head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES"}
 ARGUMENTS = "const Fixed &fixed, const Row &row, const Column &column, Vec score"
 # Whether items agree in a coordinate, and where it ends.
 APART = {

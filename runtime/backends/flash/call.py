@@ -205,9 +205,7 @@ def _coded(
     known = {n: kinds[n](x) for n, x in slots.items() if n in kinds} | dict(zip(SIZES, g.full, strict=True))
     known |= {f"first {n}": int(x) for n, x in zip(COORDINATES, g.origin, strict=True)}
     floats = {t.name for t in plan.tables if t.type is FLOAT}
-    read = tuple(
-        tables[n].to(device, torch.float32 if n in floats else torch.int32).contiguous() for n in mods.tables
-    )  # fmt: skip
+    read = tuple(tables[n].to(device, torch.float32 if n in floats else torch.int32).contiguous() for n in mods.tables)
     return FlashCall(g.scale, mods, read, tuple(known[n] for n in mods.scalars))
 
 
