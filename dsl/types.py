@@ -6,8 +6,7 @@ from enum import Enum
 
 
 class Type(Enum):
-    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (float64 in the
-    oracle)."""
+    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (oracle: float64)."""
 
     BOOL = "Bool"
     INT = "Int"

@@ -159,8 +159,7 @@ class Reader:
 
     def search(self, eqn: Any, inputs: list[Array]) -> list[Array] | None:
         """jnp.searchsorted of a position: the segment that holds the position, counted from one more at the front. The
-        table gets an end on either side, because searchsorted knows places before the first offset and past the last.
-        """
+        table gets an end on either side: searchsorted knows places before the first offset and past the last."""
         if eqn.params.get("name") != "searchsorted" or len(inputs) != 2 or not inputs[0].is_known or inputs[1].is_known:
             return None
         side = next((s for s in ("left", "right") if _searches(eqn, s)), None)

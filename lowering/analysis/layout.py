@@ -59,8 +59,7 @@ def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
 
 
 def bind_in_part(e: Expr, tables: Mapping[str, Any]) -> Expr:
-    """The mask bound for an analysis: `bind`, but reductions too long to reason about stay, and tiles they decide are
-    looked at."""
+    """The mask bound for an analysis. Reductions too long to reason about stay, and tiles they decide are looked at."""
     e = _sized(e, tables)
     outer = [n for n in outside(e) if n.op == "reduce"]
     return substitute(e, {n: unroll(n) for n in outer}) if outer and steps(e) <= UNDERSTOOD else e

@@ -269,8 +269,7 @@ def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
 
 
 def drift(root: Expr) -> dict[Expr, int | None]:
-    """The step of each node when q and k both move by one: 0 for a node that only sees their distance, None where it is
-    not known."""
+    """The step of each node when q and k both move by one: 0 for one that only sees their distance, None if unknown."""
     rate: dict[Expr, int | None] = {}
     for n in walk(root):
         rate[n] = _rate(n, [rate[a] for a in n.args])

@@ -1,6 +1,5 @@
 """torch's built-in flash kernel for the blocks it can compute: tall blocks without a predicate, and plain triangles,
-under unmodified scores. The kernel works in tiles of its own and in one call, so it beats products of whole rows there.
-"""
+under unmodified scores. There the kernel, in tiles of its own and in one call, beats products of whole rows."""
 
 from __future__ import annotations
 

@@ -189,8 +189,7 @@ def same_remainder(e: Expr) -> Expr:
 
 
 def sides_of(e: Expr, *ops: str) -> tuple[Expr, Expr] | None:
-    """The dividend of a remainder or quotient as two terms: one varies with the query, the one to be taken off with the
-    key."""
+    """The dividend of a remainder or quotient as two terms: one of the query, and one of the key, to be taken off."""
     if e.op not in ops or uses(e.args[1]) & MOVING:
         return None
     form = linear(e.args[0])

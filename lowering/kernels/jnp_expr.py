@@ -82,8 +82,7 @@ def evaluate(
     root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool, rounded: bool = False
 ) -> Any:
     """The value of `root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's.
-    `rounded`: every product is a float before it is added to anything, so that equal expressions have equal bits in all
-    programs."""
+    `rounded`: every product is a float before it is added, so equal Exprs have equal bits in all programs."""
     import jax.numpy as jnp
 
     table = operators(int64, float64)

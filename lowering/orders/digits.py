@@ -29,8 +29,7 @@ from frisket.dsl.ir import Expr, lit
 @dataclass(frozen=True)
 class OrderDigit:
     """A digit of a coordinate of positions: `radix` values, each worth `step` of an axis of `size`, whose own steps are
-    worth `place` positions. It is `p // place % size // step % radix`; without a size the axis ends where the digit
-    does."""
+    worth `place` positions. It is `p // place % size // step % radix`; without a size the axis ends with the digit."""
 
     place: int
     radix: int

@@ -143,8 +143,7 @@ def factor(node: Expr) -> Expr | None:
 
 
 def merge_bounds(node: Expr) -> Expr | None:
-    """Among bounds of one affine form keep the tightest (loosest in a disjunction); contradictions are
-    false, covers are true."""
+    """Keep the tightest bounds of an affine form, loosest in a disjunction; contradictions are false, covers true."""
     groups: dict[Terms, list[tuple[str, int]]] = {}
     for a in node.args:
         if is_int_comparison(a):

@@ -27,8 +27,7 @@ CELLS = 2**20  # scores, and numbers of K, that one step may hold; few queries t
 class Schedule:
     """The steps of a call. `rows` [n, 3] holds (batch, head, q tile) where a step begins; the step takes `batches` and
     `heads` from there. For each body `ends` [n + 1] divides `chunks` [m, 3] among the rows. A chunk is (start of the
-    slice, first key that counts, end of the keys that count), in tokens. With traced spans `ends` holds the records of
-    each row."""
+    slice, first key that counts, end of those), in tokens. With traced spans `ends` holds the records of each row."""
 
     bodies: tuple[Body, ...]
     batches: int

@@ -272,9 +272,8 @@ class BlockMask(theirs.BlockMask):
     # -- the lists --------------------------------------------------------------------------------
 
     def lay_out(self) -> BlockMask:
-        """Make the lists and `mask_mod` before a graph of torch reads them, and return the mask. Only needed where
-        torch's compiled functions get new masks at every step: there, masks would be traced while a graph is made.
-        """
+        """Make the lists and `mask_mod` before a graph of torch reads them, and return the mask. Needed only where
+        torch's compiled functions get new masks at every step, which would be traced while a graph is made."""
         if torch.compiler.is_dynamo_compiling():
             self._tensors()
         else:

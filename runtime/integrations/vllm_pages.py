@@ -67,8 +67,7 @@ class PagedBatch:
         cls, steps: int, starts: Tensor, lengths: Tensor, blocks: Tensor, slots: Tensor, tokens: int, page: int = 16
     ) -> PagedBatch:  # fmt: skip
         """The batch of requests whose new tokens begin at `starts` int [requests + 1], the first `steps` of them with
-        one, of `lengths` int [requests] tokens with those, in `blocks` int32 [requests, blocks of a request] of `page`
-        tokens."""
+        one, of `lengths` int [requests] tokens with those, in `blocks` int32 [requests, blocks] of `page` tokens."""
         lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
         decode = rest = None
         if steps:

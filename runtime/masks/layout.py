@@ -119,8 +119,7 @@ class Layout(Tiling):
 
     @of_something
     def to_flashmask(self) -> FlashMask:
-        """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
-        or more."""
+        """FlashMask's start and end rows per key column. `ExportError` where three runs of queries do not see a key."""
         from frisket.runtime.export.flashmask import to_flashmask
 
         return to_flashmask(self)

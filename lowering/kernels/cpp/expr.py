@@ -57,8 +57,7 @@ SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
     """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, random draws
     a chain of stages, each computed as early as its counter is known, and in float32 a division by a number a product,
-    a tenth of its price. `paged` names tables that are read by page and by place within: no vector of keys has some of
-    two pages."""
+    a tenth of its price. `paged` names tables that are read by page and place within: no vector has keys of two."""
     return transform(root, lambda e: _prepared(e if double else _product(e), paged))
 
 
@@ -117,8 +116,7 @@ def _prepared(e: Expr, paged: Collection[str]) -> Expr:
 
 
 def _one(e: Expr, inside: bool) -> bool:
-    """Whether all keys of a vector give one value; `inside` one page that is so of its number, and of values looked up
-    by it."""
+    """Whether all keys of a vector give one value; `inside` one page, its number and values looked up by it do."""
     if "k" not in _held(e):
         return True
     return inside and (_paged(e, "shr", "floordiv") or (e.op == "lookup" and all(_one(a, True) for a in e.args)))
