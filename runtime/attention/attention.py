@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -74,7 +73,7 @@ class Attention:
 
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
-        self._plans: OrderedDict[tuple[Any, ...], CallPlan] = OrderedDict()
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # shapes and dtypes of q, k and v -> a runner of calls of these three alone
@@ -275,7 +274,7 @@ class Attention:
                 "  make it with this attention's own `plan`"
             )
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None = None) -> CallPlan:
+    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
         host, given = divided(params, None, self.program.learnable, framework)
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
@@ -291,9 +290,7 @@ class Attention:
         if plan is None:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
-                self._plans[key] = plan.again({})
-                while len(self._plans) > KEPT:
-                    self._plans.popitem(last=False)
+                remember(self._plans, key, plan.again({}), KEPT)
         return plan.again(given)
 
     def _made_plan(
