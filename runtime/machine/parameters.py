@@ -149,10 +149,10 @@ def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int])
 
 
 def digest(value: Any) -> Any:
-    """Something hashable that is equal for equal values; 1, 1.0 and True differ."""
+    """Something hashable that is equal for equal values, Ints of any width; 1, 1.0 and True differ."""
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value).tobytes()
-        return value.dtype.str, value.shape, hashlib.blake2b(data, digest_size=16).digest()
+        value = value.astype(np.int64, copy=False) if value.dtype.kind in "iu" else value
+        return value.dtype.str, value.shape, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
     return type(value), repr(value)
 
 

@@ -257,6 +257,17 @@ def test_context_parallel_takes_tokens_that_are_in_order(by_table, tmp_path):
     torch.testing.assert_close(order.undo(deal.unpermute(out, 2)), want, atol=1e-5, rtol=1e-5)
 
 
+def test_a_table_of_another_width_is_the_same_table():
+    doc = np.arange(192) % 3
+    order = fk.reorder("same(doc)", 192, block=BLOCK, moving=0, doc=doc)
+    narrow = fk.mask("same(doc)", doc=doc.astype(np.int32))
+    assert narrow == order.mask
+    assert hash(narrow) == hash(order.mask)
+    assert narrow != fk.mask("same(doc)", doc=doc + 1)
+    x = drawn(192)
+    torch.testing.assert_close(fk.compile(narrow, reorder=order)(*x), fk.compile(narrow)(*x), atol=1e-5, rtol=1e-5)
+
+
 def test_words():
     order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
     with pytest.raises(ParameterError, match="the order was found for another mask"):
