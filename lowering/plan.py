@@ -426,7 +426,7 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float]) -> bool:
     for e in walk(*parts):
         if e.type is INT:
             size[e] = _magnitude(e, [size.get(a, 0.0) for a in e.args], limits)
-            widest = max(widest, size[e])
+            widest = max(widest, min(size[e], 2.0**62 if e.op == "lookup" else size[e]))
         elif e.type is BOOL:
             size[e] = 1.0
     if widest >= 2.0**63:

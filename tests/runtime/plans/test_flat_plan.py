@@ -348,6 +348,20 @@ def test_entries_past_the_largest_that_kernels_expect(framework, backend, dtype)
         np.testing.assert_array_equal(np.asarray(out)[0, 0] > 0, seen)
 
 
+@pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
+@pytest.mark.parametrize("flat", [None, True])
+def test_ids_at_both_ends_of_int64(backend, flat):
+    """The largest and the least int64 stand for no document or the last: they are compared, not computed with."""
+    x = torch.tensor([-(2**63), 2**63 - 1, 0, 2**63 - 2]).repeat_interleave(16)
+    q, v = torch.ones(1, 1, 64, 8), torch.eye(64)[None, None]
+    for text, seen in (("same(x)", x[:, None] == x), ("x[q] >= x[k]", x[:, None] >= x)):
+        att = fk.compile(text, backend=backend)
+        assert torch.equal(att(q, q, v, plan=att.plan(64, 64, flat=flat, x=x))[0, 0] > 0, seen)
+    att = fk.compile("x[q] * 2 > x[k]", backend=backend)
+    with pytest.raises(fk.FrisketError, match="leaves? 64 bits"):
+        att.plan(64, 64, flat=flat, x=x).work((64, 64))
+
+
 RUNS = {
     "same(x)": np.repeat([0, 1, 2, 5, 9], [3, 40, 1, 100, 6]),
     "causal & same(x)": np.zeros(150),
