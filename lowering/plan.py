@@ -126,6 +126,11 @@ class LoopPlan:
         """The tables of the kernel, and those of ends of runs."""
         return self.tables + self.run_tables
 
+    def holding(self, limits: Mapping[str, float]) -> LoopPlan:
+        """The plan in 64 bits, if the mask or score may leave 32 where tables have numbers up to `limits`."""
+        parts = [e for e in (self.mask, self.score, self.weight) if e is not None]
+        return replace(self, int64=self.int64 or needs_int64(parts, limits, np.inf))
+
     @property
     def rate(self) -> str | None:
         """The slot that holds the rate of dropout."""
@@ -419,8 +424,8 @@ def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
 # -- widths ---------------------------------------------------------------------------------------
 
 
-def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float]) -> bool:
-    """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits is an error."""
+def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float = 2.0**63) -> bool:
+    """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits, or `most`, is an error."""
     size: dict[Expr, float] = {}
     widest = 0.0
     for e in walk(*parts):
@@ -429,7 +434,7 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float]) -> bool:
             widest = max(widest, min(size[e], 2.0**62 if e.op == "lookup" else size[e]))
         elif e.type is BOOL:
             size[e] = 1.0
-    if widest >= 2.0**63:
+    if widest >= most:
         raise LoweringError(
             "an integer of this mask may leave 64 bits\n  bound its parameters, or keep its products and powers smaller"
         )

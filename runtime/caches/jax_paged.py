@@ -49,8 +49,7 @@ class PagedKVCache(JaxCache):
     `width` is how many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Other pages, more
     pages and shared pages change no shape and do not recompile.
 
-    Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in
-    `KVCache`.
+    Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in `KVCache`.
     """
 
     pages: jax.Array

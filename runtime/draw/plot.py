@@ -58,12 +58,11 @@ def plot(
 ) -> Figure:
     """The matplotlib figure of a layout, written to `path` (`.png` or `.svg`) if there is one.
 
-    `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to
-    six. Up to 4096 x 4096 positions partial tiles show their inside; `tokens=True` asks for every position by itself,
-    `tokens=False` for whole tiles. `size` is the longer side of one
-    picture in inches; without it several are drawn smaller than one. Equal layouts give equal bytes. Raises
-    `ParameterError` for other suffixes, places that cannot be written and options that do not fit,
-    `MissingPackageError` without matplotlib.
+    `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to six.
+    Up to 4096 x 4096 positions partial tiles show their inside; `tokens=True` asks for every position by itself,
+    `tokens=False` for whole tiles. `size` is the longer side of one picture in inches; without it several are drawn
+    smaller than one. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places that cannot be
+    written and options that do not fit, `MissingPackageError` without matplotlib.
     """
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in SUFFIXES:

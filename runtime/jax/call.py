@@ -297,9 +297,8 @@ class _BackendRun:
         source: Any = plan or call.source
         if isinstance(source, Key):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
-        dtype = str(arrays["q"].dtype)
         narrow = bool(getattr(source, "narrow", False))
-        self.target = target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)
+        self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)
         if isinstance(source, Plan):
             made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
             self.plan, slots, tables = made.plan, made.slots, made.tables
@@ -309,6 +308,10 @@ class _BackendRun:
             n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
+        if RECORDS[backend].rows == "offset" and isinstance(call.source, Key):  # in 64 bits without a switch of JAX's
+            ints = {t.name: tables[t.name].dtype for t in self.plan.every_table if t.type is INT}
+            ints = {n: x for n, x in ints.items() if x.itemsize > 2 and not isinstance(tables[n], np.ndarray)}
+            self.plan = self.plan.holding({n: float(np.iinfo(x).max) for n, x in ints.items()})
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
         placed = RepeatedSpans(source, call, at)

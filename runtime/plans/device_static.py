@@ -112,7 +112,7 @@ def laid_of(key: Key) -> Laid:
 
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
-        beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
+        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.given if "int" in dtype}
         wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 

@@ -27,9 +27,8 @@ def forward(
     top: bool = False, norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with `norm` also
-    the rounding error of lse, for torch tensors
-    of any strides, q [batch, heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, dim], or where the plan has
-    pages [pages, kv_heads, tokens of a page, dim].
+    the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim] and k, v [batch,
+    kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
 
     `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.

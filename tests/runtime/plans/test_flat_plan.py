@@ -362,6 +362,29 @@ def test_ids_at_both_ends_of_int64(backend, flat):
         att.plan(64, 64, flat=flat, x=x).work((64, 64))
 
 
+WHOLE = {
+    "abs(x[q] - x[k]) < 4": lambda x, at: abs(x[:, None] - x) < 4,
+    "x[q] * 4 >= x[k]": lambda x, at: x[:, None] * 4 >= x,
+    "k < x[q] + 1 & q < x[k] + 1": lambda x, at: (at < x[:, None] + 1) & (at[:, None] < x + 1),
+    "x[q] >= x[k]": lambda x, at: x[:, None] >= x,
+}
+
+
+@pytest.mark.skipif(bool(reason()), reason="no compiler")
+@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_traced_entries_may_be_any_that_their_dtype_holds(text, dtype):
+    """Native kernels computed with entries from 2^28 on in 32 bits, which wrapped, under `jax.jit` alone."""
+    ends = np.iinfo(dtype)
+    x = np.array([ends.min, ends.max, 2**29, 5])[np.arange(64) % 4]
+    q, v = jnp.ones((1, 64, 1, 8)), jnp.eye(64)[None, :, None]
+    att = fk.compile(text, backend="cpp")
+    out, pull = jax.jit(lambda x: jax.vjp(lambda v: att(q, q, v, x=x), v))(jnp.asarray(x.astype(dtype)))
+    seen = WHOLE[text](x, np.arange(64))
+    np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, seen)
+    np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
+
+
 RUNS = {
     "same(x)": np.repeat([0, 1, 2, 5, 9], [3, 40, 1, 100, 6]),
     "causal & same(x)": np.zeros(150),
