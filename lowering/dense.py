@@ -46,8 +46,7 @@ def coordinates(
     def along(start: Any, n: int, axis: int) -> Array:
         shape = [1, 1, 1, 1]
         shape[axis] = n
-        base = np.asarray(start, np.int64)
-        return base.reshape(-1, 1, 1, 1) + np.arange(n).reshape(shape)
+        return np.asarray(start, np.int64).reshape(-1, 1, 1, 1) + np.arange(n).reshape(shape)
 
     names = ("B", "H", "Q_LEN", "KV_LEN")
     return {
@@ -88,7 +87,7 @@ def _rows(
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))
-    lse = np.log(np.exp(m - shift[..., None]).sum(axis=-1) + np.exp(sink - shift)) + shift
+    lse = np.log(np.exp(m - shift[..., None]).sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))) + shift
     p = np.exp(m - _finite(lse)[..., None])
     drop = np.ones(shape, p.dtype)
     if kept is not None:
@@ -192,5 +191,6 @@ def _per_key_head(x: Array, kv_heads: int) -> Array:
 
 
 def _dsinks(sinks: Array, lse: Array, delta: Array) -> Array:
-    share = np.exp(sinks[:, None] - _finite(lse))
+    most = np.finfo(lse.dtype).max  # inf - inf is 0 here: such a sink takes all weight
+    share = np.exp(np.minimum(sinks[:, None], most) - np.minimum(_finite(lse), most))
     return -np.asarray(np.where(share == 0, 0.0, share * delta).sum((0, 2)))

@@ -223,11 +223,8 @@ class TileProgram:
         return OPERATORS[node.op](*args)
 
     def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
-        clamped = [
-            self._place(torch, i, table).clamp(0, size - 1) for i, size in zip(indices, table.shape, strict=True)
-        ]
-        found = table[tuple(clamped)]
-        return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+        at = [self._place(torch, i, table).clamp(0, n - 1) for i, n in zip(indices, table.shape, strict=True)]
+        return table[tuple(at)].to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
 
     def _place(self, torch: Any, index: Value, table: Tensor) -> Tensor:
         """An index on the device of the table; a number becomes a tensor there, so that nothing waits for a copy."""

@@ -108,11 +108,11 @@ def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -
     if sinks is not None:
         sink = lax.dynamic_slice(sinks, (here.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
         peak = jnp.maximum(top, sink)
-        shrink = jnp.exp(top - peak)
-        top, total, acc = peak, total * shrink + jnp.exp(sink - peak), acc * shrink[..., None]
+        shrink, share = jnp.exp(top - peak), jnp.exp(jnp.where(sink == peak, 0, sink - peak))
+        top, total, acc = peak, total * shrink + share, acc * shrink[..., None]
     out = acc * (t.keep / jnp.where(total == 0, 1, total))[..., None]
     log = jnp.log(total)
     lse = jnp.where(total == 0, -jnp.inf, top + log)
-    rows = lse, highest, jnp.where(total == 0, 0, top - lse + log)
+    rows = lse, highest, jnp.where(jnp.isinf(lse), 0, top - lse + log)
     lines = (t.put_lines(whole, x, here) for whole, x in zip(results[1:], rows))
     return t.put_queries(results[0], out, here), *lines

@@ -276,8 +276,7 @@ def turn(x: Any, have: str, want: str) -> Any:
 def to_numpy(x: Any) -> NDArray[Any]:
     """float64 numpy, whatever the framework."""
     if framework_of(x) == "torch":
-        x = x.detach().cpu()
-        return np.asarray(x.double().resolve_neg().numpy())
+        return np.asarray(x.detach().cpu().double().resolve_neg().numpy())
     return np.asarray(x).astype(np.float64)
 
 

@@ -167,6 +167,7 @@ def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tupl
 def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tensor:
     """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `norm` knows of the row
     where it does, since a float32 lse of 1e5 is off by 0.004."""
+    sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
     if norm is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.rows == "offset":

@@ -2165,7 +2165,7 @@ static void finish(Worker &w, const Item &item) {
         if (call->sinks) {
             const Real sink = call->sinks[head];
             const double above = (double)sink - (total == 0 ? (double)-INF : (double)top * EXACTLY_NATURAL);
-            if (sink > -INF || peak > -INF) {
+            if (sink != -INF || peak > -INF) {
                 shrink = total == 0 ? 0 : above > 0 ? exp((Real)-above) : 1;
                 total = total * shrink + (above > 0 ? 1 : exp((Real)above));
                 if (above > 0) peak = sink;

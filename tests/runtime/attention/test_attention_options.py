@@ -46,6 +46,32 @@ def test_every_result_beside_the_interpreter(framework, sinks):
         close(a, b)
 
 
+@pytest.mark.parametrize("backend", ["cpp", "aten", "xla"])
+@pytest.mark.parametrize("mask", ["causal", "q <= k & k < 20"])
+def test_a_sink_that_is_infinite_takes_all_weight_and_one_that_is_nan_is_seen(backend, mask):
+    """The limit of softmax: 0, lse inf, and a gradient of 1 through lse; NaN also where a row sees no key."""
+    sinks = np.array([np.inf, 0.5, np.nan, -np.inf], np.float32)
+    want = fk.reference(Q, K, V, mask, layout="bhsd", sinks=sinks, return_lse=True)
+    assert (want[0][:, 0] == 0).all()
+    assert (want[1][:, 0] == np.inf).all()
+    assert np.isnan(want[1][:, 2]).all()
+    att = fk.compile(mask, backend=backend)
+    if backend == "xla":
+        q, k, v = arrays("jax")
+        found, pull = jax.vjp(lambda q, sinks: att(q, k, v, sinks=sinks, return_lse=True), q, jnp.asarray(sinks))
+        dq, dsinks = pull(tuple(map(jnp.ones_like, found)))
+    else:
+        q, k, v = arrays("torch")
+        q, given = q.requires_grad_(), torch.from_numpy(sinks).requires_grad_()
+        found = att(q, k, v, sinks=given, return_lse=True)
+        dq, dsinks = torch.autograd.grad(found, (q, given), tuple(map(torch.ones_like, found)))
+        found = [x.detach() for x in found]
+    close(bhsd(found[0], "jax" if backend == "xla" else "torch"), want[0])
+    close(found[1], want[1])
+    assert (bhsd(dq, "jax" if backend == "xla" else "torch")[:, 0] == 0).all()
+    close(np.asarray(dsinks)[[0, 3]], [want[1][:, 0].size, 0])
+
+
 def test_results_come_in_one_order():
     q, k, v = arrays("torch")
     out, lse, top = fk.attention(q, k, v, "causal", return_lse=True, return_max=True)
