@@ -86,17 +86,18 @@ class Order:
 
     def apply(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
         """`x`, an array of numpy, torch or JAX, in this order along `axis`; `keys` where it holds keys or values."""
-        return x if self._still(keys) else take(x, self._indices[keys, False], self._axis(x, axis, keys))
+        return x if (at := self._axis(x, axis, keys)) is None else take(x, self._indices[keys, False], at)
 
     def undo(self, x: Any, axis: int = -2, keys: bool = False) -> Any:
         """`x` as it was before `apply`."""
-        return x if self._still(keys) else take(x, self._indices[keys, True], self._axis(x, axis, keys))
+        return x if (at := self._axis(x, axis, keys)) is None else take(x, self._indices[keys, True], at)
 
     def _moved(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
         """`apply`, or `undo` where it goes `back`, whose gradient is gathered too; JAX has no forward mode of it."""
         if self._still(keys):
             return x
-        return take(x, self._indices[keys, back], self._axis(x, axis, keys), self._indices[keys, not back], not back)
+        at = self._axis(x, axis, keys) or 0
+        return take(x, self._indices[keys, back], at, self._indices[keys, not back], not back)
 
     def ready(self) -> None:
         """Compute the places now, because a graph of torch cannot.
@@ -114,16 +115,16 @@ class Order:
         both = {False: self.positions.astype(np.int64), True: self.kv_positions.astype(np.int64)}
         return {(keys, back): np.argsort(x) if back else x for keys, x in both.items() for back in (False, True)}
 
-    def _axis(self, x: Any, axis: int, keys: bool) -> int:
-        """An axis, counted from the first; raises where it has another length than the order."""
-        size = self.kv_len if keys else self.q_len
-        if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
+    def _axis(self, x: Any, axis: int, keys: bool) -> int | None:
+        """An axis, counted from the first, None where nothing moves; raises where its length is not the order's."""
+        size, shape = self.kv_len if keys else self.q_len, tuple(getattr(x, "shape", ()))
+        if not -len(shape) <= axis < len(shape) or shape[axis] != size:
             raise ShapeError(
-                f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n"
+                f"the array is {shape or type(x).__name__}, and axis {axis} is to have {size:,} places\n"
                 f"  this order is of {self.q_len:,} queries and {self.kv_len:,} keys; lengths of batches and heads "
                 "come before: write axis="
             )
-        return axis % len(x.shape)
+        return None if self._still(keys) else axis % len(shape)
 
     @cached_property
     def rows(self) -> Rows | None:

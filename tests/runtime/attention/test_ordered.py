@@ -284,3 +284,15 @@ def test_words():
     auto = fk.compile("causal & k % 4 == 0", reorder="auto")
     with pytest.raises(Exception, match="has no lengths to look at"):
         torch.compile(lambda q, k, v: auto(q, k, v), fullgraph=True, backend="eager")(*drawn(192))
+
+
+def test_an_order_that_moves_nothing_looks_at_arrays_too():
+    """An array of another length, and what is no array, passed through unseen."""
+    order = fk.reorder("causal", 64)
+    x = torch.ones(64, 4)
+    assert order.apply(x) is order.undo(x) is x
+    for move in (order.apply, order.undo):
+        with pytest.raises(fk.ShapeError, match=r"the array is \(5, 4\), and axis -2 is to have 64 places"):
+            move(x[:5])
+        with pytest.raises(fk.ShapeError, match="the array is list, and axis -2 is to have 64 places"):
+            move(x.tolist())
