@@ -1,7 +1,7 @@
 """What was measured: `python docs/performance.py` writes docs/performance.md and its charts from benchmarks/results.
 
-Every row of a result is shown or counted; what is slower than a peer, and what misses the figure it was to reach, is
-collected at the top by the same rule, so that none can be left out.
+Every row of a result is shown or counted. The page begins with the figures asked for most (`HEADLINES`). Every row that
+is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out.
 """
 
 from __future__ import annotations
@@ -29,18 +29,28 @@ INTRO = """\
 For readers who want to know where frisket is faster or slower than another library. After this page you can read each
 table and repeat it.
 
+## The figures asked for most
+
+How many times as fast frisket is: the peer's time / frisket's. Above 1 frisket is faster. Brackets hold the 95 %
+interval of the median of one row; a range goes from the slowest row to the fastest. **Slower** is a loss beyond the
+interval. CPUs run frisket's C++ kernels (AVX-512 unless a row says AVX2). The H100 runs the kernel that a call takes
+without `backend=`.
+"""
+METHOD = """\
+> **Never measured: Blackwell, GPUs of AMD, and TPUs.** The Triton, Gluon and Pallas kernels for them are compiled ahead
+> of time and tested in interpreters. Their speed there is not known. `python benchmarks/gpu.py PART` and
+> `frisket bench --suite gpu` measure it on your device.
+
+## How it was measured
+
 Everything except [what an H100 ran](#measured-on-an-h100) and [predictions](#predicted-by-a-model) was measured on
 {machine}, by the programs in `benchmarks/`. `python docs/performance.py` writes this page from their results.
 
-> **Never measured: Blackwell, GPUs of AMD, and TPUs.** One GPU has run frisket: [an H100](#measured-on-an-h100). For
-> other devices the Triton, Gluon and Pallas kernels are compiled ahead of time and tested in interpreters. Their speed
-> there is not known. `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on your device.
-
 A ratio is *time of the first / time of the second*: `flex / native` is above 1 where frisket's native kernel is faster.
 All libraries of a row run in one process on the same arrays, in an order that changes from round to round. Their
-results are compared first. Figures are medians over rounds; brackets hold the 95 % interval of the median. `native` is
-the generated C++ kernel, `library` the same plan as calls of torch or JAX. Other work ran on the machine during some
-measurements: ratios stay comparable, milliseconds less so.
+results are compared first. Figures are medians over rounds. `native` is the generated C++ kernel, which runs where a
+C++ compiler is installed unless you choose `library`; `library` is the same plan as calls of torch or JAX. Other work
+ran on the machine during some measurements: ratios stay comparable, milliseconds less so.
 
 `frisket bench` makes such a table for any mask on your machine; `--chart bench.png` draws it:
 
@@ -56,10 +66,66 @@ causal & window(64), torch
 ## What is slower, and what misses its goal
 
 Every measured row in which a peer is faster than frisket by more than the interval, and every goal of the design that
-was missed. Goals of the GPU model are left out here because nothing of them was measured: the tables of
-[predictions](#predicted-by-a-model) mark each one that is missed. Where a C++ compiler is installed, `native` runs
-unless you choose `library`.
+was missed. Goals of the GPU model are left out because nothing of them was measured: the tables of
+[predictions](#predicted-by-a-model) mark each one that is missed.
 """
+
+
+class Headline(NamedTuple):
+    """A line of the first table: rows of a part, by a regular expression of their names, beside one peer."""
+
+    words: str
+    file: str
+    part: str
+    rows: str
+    pair: str  # of ratios, or of the first figures where the rows have no ratios
+    title: str  # of the section with the rows
+    dtype: str | None = None  # that of the settings unless given
+
+
+DIMS, DIMS_ROWS = "Causal and no mask, 4,096 tokens, head sizes 40 to 256, {}", ".* 4096 x .*"
+BOTH = "with and without backward"
+FORWARD_H100, BACKWARD_H100 = "Forward, torch, on an H100", "Backward, torch, on an H100"
+MANY = "Masks and score mods, 2,048 to 32,768 tokens, head sizes 64 to {}, {}"
+PLAIN = "Causal and no mask, 2,048 to 32,768 tokens, head sizes 64 to {}, {}"
+HEADLINES = (
+    Headline(DIMS.format(BOTH), "cpu-dims", "xeon", DIMS_ROWS, "SDPA / native", "float32 on an Intel Xeon"),
+    Headline(DIMS.format(BOTH), "cpu-dims", "amx", DIMS_ROWS, "SDPA / native", "bfloat16 on an Intel Xeon"),
+    Headline(DIMS.format(BOTH) + ", AVX2", "cpu-dims", "avx2", DIMS_ROWS, "SDPA / native",
+             "float32 with vectors of AVX2 on that CPU"),
+    Headline(f"Causal and no mask, 4,096 tokens, head size 64, {BOTH}", "cpu-rows", "halves", ".*bfloat16.*",
+             "SDPA / native", "bfloat16 and float16, 4,096 tokens", "bfloat16"),
+    Headline(f"Causal, 1 to 64 tokens, head size 64, {BOTH}", "cpu-rows", "short", "causal, (1|16|48|64) x .*",
+             "SDPA / native", "Few tokens, float32", "float32"),
+    Headline("Masks and score mods, 4,096 tokens, forward", "cpu-torch", "forward", ".*", "flex / native",
+             "Forward, torch"),
+    Headline("Causal within 16 documents, 4,096 tokens, forward", "cpu-torch", "forward", ".*16 documents",
+             "flex / native", "Forward, torch"),
+    Headline("One query over 32,768 keys", "cpu-torch", "decode", "native", "SDPA / native",
+             "One query over 32,768 keys, torch"),
+    Headline("A call with next to nothing to compute", "cpu-torch", "overhead", "native", "SDPA / native",
+             "What a call costs when there is next to nothing to compute, torch"),
+    Headline("Planning a window or documents, 4,096 and 8,192 tokens", "layout", "peers", ".*",
+             "create_block_mask / frisket", "Beside those that look at every pair", "one core"),
+    Headline(MANY.format(256, "forward"), "gpu", "speed", "forward: .*", "flex / frisket", FORWARD_H100),
+    Headline(MANY.format(128, "backward"), "gpu", "speed", "backward: .*", "flex / frisket", BACKWARD_H100),
+    Headline("Documents, head sizes 64 to 256, forward", "gpu", "speed", "forward: .*documents.*", "flex / frisket",
+             FORWARD_H100),
+    Headline("Documents, head sizes 64 and 128, backward", "gpu", "speed", "backward: .*documents.*", "flex / frisket",
+             BACKWARD_H100),
+    Headline(PLAIN.format(256, "forward"), "gpu", "speed", "forward: (causal|full), .*", "SDPA cudnn / frisket",
+             FORWARD_H100),
+    Headline(PLAIN.format(128, "backward"), "gpu", "speed", "backward: (causal|full), .*", "SDPA cudnn / frisket",
+             BACKWARD_H100),
+    Headline("One query over 32,768 keys, batch 1 to 32", "gpu", "speed", "decode: causal.*", "flex / frisket",
+             "One query over 32,768 keys on an H100"),
+    Headline("One query over 32,768 keys, batch 1 to 32", "gpu", "speed", "decode: causal.*", "SDPA / frisket",
+             "One query over 32,768 keys on an H100"),
+    Headline("Planning documents, 131,072 tokens, tables on the device", "gpu", "layout", ".*",
+             "create_block_mask / frisket", "`layout`, on an H100", ""),
+)  # fmt: skip
+PEERS = {"flex": "compiled flex_attention", "SDPA cudnn": "SDPA with cuDNN", "create_block_mask": "`create_block_mask`"}
+SIZES_CPU, SIZES_H100 = (40, 64, 80, 128, 256), (64, 128, 192, 256)
 
 
 class Topic(NamedTuple):
@@ -75,9 +141,10 @@ class Topic(NamedTuple):
 # -- tables -----------------------------------------------------------------------------------------------
 
 
-def table(head: list[str], body: list[list[str]]) -> Iterator[str]:
+def table(head: list[str], body: list[list[str]], words: int = 1) -> Iterator[str]:
+    """A table in Markdown; the first `words` columns are aligned left."""
     yield "| " + " | ".join(head) + " |"
-    yield "|---" + "|---:" * (len(head) - 1) + "|"
+    yield "|---" * words + "|---:" * (len(head) - words) + "|"
     for line in body:
         yield "| " + " | ".join(x.replace("|", "\\|") for x in line) + " |"
     yield ""
@@ -162,6 +229,86 @@ def figures(parts: dict[str, Part], part: str, quantity: str) -> Iterator[str]:
 
 def picture(file: str, part: str, title: str) -> Iterator[str]:
     yield f"![{title}: the time of peers beside frisket's](performance/{file}-{part.replace(' ', '-')}.svg)\n"
+
+
+# -- the first screen -------------------------------------------------------------------------------------
+
+
+def multiples(parts: dict[str, Part], part: str, rows: str, pair: str) -> list[list[float]]:
+    """The ratios of a pair in the rows whose names match; without ratios, those of the first figures."""
+    peer, ours = pair.split(" / ")
+    found = []
+    for names, row in schema.leaves(parts[part]["rows"]):
+        times = next(iter(row.get("figures", {}).values()), {})
+        if not re.fullmatch(rows, ", ".join(names)):
+            continue
+        if pair in row.get("ratios", {}):
+            found.append(row["ratios"][pair])
+        elif not row.get("ratios") and {peer, ours} <= set(times):
+            found.append([times[peer] / times[ours]])
+    return found
+
+
+def spread(pair: str, found: list[list[float]]) -> str:
+    """One ratio with its interval, or the smallest and the largest of many; and how many are losses."""
+    lost = sum(slower(pair, x) for x in found if len(x) == 3)  # a lone median has no interval
+    if len(found) == 1:
+        return ratio(found[0]) + (" **slower**" if lost else "")
+    middles = [x[0] for x in found]
+    text = f"{ratio([min(middles)])} to {ratio([max(middles)])}"
+    return text + (f" **slower in {lost} of {len(found)} rows**" if lost else "")
+
+
+def device(part: Part) -> str:
+    """The GPU of a part, or its CPU and how many threads ran."""
+    machine, threads = part["machine"], part["settings"].get("threads")
+    if "gpu" in machine:
+        return "H100"
+    cpu = machine["cpu"].replace("(R)", "").removesuffix(" Processor")
+    return cpu + (f", {threads} thread{'s' if threads > 1 else ''}" if threads else "")
+
+
+def anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+
+
+def headlines(every: dict[str, dict[str, Part]]) -> Iterator[str]:
+    body = []
+    for x in HEADLINES:
+        part = every[x.file][x.part]
+        found = multiples(every[x.file], x.part, x.rows, x.pair)
+        peer = x.pair.partition(" / ")[0]
+        dtype = part["settings"].get("dtype", "") if x.dtype is None else x.dtype
+        on = ", ".join(filter(None, (device(part), dtype)))
+        link = f"[{len(found)} row{'s' if len(found) > 1 else ''}](#{anchor(x.title)})"
+        body.append([x.words, on, PEERS.get(peer, peer), spread(x.pair, found), link])
+    yield from table(["what", "machine", "peer", "times as fast", "rows"], body, words=3)
+    cpu, gpu = every["cpu-dims"], every["gpu"]
+    yield f"By head size, beside SDPA, 4,096 tokens, {device(cpu['native'])}, float32"
+    yield f"([all rows](#{anchor('float32 on an AMD EPYC')})):\n"
+    lines = [(f"{mask}, {way}", f"{mask}, 4096 x {{}}, {way}") for mask in ("causal", "no mask") for way in WAYS]
+    yield from by_size(cpu, "native", SIZES_CPU, [(words, rows, "SDPA / native") for words, rows in lines])
+    yield "By head size, causal, 8,192 tokens, H100, bfloat16 (all rows:"
+    yield f"[forward](#{anchor(FORWARD_H100)}), [backward](#{anchor(BACKWARD_H100)})):\n"
+    peers = ("flex", "SDPA cudnn")
+    yield from by_size(gpu, "speed", SIZES_H100, [
+        (f"{way}, beside {PEERS[peer]}", f"{way}: causal, D {{}}, 8192", f"{peer} / frisket")
+        for way in ("forward", "backward") for peer in peers
+    ])  # fmt: skip
+
+
+WAYS = ("forward", "forward and backward")
+
+
+def by_size(
+    parts: dict[str, Part], part: str, sizes: tuple[int, ...], lines: list[tuple[str, str, str]]
+) -> Iterator[str]:
+    """A line for each (words, rows, pair), a column for each head size; empty where nothing was measured."""
+    body = []
+    for words, rows, pair in lines:
+        cells = [multiples(parts, part, rows.format(size), pair) for size in sizes]
+        body.append([words, *(spread(pair, x) if x else "" for x in cells)])
+    yield from table(["head size", *map(str, sizes)], body)
 
 
 # -- topics -----------------------------------------------------------------------------------------------
@@ -700,8 +847,7 @@ def linked(rows: list[list[str]]) -> list[list[str]]:
     titles, found, before = {t.file: t.title for t in topics()}, [], ""
     for where, *rest in rows:
         file = where.partition(", ")[0]
-        anchor = re.sub(r"[^\w -]", "", titles[file]).lower().replace(" ", "-")
-        found.append([where if file == before else f"[{where}](#{anchor})", *rest])
+        found.append([where if file == before else f"[{where}](#{anchor(titles[file])})", *rest])
         before = file
     return found
 
@@ -720,7 +866,7 @@ def page() -> str:
     found = {n: sorted({m[n].split("+")[0] for m in heads if n in m}) for n in ("torch", "jax")}
     versions = ", ".join(f"{n} {' and '.join(x)}" for n, x in found.items())
     machine = f"{' and '.join(cpus)} without an accelerator, {days[0]} to {days[-1]}, with {versions}"
-    lines = [INTRO.format(machine=machine)]
+    lines = [INTRO, *headlines(every), METHOD.format(machine=machine)]
     measured = {file: parts for file, parts in every.items() if file != PREDICTED}
     short = [x for x in softcap_shares(rates(forward_rows(every["gpu"]))).items() if x[1] < SOFTCAP]
     goals = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]

@@ -26,6 +26,56 @@ def test_its_charts(tmp_path):
     assert b"<svg" in again
 
 
+def test_the_first_table_has_rows_for_every_line():
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+    head = PAGE.page().partition("## What is slower")[0]
+    assert [x.words for x in PAGE.HEADLINES if not PAGE.multiples(every[x.file], x.part, x.rows, x.pair)] == []
+    assert all(f"| {x.words} |" in head for x in PAGE.HEADLINES)
+    wanted = {"#" + PAGE.anchor(t) for t in re.findall(r"^#+ (.*)", PAGE.page(), re.M)}
+    assert set(re.findall(r"\((#[^)]*)\)", head)) <= wanted
+
+
+def test_a_line_says_its_losses():
+    pair = "SDPA / native"
+    assert PAGE.spread(pair, [[1.2, 1.1, 1.3]]) == "1.20 (1.10 to 1.30)"
+    assert PAGE.spread(pair, [[0.9, 0.8, 0.95]]) == "0.90 (0.80 to 0.95) **slower**"
+    assert PAGE.spread(pair, [[0.9, 0.8, 0.95], [1.2, 1.1, 1.3]]) == "0.90 to 1.20 **slower in 1 of 2 rows**"
+    row = {"figures": {"us": {"native": 2.0, "SDPA": 1.0}}}
+    assert PAGE.multiples({"decode": {"rows": {"causal": row, "full": row}}}, "decode", "causal", pair) == [[0.5]]
+
+
+def test_readme_says_the_same_figures():
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+
+    def said(file, part, rows, pair):
+        middles = [x[0] for x in PAGE.multiples(every[file], part, rows, pair)]
+        low, high = (f"{x:.2f}" for x in (min(middles), max(middles)))
+        return low if low == high else f"{low} to {high}"
+
+    long, flex, cudnn = ".* (4096|16384) x .*", "flex / frisket", "SDPA cudnn / frisket"
+    native, xeon, amx = (said("cpu-dims", part, long, "SDPA / native") for part in ("native", "xeon", "amx"))
+    causal = [
+        said("gpu", "speed", f"{way}: causal, D {dim}, 8192", pair)
+        for way, dim in (("forward", 128), ("backward", 128), ("forward", 256)) for pair in (flex, cudnn)
+    ]  # fmt: skip
+    all_masks = said("gpu", "speed", ".*, D (64|128), .*", flex)
+    step = every["transformers-training"]["files"]["rows"]["training step"]["ratios"]
+    for sentence in (
+        f"{native} times the speed of torch's SDPA on an AMD EPYC",
+        f"{xeon} times in float32 and {amx} times in bfloat16",
+        f"{causal[0]} times the speed of compiled flex_attention forward and {causal[2]} times backward",
+        f"that is {causal[1]} and {causal[3]} times cuDNN's",
+        f"{causal[4]} times the speed of flex_attention and {causal[5]} times cuDNN's",
+        f"frisket has {all_masks} times the speed of flex_attention",
+        f"{step['sdpa / frisket'][0]:.1f} times as long with sdpa and {step['eager / frisket'][0]:.1f} times",
+    ):
+        assert sentence in readme
+    times = next(r for n, r in PAGE.schema.leaves(every["layout"]["peers"]["rows"]) if n[0] == "window, 8,192 tokens")
+    assert f"| {times['figures']['ms']['frisket']:.1f} ms; grows with the tokens" in readme
+    assert f"| {times['figures']['ms']['create_block_mask']:.0f} ms, looks at every pair" in readme
+
+
 def test_every_loss_is_at_the_top():
     row = {
         "figures": {"ms": {"native": 2.0, "flex": 1.0}, "s, first call": {"native": 3.0, "peer": 1.0}},
