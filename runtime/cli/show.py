@@ -132,7 +132,7 @@ def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, st
 def visible(layout: Layout) -> str:
     pairs = layout.facts.visible_pairs
     if pairs is None:
-        return "not counted: that would take looking at too many pairs"
+        return "not counted: too many pairs to look at"
     queries = layout.batch * layout.heads * layout.q_len
     total = queries * layout.kv_len
     mean = pairs / queries
@@ -171,7 +171,7 @@ def empty_rows(layout: Layout, mask: Mask) -> str | Text:
     if layout.facts.visible_pairs == 0:
         return Text("no query sees a key: the output is 0 everywhere", SOME)
     if every is None:
-        return "whether some query sees no key is not worked out: that would take too much looking"
+        return "not known whether every query sees a key: too many pairs to look at"
     if every:
         return "every query sees at least one key"
     try:

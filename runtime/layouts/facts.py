@@ -83,7 +83,7 @@ class Facts:
         return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
 
     def __str__(self) -> str:
-        rows = {True: "every query sees a key", False: "some query sees no key", None: "not counted"}
+        rows = {True: "every query sees a key", False: "some query sees no key", None: "not known if all see a key"}
         lines = {
             "rows": rows[self.rows_nonempty],
             "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),

@@ -190,7 +190,7 @@ class Tiling:
 
     @cached_property
     def rows_nonempty(self) -> bool | None:
-        """Whether every query sees a key; None where that takes more than a little searching."""
+        """Whether every query sees a key; None where the budget does not suffice to know."""
         if not (self.q_len and self.kv_len):
             return not self.q_len
         grid, _ = self._grid

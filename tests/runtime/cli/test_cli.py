@@ -12,6 +12,7 @@ import pytest
 
 from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
+from frisket.runtime.layouts.facts import Facts
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
@@ -397,6 +398,7 @@ import sys
 from frisket.runtime.backends import base
 from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
+from frisket.runtime.layouts.facts import Facts
 base.DRIVERS = ()
 try:
     main(["doctor"])
@@ -543,6 +545,15 @@ def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
         assert [0, int(first[2] or 0), int(first[1])] in rows.tolist()
     else:
         assert "rows      every query sees at least one key\n" in out
+
+
+def test_show_says_what_is_not_counted(run, monkeypatch):
+    monkeypatch.setattr(Facts, "visible_pairs", None)
+    monkeypatch.setattr(Facts, "rows_nonempty", None)
+    status, out, _ = run("show", "causal")
+    assert status == 0
+    assert "visible   not counted: too many pairs to look at\n" in out
+    assert "rows      not known whether every query sees a key: too many pairs to look at\n" in out
 
 
 @pytest.mark.parametrize(
