@@ -30,7 +30,7 @@ from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan
-from frisket.runtime.plans.device_static import Key
+from frisket.runtime.plans.device_static import PlanKey
 from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed
@@ -50,7 +50,7 @@ class JaxCall:
     empty where the platform chooses. The call is `times` (batches, heads) its source, and one of `shards`."""
 
     plan: LoopPlan
-    source: Plan | Key
+    source: Plan | PlanKey
     geometry: Geometry  # without its origin
     backend: str
     tile: tuple[int, int] | None
@@ -66,7 +66,7 @@ class JaxCall:
     def _key(self) -> tuple[Any, ...]:
         """Equal calls are lowered once. Arrays of the host are equal where they are the same."""
         kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
-        source = self.source if isinstance(self.source, Key) else id(self.source)
+        source = self.source if isinstance(self.source, PlanKey) else id(self.source)
         kind = self.plan, source, self.geometry, self.backend, self.tile
         return *kind, kept, self.tree, self.times, self.shards, self.rows
 
@@ -275,7 +275,7 @@ def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
     return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
 
 
-def _content(source: Plan | Key) -> tuple[Any, ...]:
+def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
     program, planned = source.program, () if isinstance(source, Plan) else source.given
     lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
@@ -295,7 +295,7 @@ class _BackendRun:
         self.geometry = replace(call.geometry, origin=_origin(call, numbers["origin"], at), sizes=numbers["sizes"])
         self.plan, slots, tables = call.plan, numbers["slots"], numbers["tables"]
         source: Any = plan or call.source
-        if isinstance(source, Key):
+        if isinstance(source, PlanKey):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
         narrow = bool(getattr(source, "narrow", False))
         self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)

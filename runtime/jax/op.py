@@ -85,7 +85,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         made = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
         return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
-    kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
+    kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.made)
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in LIVE]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}

@@ -1,4 +1,4 @@
-"""Compiles masks, score mods and parameters to what kernels take: a plan, spans, slots and tables."""
+"""Compiles masks, score mods and parameters to the inputs of kernels: a `LoopPlan`, spans, slots and tables."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed:
-    """The part of a compilation that does not depend on lengths and positions."""
+class CompiledProgram:
+    """A program whose values the host knows, simplified: the part of a `Plan` that is the same at every length."""
 
     program: CallProgram
-    simplified: tuple[Expr | None, Expr | None]
-    laid: Expr  # the mask as the analysis takes it
+    simplified: tuple[Expr | None, Expr | None]  # mask and score mod
+    analysed: Expr  # the mask as the analysis takes it
     rules: Counter[str]
     sane: Mapping[str, bool]  # Float tables without infinities
     scalars: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Fixed:
     def layout(self, place: Place) -> Layout:
         known = {n: x for n, x in self.scalars.items() if n in self.names}
         seen = self.simplified[0]
-        return Layout(self.laid, known, self.tables, *place, True, TRUE if seen is None else seen)
+        return Layout(self.analysed, known, self.tables, *place, True, TRUE if seen is None else seen)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -68,13 +68,13 @@ class Fixed:
 
     @cached_property
     def decode(self) -> DecodeSpans | None:
-        return decode_spans(self.laid, self.scalars, self.tables)
+        return decode_spans(self.analysed, self.scalars, self.tables)
 
     @cached_property
     def reads(self) -> tuple[tuple[str, int], ...]:
         """(coordinate, length) of every axis of a table that a bare coordinate indexes."""
         endless = dict.fromkeys("bhqk", 1 << 62)
-        readers = *(p.expr for p in self.program.parts), self.laid
+        readers = *(p.expr for p in self.program.parts), self.analysed
         found = (short_tables(e, self.arrays, endless) for e in readers)
         return tuple({(coordinate, have) for each in found for coordinate, _, _, have in each})
 
@@ -85,7 +85,7 @@ class Fixed:
         stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
         if any(stops[coordinate] > have for coordinate, have in self.reads):
             seen = TRUE if self.program.mask is None else self.program.mask.expr
-            for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.laid, [self.laid])):
+            for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.analysed, [self.analysed])):
                 check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
@@ -99,20 +99,20 @@ class Fixed:
             return 0 <= ahead <= kv_len - q_len
         return bool(np.all((ahead >= 0) & (ahead <= kv_len - q_len)))
 
-    def inputs(self, bounds: Bounds | None, rows_nonempty: bool, limits: Mapping[str, float], dropout: bool) -> Inputs:
+    def inputs(self, bounds: Bounds | None, nonempty: bool, limits: Mapping[str, float], dropout: bool) -> KernelInputs:
         seen, mod = self.simplified
         plan = make_plan(
             seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
-            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, facts=self.facts,
+            rows_nonempty=nonempty, limits=limits, dropout=dropout, facts=self.facts,
             **self.program.beside(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
-        return Inputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
+        return KernelInputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
-    """A plan and what its kernels take beside arrays and spans."""
+class KernelInputs:
+    """A `LoopPlan` with values for its slots and tables: the part of a `Work` that is the same for every tile size."""
 
     plan: LoopPlan
     slots: Mapping[str, Any]
@@ -121,20 +121,20 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Work:
-    """A program laid out for one shape and tile size: what every backend runs."""
+    """The inputs of the kernels of a `Plan` at one tile size: `KernelInputs`, and the spans of its tiles."""
 
-    fixed: Fixed
-    inputs: Inputs
+    compiled: CompiledProgram
+    inputs: KernelInputs
     place: Place
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
-        return self.fixed.simplified
+        return self.compiled.simplified
 
     @property
     def rules(self) -> Counter[str]:
-        return self.fixed.rules
+        return self.compiled.rules
 
     @property
     def plan(self) -> LoopPlan:
@@ -150,7 +150,7 @@ class Work:
 
     @cached_property
     def layout(self) -> Layout:
-        return self.fixed.layout(self.place)
+        return self.compiled.layout(self.place)
 
     @property
     def facts(self) -> Any:
@@ -170,77 +170,77 @@ def work(
     program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
-    """The compilation, remembered by value: mask, contents of its tables, lengths, tiles, origin. `proofs` counts
-    rows to drop the checks for empty ones, which pays in kernels of many queries only."""
+    """The `Work` of a program, remembered by value: mask, contents of its tables, lengths, tiles, origin. `proofs`
+    counts rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     found: Work | None = _works.get(key)
     if found is not None:
         return found
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
-    fixed = fixed_of(program)
+    base = compiled_program(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
-    fixed.check_reach(lengths, origin, sizes)
-    rest = fixed, lengths, block, origin, sizes, dropout
+    base.check_reach(lengths, origin, sizes)
+    rest = base, lengths, block, origin, sizes, dropout
     return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
 
 
 def _work(
-    fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
+    base: CompiledProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
     proofs: bool,
 ) -> Work:  # fmt: skip
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
-    layout = fixed.layout(place)
-    nonempty = fixed.no_empty_row(q_len, kv_len, origin) or bool(proofs and layout.facts.rows_nonempty)
+    layout = base.layout(place)
+    nonempty = base.no_empty_row(q_len, kv_len, origin) or bool(proofs and layout.facts.rows_nonempty)
     try:
-        inputs = _inputs(fixed, layout.bounds, nonempty, layout.sizes, dropout)
+        inputs = _inputs(base, layout.bounds, nonempty, layout.sizes, dropout)
     except LoweringError:  # the closed form may leave 64 bits where the mask does not
-        inputs = _inputs(fixed, layout.analysis.bounds, nonempty, layout.sizes, dropout)
-    made = Work(fixed, inputs, place)
+        inputs = _inputs(base, layout.analysis.bounds, nonempty, layout.sizes, dropout)
+    made = Work(base, inputs, place)
     made.__dict__["layout"] = layout
     return made
 
 
 def _decode_work(
-    fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
+    base: CompiledProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
 ) -> Work:  # fmt: skip
     """The work of a call with few queries: every step of decoding has other positions, and their kernel stays the same.
     So integers have room to grow."""
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)
-    spans = fixed.decode.spans(q_len, kv_len, batch, heads, block, origin, full) if fixed.decode else None
-    layout = None if spans else fixed.layout(place)
-    bounds = layout.analysis.bounds if layout else fixed.decode.formula if fixed.decode else None
+    spans = base.decode.spans(q_len, kv_len, batch, heads, block, origin, full) if base.decode else None
+    layout = None if spans else base.layout(place)
+    bounds = layout.analysis.bounds if layout else base.decode.formula if base.decode else None
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)
-    nonempty = fixed.no_empty_row(q_len, kv_len, origin)
+    nonempty = base.no_empty_row(q_len, kv_len, origin)
     try:
-        inputs = _inputs(fixed, bounds, nonempty, room, dropout)
+        inputs = _inputs(base, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
-        inputs = _inputs(fixed, bounds, nonempty, full, dropout)
-    made = Work(fixed, inputs, place, spans)
+        inputs = _inputs(base, bounds, nonempty, full, dropout)
+    made = Work(base, inputs, place, spans)
     if layout:
         made.__dict__["layout"] = layout
     return made
 
 
 @memo(group="plans")
-def _inputs(fixed: Fixed, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> Inputs:
-    return fixed.inputs(bounds, nonempty, limits_of(full, fixed.scalars, fixed.arrays), dropout)
+def _inputs(base: CompiledProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> KernelInputs:
+    return base.inputs(bounds, nonempty, limits_of(full, base.scalars, base.arrays), dropout)
 
 
 @memo(group="plans")
-def fixed_of(program: CallProgram) -> Fixed:
-    """The `Fixed` of a program, remembered by value."""
+def compiled_program(program: CallProgram) -> CompiledProgram:
+    """The `CompiledProgram` of a program, remembered by value."""
     program.require_bound()
     arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
     parts = [None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score)]
     seen, mod = _with_numbers(parts, program.scalars)
-    seen, mod, laid, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
+    seen, mod, analysed, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
-    return Fixed(program, (seen, mod), laid, rules, sane, program.scalars, arrays, tables, str(program))
+    return CompiledProgram(program, (seen, mod), analysed, rules, sane, program.scalars, arrays, tables, str(program))
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots
@@ -272,8 +272,8 @@ def _simplified(
     """Mask, score mod, and the mask as the analysis takes it."""
     rules: Counter[str] = Counter()
     seen, mod = prepare(seen, mod, dict(sane), rules)
-    laid = None if seen is None else prepare(seen, None)[0]
-    return seen, mod, TRUE if laid is None else simplify(laid), rules
+    analysed = None if seen is None else prepare(seen, None)[0]
+    return seen, mod, TRUE if analysed is None else simplify(analysed), rules
 
 
 def holds(tables: Mapping[str, Table], fact: str, name: str) -> bool:

@@ -30,7 +30,7 @@ from frisket.runtime.layouts.checks import check_lengths, place_of
 from frisket.runtime.machine.parameters import check_plain, names_of, traced
 
 from .compiled import UNDRAWN
-from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
+from .device_static import PlanKey, StaticPlan, Values, host_layout, origin_of, static_plan
 from .host import FEW_TILES
 from .place import SpanRequest
 from .run import check_sorted, kernel_tables, on_host, source, spans
@@ -63,7 +63,7 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """A flat plan for one tile size, as `compiled.Work` is for a plan of the host."""
+    """The inputs of the kernels of a `FlatPlan` at one tile size, as a `Work` has them for a `Plan`."""
 
     plan: LoopPlan
     spans: Spans | DeviceSpans
@@ -76,7 +76,7 @@ class DeviceWork:
 
 
 class FlatPlan:
-    """A plan made on a device: `att.plan(..., doc=doc)` where `doc` lives on a device or is traced.
+    """A plan of a call whose tables live on a device or are traced: `att.plan(..., doc=doc)` with such a `doc`.
 
     >>> import torch, frisket as fk
     >>> att, q = fk.compile("causal & same(doc)"), torch.ones(1, 2, 64, 16)
@@ -97,12 +97,12 @@ class FlatPlan:
 
     on_device = True
 
-    def __init__(self, key: Key, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
+    def __init__(self, key: PlanKey, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
         self.key, self.given = key, values
         self._made: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
-        self.laid = laid_of(key)
+        self.static = static_plan(key)
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
         self._others: dict[Stored | None, FlatPlan] = {}
@@ -111,7 +111,7 @@ class FlatPlan:
     def by_table(self) -> bool:
         """Whether another step's tables need another plan: they decide the spans, or are not the learned Floats
         that every call brings."""
-        return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
+        return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the key and the tables; a copy plans again."""
@@ -149,14 +149,14 @@ class FlatPlan:
     @cached_property
     def narrow(self) -> bool:
         """Whether tiles are narrow, as in a plan of the host; False where a table of a device decides the tiles."""
-        if self.laid.planner is not None or not distance_only(self.laid.host.expr):
+        if self.static.planner is not None or not distance_only(self.static.host.expr):
             return False
         return host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
-        return self.laid.parts
+        return self.static.parts
 
     @property
     def scalars(self) -> Values:
@@ -174,9 +174,9 @@ class FlatPlan:
         return self.key.program.bind(self.given)
 
     @property
-    def common(self) -> Laid | None:
+    def common(self) -> StaticPlan | None:
         """The part shared with the plans of other steps, where there are others."""
-        return self.laid if self.by_table else None
+        return self.static if self.by_table else None
 
     def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
         """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""
@@ -189,24 +189,24 @@ class FlatPlan:
         return self._spans(block, True)
 
     def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
-        laid, key = self.laid, self.key
-        if laid.planner is None:
+        static, key = self.static, self.key
+        if static.planner is None:
             layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
-            at: Any = laid.at
-            place = SpanRequest(at, key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
-            plan = laid.turned() if turned else laid.planner
+            at: Any = static.at
+            place = SpanRequest(at, key.q_len, key.kv_len, block, static.full, self.device, static.held, self._ranges)
+            plan = static.turned() if turned else static.planner
             self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if turned else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
-                return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the current trace
+                return DeviceSpans(*made[:3], static.slice_of)  # belongs to the current trace
             self._made[block, turned] = made
         bounds, count, overflow, order = self._made[block, turned]
-        return DeviceSpans(bounds, count, overflow, laid.slice_of, order)
+        return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:
-        read = () if self.laid.planner is None or self.key.framework == "jax" else self.laid.planner.tables
+        read = () if self.static.planner is None or self.key.framework == "jax" else self.static.planner.tables
         return {n: version_of(x) for n, x in self.given.items() if n in read and (x.is_cpu or not x.is_inference())}
 
     @property
@@ -228,21 +228,21 @@ class FlatPlan:
     @property
     def planner(self) -> str:
         """The text of the planner."""
-        return "" if self.laid.planner is None else source(self.laid.planner, self.key.framework, self.device)
+        return "" if self.static.planner is None else source(self.static.planner, self.key.framework, self.device)
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
-        laid, framework = self.laid, self.key.framework
-        return kernel_tables(laid.plan, framework, self.values, max(laid.full[2:]), self.device, laid.held)
+        static, framework = self.static, self.key.framework
+        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.held)
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
-        return self.laid.plan.slot_values({**self.values, **UNDRAWN})
+        return self.static.plan.slot_values({**self.values, **UNDRAWN})
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
-        laid = self.laid
-        return DeviceWork(laid.plan, self.spans(block), self.slots(), self.tables(), laid.parts, laid.rules)
+        static = self.static
+        return DeviceWork(static.plan, self.spans(block), self.slots(), self.tables(), static.parts, static.rules)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -280,20 +280,20 @@ def device_plan(
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
     wanted = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
     values = {n: _fitted(n, x, *wanted[n]) for n, x in arrays.items()}
-    facts = {n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
+    facts = frozenset(n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted")
     place: Any = place_of(origin)
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
     known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most and n in values}
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
-    key = Key(program, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
+    key = PlanKey(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
-    if block is not None and laid_of(key).planner is not None:
+    if block is not None and static_plan(key).planner is not None:
         made = plan.spans(block)
         assert isinstance(made, DeviceSpans)
         plan._made[block, False] = made.bounds, made.count, made.overflow, made.order

@@ -36,11 +36,11 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Key:
-    """The key of a device plan: everything but values, computed once."""
+class PlanKey:
+    """The key of a `FlatPlan`: everything that decides it but the contents of the device's tables."""
 
     program: CallProgram  # with the host's values
-    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
+    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
     facts: frozenset[str]  # tables that are known to ascend along their last axis
     framework: str
     q_len: int
@@ -50,35 +50,35 @@ class Key:
     origin: Origin  # vectors as tuples
     sizes: Sizes | None
     dropout: bool
-    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of those others
+    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of the device's tables
 
 
 @dataclass(frozen=True)
-class Laid:
-    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them.
-    `turned` plans the transposed ones; `held` keeps copies of the host's arrays on devices."""
+class StaticPlan:
+    """The part of a `FlatPlan` that is the same for all contents of the device's tables: the `LoopPlan`, and the
+    planner that makes the spans from the tables. `planner` is None where no table of the device decides the spans."""
 
-    parts: tuple[Expr | None, Expr | None]
+    parts: tuple[Expr | None, Expr | None]  # mask and score mod, simplified
     rules: Counter[str]
     plan: LoopPlan
     planner: Planner | None
-    turned: Callable[[], Planner]
+    turned: Callable[[], Planner]  # the planner of the transposed spans
     host: Mask  # the mask with the host's values, for a layout of the host
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
-    slice_of: NDArray[Any]
-    full: Sizes
-    held: dict[Any, Any] = field(default_factory=dict, compare=False)
+    slice_of: NDArray[Any]  # the slice of each batch entry and head
+    full: Sizes  # of the whole problem
+    held: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
     ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
 
 
-def origin_of(key: Key) -> Origin:
+def origin_of(key: PlanKey) -> Origin:
     b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
     return b, h, q, k
 
 
 @memo(16)  # the keys hold tables of the host
-def laid_of(key: Key) -> Laid:
-    """The static part of a plan, from shapes and the host's values."""
+def static_plan(key: PlanKey) -> StaticPlan:
+    """The `StaticPlan` of a key, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
     known = {**program.tables, **shapes}
@@ -119,10 +119,10 @@ def laid_of(key: Key) -> Laid:
     made = planned(host.expr) if free else None
     turned = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return Laid((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
+    return StaticPlan((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
 
 
-def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:
     """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
     mask = TRUE if parts[0] is None else parts[0]
@@ -133,9 +133,9 @@ def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, 
 
 
 @memo(16)
-def host_layout(key: Key, block: tuple[int, int]) -> Layout:
+def host_layout(key: PlanKey, block: tuple[int, int]) -> Layout:
     """The layout that no table of a device decides."""
-    host = laid_of(key).host
+    host = static_plan(key).host
     return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
 
 

@@ -14,13 +14,13 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import Stored
 
-from .compiled import Work, fixed_of, work
+from .compiled import Work, compiled_program, work
 
 FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
 
 
 class Plan:
-    """Tables and layout of a mask for given lengths, built once: `att.plan(4096, 4096, 1, 8, doc=doc)`.
+    """A plan of a call whose tables the host knows, for given lengths: `att.plan(4096, 4096, 1, 8, doc=doc)`.
 
     >>> import torch, frisket as fk
     >>> att, (q, k, v) = fk.compile("causal"), torch.randn(3, 1, 2, 64, 16)
@@ -80,7 +80,7 @@ class Plan:
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
-        return fixed_of(self.program).simplified
+        return compiled_program(self.program).simplified
 
     @property
     def host_program(self) -> CallProgram:

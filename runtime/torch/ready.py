@@ -274,14 +274,14 @@ class TablePlanner:
     """A call prepared for any entries of its tables, of which those in `order` ascend."""
 
     def __init__(self, run: Any, ready: Ready, plan: FlatPlan, order: frozenset[str]) -> None:
-        laid, self.ready, self.order, self.own, self.uses = plan.laid, ready, order, local(), 0
-        self.values, self.longest, self.slices = plan.values, max(laid.full[2:]), laid.slice_of
+        static, self.ready, self.order, self.own, self.uses = plan.static, ready, order, local(), 0
+        self.values, self.longest, self.slices = plan.values, max(static.full[2:]), static.slice_of
         self.plan = replace(ready.plan, run_tables=())  # native kernels read none
         self.width = np.int64 if self.plan.int64 else np.int32
-        assert laid.planner is not None
-        given = run, laid.planner, laid.at, laid.full, self.values, plan.q_len, plan.kv_len
+        assert static.planner is not None
+        given = run, static.planner, static.at, static.full, self.values, plan.q_len, plan.kv_len
         block = ready.target.block_q, ready.target.block_k
-        runs = None if laid.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
+        runs = None if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
         self.planner = partial(Prepared, *given, block, ROOM, runs)
 
     def __call__(self, tables: Mapping[str, Array]) -> Ready | None:
@@ -315,10 +315,10 @@ def _made(
         plan = att.plan(
             g.q_len, g.kv_len, g.batch, g.heads, origin=own.origin, sizes=own.sizes, flat=True, **rest, **given
         )
-        if plan.given.keys() != given.keys() or plan.laid.planner is None:
+        if plan.given.keys() != given.keys() or plan.static.planner is None:
             return None
         plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.given, {})
-        planner = plan.laid.planner
+        planner = plan.static.planner
         assert planner is not None
         run, ready = function(planner), prepare(replace(call, plan=plan), att.options)
         if ready.awaits:

@@ -56,15 +56,15 @@ class DecodeCall:
         self.given = {n: x for n, x in plan.given.items() if n not in tables}
         self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
         self.spans, self.planner, self.reads = self.ready.spans, None, []
-        laid, target = plan.laid, self.ready.target
-        if laid.planner is not None:  # tables decide what is seen
+        static, target = plan.static, self.ready.target
+        if static.planner is not None:  # tables decide what is seen
             self.planner = Prepared(
-                function(laid.planner), laid.planner, laid.at, laid.full, plan.values, q_len, kv_len,
+                function(static.planner), static.planner, static.at, static.full, plan.values, q_len, kv_len,
                 (target.block_q, target.block_k), ROOM,
             )  # fmt: skip
             types = self.planner.types
-            self.reads = [(n, READ.get(types[n], torch.int64)) for n in laid.planner.tables if n in tables]
-            self.spans = Spans(self.planner.bounds, self.planner.count, laid.slice_of)
+            self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
+            self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, live: Mapping[str, Tensor], tables: Mapping[str, Tensor], sinks: Any,

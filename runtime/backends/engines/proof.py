@@ -19,7 +19,7 @@ from frisket.runtime.backends.base import RECORDS, Backend, engines_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.tuning import AS_CHOSEN
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import fixed_of
+from frisket.runtime.plans.compiled import compiled_program
 
 from .costs import lost, turn
 
@@ -110,7 +110,7 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
         return made if isinstance(made, str) else Proof(engine.name, *made)
     assert engine.engine is not None
     program = call.program
-    form = form_of(*fixed_of(program).simplified)
+    form = form_of(*compiled_program(program).simplified)
     if isinstance(form, NoForm):
         return str(form)
     flags = flags_of(form, call.geometry, program.scalars, program.tables)

@@ -20,7 +20,7 @@ from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # 
 from frisket.runtime.backends.engines.square import SquareMask, square  # noqa: E402
 from frisket.runtime.backends.sdpa import torch as sdpa  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.plans.compiled import fixed_of  # noqa: E402
+from frisket.runtime.plans.compiled import compiled_program  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),
          ("causal", "2 * score"), ("full", "score / 3")]  # fmt: skip
@@ -32,7 +32,7 @@ def facts(mask: fk.Mask | None, g: Geometry, score: fk.ScoreMod | None = None, *
 
 
 def flags(call: EngineCall) -> Flags:
-    form = form_of(*fixed_of(call.program).simplified)
+    form = form_of(*compiled_program(call.program).simplified)
     assert isinstance(form, EngineForm), form
     found = flags_of(form, call.geometry, call.program.scalars, call.program.tables)
     assert isinstance(found, Flags), found
