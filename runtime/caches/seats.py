@@ -1,7 +1,7 @@
 """The check that rows of a paged cache and its pool count the same tokens: `keep` changes the cache alone.
 
-Every row carries five numbers beside its length, and a pool keeps a `Ledger`; `seated` compares the two before anything
-is written. `keep` cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
+Every row of a cache has five numbers beside its length, and a pool has a `Ledger`; `seated` compares the two before
+anything is written. `keep` cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from frisket.dsl.errors import CapacityError, ShapeError
 if TYPE_CHECKING:
     from .pool import PagePool
 
-NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # the numbers of a row beside its length, int32 [5, batch]:
-# the number of its sequence in the pool's ledger, 0 for none; how often the pool had cut the sequence when it was
-# seated; the first token on pages that no other sequence shares; the shortest length of the row since, or where `keep`
-# began to move tokens; the longest length before a `truncate`
-NEVER = (1 << 31) - 1  # LOW of a row that has not become shorter
+NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # the numbers of a row, int32 [5, batch]:
+# NUMBER: `Known.number` of its sequence, 0 for none. CUTS: `Known.cuts` when the sequence was seated. OWN: the first
+# token on pages that no other sequence shares. LOW: the first token that was dropped or moved since. PEAK: the longest
+# length before a `truncate`; `keep` lowers it to the length after it.
+NEVER = (1 << 31) - 1  # LOW of a row that has dropped and moved no token
 _NUMBERS = count()
 
 Rows = NDArray[np.int32]
@@ -34,10 +34,10 @@ class Known:
     """The record that a pool keeps of one sequence beside its pages and its length."""
 
     number: int  # no other sequence of the process has it
-    cuts: int = 0  # how often it was truncated
-    stored: int | None = None  # tokens written at most, once it has left a row; None where that is not known
+    cuts: int = 0  # how often the pool has truncated it
+    stored: int | None = None  # tokens written at most; None while it sits in a row, and before it ever did
     waits: tuple[int, int, int] | None = None
-    # of the sequence that it was forked from, until that row is read: number, tokens and cuts at that time
+    # of a fork, until its parent's row is read: the parent's number, and its tokens and cuts at the fork
 
     def at_most(self, tokens: int) -> None:
         self.stored = tokens if self.stored is None else min(tokens, self.stored)
@@ -47,8 +47,8 @@ class Ledger:
     """The sequences of a pool as rows of caches name them."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Known] = {}
-        self.names: dict[int, Hashable] = {}
+        self.known: dict[Hashable, Known] = {}  # by the name of a sequence
+        self.names: dict[int, Hashable] = {}  # the name by `Known.number`
         self.children: dict[int, dict[int, Known]] = {}  # forks that wait for a row, by the number of their parent
 
     def new(self, sequence: Hashable) -> Known:
@@ -60,7 +60,7 @@ class Ledger:
         parent, made = self.known[sequence], self.new(child)
         made.stored = parent.stored
         made.waits = parent.waits
-        if parent.waits is None and parent.stored is None:  # it sits in a row, or will: the row counts its tokens
+        if parent.waits is None and parent.stored is None:  # the parent sits in a row, or will: it counts the tokens
             made.waits = parent.number, tokens, parent.cuts
         if made.waits is not None:
             self.children.setdefault(made.waits[0], {})[made.number] = made
@@ -82,10 +82,10 @@ class Ledger:
         number, cuts, _, low, peak = row
         for child in self.children.pop(number, {}).values():
             assert child.waits is not None
-            _, upto, before = child.waits
+            _, tokens_then, cuts_then = child.waits
             # tokens from LOW on changed after the fork, on pages of both, unless the pool had cut the row before it
-            held = low if before == cuts and low < tokens else max(tokens, peak)
-            child.at_most(min(held, upto))
+            held = low if cuts_then == cuts and low < tokens else max(tokens, peak)
+            child.at_most(min(held, tokens_then))
             child.waits = None
         return self.names.get(number)
 
@@ -154,7 +154,7 @@ def seated(
         known = pool.ledger.known[s]
         table[b, : len(its)], room[b], lengths[b] = its, len(its) * page, tokens - more
         made[:OWN, b], made[OWN, b] = (known.number, known.cuts), pool.owned(s)
-    for s, (_, tokens, _) in sat.items():  # those that leave
+    for s, (_, tokens, _) in sat.items():  # of sequences that leave; `seated` resets it for those that stay
         pool.ledger.known[s].stored = tokens
     for s in sequences:
         if s is not None:
@@ -184,7 +184,7 @@ def _agree(pool: PagePool, s: Any, wanted: int, more: int, sat: dict[Any, tuple[
     elif known.stored is not None:
         tokens, where = known.stored, f"{known.stored} tokens of the sequence {s!r} are stored"
     else:
-        return  # nobody has looked: what a caller wrote there, a pool as it was
+        return  # in no row of this cache yet: new, of `PagePool.of`, or in another cache; the pool's count is taken
     if tokens < wanted:
         raise ShapeError(
             f"{where}, and the pool counts {wanted + more}, {more} of them new\n"

@@ -170,6 +170,8 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
 
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
+    """(out, lse) of a shard, with a backward. `learned` are the arrays that gradients flow to, by name: q, k, v, sinks
+    and tables; `fixed` are the others. `low` is the rounding error of lse."""
     run = _Gathered(shard) if shard.whole else _NeededRing(shard)
 
     @jax.custom_vjp
@@ -209,11 +211,11 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
 
 
 class _NeededRing:
-    """Context parallelism by a ring in which every rank sends straight to the ranks that read its keys."""
+    """A ring in which every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.steps = shard, steps(shard.deal)
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # of arrays that are sent, along keys
+        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is sent -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _beside(learned | fixed)
@@ -239,8 +241,8 @@ class _NeededRing:
         return found
 
     def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
-        """The state after all steps. `step(keys, k_at, state)` gives the next state and gradients of the keys, which go
-        back to the rank that holds these keys and are added to its state, where any are `returned`."""
+        """The state after all steps: (out, lse, low) forward, sums of gradients backward. `step(keys, k_at, state)`
+        gives the next state and the gradients named in `returned`, which are added to the state of the keys' rank."""
         if not self.steps:  # the mask shows nothing
             return state
         shard, ahead = self.shard, self._received(own, self.steps[0])
@@ -292,11 +294,11 @@ class _NeededRing:
 
 
 class _Gathered:
-    """Context parallelism by all-gather: all keys on every device, in the order of the sequence."""
+    """The all-gather: all keys on every device, in the order of the sequence."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}
+        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is gathered -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed

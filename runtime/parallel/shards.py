@@ -33,41 +33,37 @@ from frisket.runtime.masks.mask import Mask, ScoreMod
 
 from .deal import Deal
 
-AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where a shard's coordinates are
+AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # parameters: positions, and offsets of b, h
 
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a shard in the whole problem. `moved` are the coordinates that differ between the arrays of a call
-    and the problem: q and k by a table of positions, b and h by how many come before. `split` says which tables are
-    there in parts, and along which of their axes."""
+    """The place of a shard in the whole problem."""
 
-    length: int
-    places: int  # of all ranks, with padding
-    batch: int = 1
-    heads: int = 1
-    moved: str = "qk"
-    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    length: int  # tokens of the sequence, without padding
+    places: int  # tokens of all ranks, with padding
+    batch: int = 1  # batch entries of all devices
+    heads: int = 1  # heads of all devices
+    moved: str = "qk"  # coordinates that differ in a shard: q, k by a table of positions, b, h by those before it
+    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # table -> axes of which a rank has a part
 
 
 @dataclass(frozen=True)
 class ShardTable:
-    """A table of one shard: `expr` at its coordinates `axes`, "bhqk" or some of them in this order. In `expr` a
-    coordinate is a position, and `place(c)` a place, in tables that are split."""
+    """A table that a shard makes before a call: the values of `expr` along `axes`."""
 
     name: str
-    expr: Expr
-    axes: str
+    expr: Expr  # coordinates are positions of the sequence; `place(c)`, an index in the shard, is for split tables
+    axes: str  # some of "bhqk", in this order
 
 
 @dataclass(frozen=True)
 class ShardAttention:
-    """`attention` reads `tables` of its own places, and those of AT. `travels` has the caller's tables that are split
-    along keys, and so are sent with them, and the axis of each."""
+    """An attention rewritten for one shard."""
 
     attention: Attention
-    tables: tuple[ShardTable, ...]
-    travels: Mapping[str, int]
+    tables: tuple[ShardTable, ...]  # that it reads beside those of AT
+    travels: Mapping[str, int]  # the caller's tables that are split along keys, and sent with them -> that axis
 
 
 def place(coordinate: str) -> Expr:
@@ -153,9 +149,9 @@ class _Maker:
 
     def __init__(self, program: CallProgram, where: Where, known: Mapping[str, Any]) -> None:
         self.program, self.where, self.known = program, where, known
-        self.tables: dict[Expr, ShardTable] = {}
-        self.travels: dict[str, int] = {}
-        self.declared: dict[str, Declared] = {}
+        self.tables: dict[Expr, ShardTable] = {}  # by the lookup that each replaces
+        self.travels: dict[str, int] = {}  # as in `ShardAttention`
+        self.declared: dict[str, Declared] = {}  # of the tables and numbers that a shard adds
         self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in "bhqk"}
 
     def _position(self, c: str) -> Expr:
