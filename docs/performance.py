@@ -1,4 +1,5 @@
-"""What was measured: `python docs/performance.py` writes docs/performance.md and its charts from benchmarks/results.
+"""What was measured: `python docs/performance.py` writes docs/performance.md and its charts, and docs/predictions.md,
+from benchmarks/results.
 
 Every row of a result is shown or counted. The page begins with the figures asked for most (`HEADLINES`). Every row that
 is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out.
@@ -43,8 +44,8 @@ METHOD = """\
 
 ## How it was measured
 
-Everything except [what an H100 ran](#measured-on-an-h100) and [predictions](#predicted-by-a-model) was measured on
-{machine}, by the programs in `benchmarks/`. `python docs/performance.py` writes this page from their results.
+Everything except [what an H100 ran](#measured-on-an-h100) was measured on {machine}, by the programs in `benchmarks/`.
+`python docs/performance.py` writes this page from their results.
 
 A ratio is *time of the first / time of the second*: `flex / native` is above 1 where frisket's native kernel is faster.
 All libraries of a row run in one process on the same arrays, in an order that changes from round to round. Their
@@ -66,8 +67,17 @@ causal & window(64), torch
 ## What is slower, and what misses its goal
 
 Every measured row in which a peer is faster than frisket by more than the interval, and every goal of the design that
-was missed. Goals of the GPU model are left out because nothing of them was measured: the tables of
-[predictions](#predicted-by-a-model) mark each one that is missed.
+was missed. [Predictions](predictions.md) mark their goals themselves.
+"""
+PREDICTIONS = """\
+# Predictions of a model
+
+For readers who work on kernels or tiles for an H100. After this page you know what a model predicts of each kernel, how
+far it is from a real H100, and how to repeat it. [Performance](performance.md) has measurements.
+"""
+MOVED = """\
+[Predictions](predictions.md) has tables of a model of an H100, beside measurements, and of the schedules and tiles that
+were chosen by it.
 """
 
 
@@ -600,7 +610,10 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
         yield from of_tune(tune)
     for name, own in rows.items():
         yield f"### {RATES.get(name, f'`{name}`')}, on an H100\n"
-        yield from of_rows(rates(own), "tflops") if name in RATES else of_quantities(parts, name)
+        if name in RATES:
+            yield from of_rows(rates(own), "tflops")
+        else:  # of tests, how many passed, not how long they took
+            yield from figures(parts, name, "cases") if "cases" in name else of_quantities(parts, name)
 
 
 def forward_rows(parts: dict[str, Part]) -> dict[str, Any]:
@@ -872,9 +885,24 @@ def page() -> str:
     goals = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]
     lines += table(["results", "row", "what", "measured", "wanted"], linked(against(measured) + goals))
     for topic in topics():
-        lines += [f"## {topic.title}\n", *([topic.text + "\n"] if topic.text else [])]
-        lines += topic.show(every[topic.file])
-        lines.append(f"Repeat it: `{topic.command}`; [the results](../benchmarks/results/{topic.file}.json).\n")
+        lines.append(f"## {topic.title}\n")
+        lines += [MOVED] if topic.file == PREDICTED else section(topic, every[topic.file])
+    return joined(lines)
+
+
+def section(topic: Topic, parts: dict[str, Part]) -> Iterator[str]:
+    yield from [topic.text + "\n"] if topic.text else []
+    yield from topic.show(parts)
+    yield f"Repeat it: `{topic.command}`; [the results](../benchmarks/results/{topic.file}.json).\n"
+
+
+def predictions() -> str:
+    """The text of docs/predictions.md."""
+    (topic,) = (t for t in TOPICS if t.file == PREDICTED)
+    return re.sub(r"^###", "##", joined([PREDICTIONS, *section(topic, loaded(topic))]), flags=re.M)
+
+
+def joined(lines: list[str]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n")
 
 
@@ -895,6 +923,7 @@ def _draw(rows: Any, axis: str, path: Path) -> None:
 
 def main() -> None:
     (HERE / "performance.md").write_text(page(), encoding="utf-8")
+    (HERE / "predictions.md").write_text(predictions(), encoding="utf-8")
     folder = HERE / "performance"
     folder.mkdir(exist_ok=True)
     kept = set()

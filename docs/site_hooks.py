@@ -33,7 +33,7 @@ SOURCE = re.compile(
 BOOST = {
     "glossary.md": 2, "recipes.md": 3, "caches.md": 3, "parallel.md": 3, "sharding.md": 2, "block-sparsity.md": 2,
     "tour.md": 0.2, "design-notes.md": 0.3, "changelog.md": 0.2, "contributing.md": 0.2, "performance.md": 0.3,
-    "compatibility.md": 0.3,
+    "compatibility.md": 0.3, "predictions.md": 0.2,
     "gallery/from-test-suites-masks.md": 0.2, "gallery/from-test-suites-score-mods.md": 0.2,
 }  # fmt: skip
 # pages that stand in the root of the repository, where people look for them

@@ -11,6 +11,8 @@ PAGE = script("performance")
 
 def test_the_page_is_what_the_script_writes():
     assert (DOCS / "performance.md").read_text(encoding="utf-8") == PAGE.page(), "run: python docs/performance.py"
+    written = (DOCS / "predictions.md").read_text(encoding="utf-8")
+    assert written == PAGE.predictions(), "run: python docs/performance.py"
 
 
 def test_its_charts(tmp_path):
