@@ -19,8 +19,8 @@ from frisket.runtime.bench import chart, schema
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-OURS = ("native", "library", "frisket", "pallas-mosaic-gpu", "triton")
-NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "numpy and lark")  # the machine's own rates, and ourselves
+OURS = ("native", "library", "frisket", "pallas-mosaic-gpu", "triton", "graph")
+NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "graph, looked up")  # the machine's rates, and frisket itself
 BY_NAME = "frisket, "  # a call of frisket that names its backend
 Part = dict[str, Any]
 

@@ -96,6 +96,18 @@ def test_every_loss_is_at_the_top():
     assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
 
 
+def test_no_ratio_to_a_peer_is_left_out():
+    """The second name of a ratio is frisket, or known to be no contest with a peer."""
+    others = {"4k, a visible pair", "contiguous", "float32", "order", "here", "eager", "sdpa"}  # frisket beside itself
+    others |= {"numpy and lark", "one addition", "the custom call alone"}  # parts of what frisket does
+    others |= {"splash"}  # bundles, which have goals
+    for topic in PAGE.topics():
+        parts = {} if topic.file == PAGE.PREDICTED else PAGE.loaded(topic)
+        rows = [row for x in parts.values() for _, row in PAGE.schema.leaves(x["rows"])]
+        second = {pair.split(" / ")[1] for row in rows for pair in row.get("ratios", {})}
+        assert second <= {*PAGE.OURS, *others}, topic.file
+
+
 def test_a_soft_cap_that_costs_too_much_is_at_the_top(monkeypatch):
     def row(rate):
         return {"figures": {"tflops": {"frisket": rate}}}
