@@ -2,8 +2,8 @@
 
 "native": float32 as the CPU is. "avx2": with its vectors on a CPU that has more. On an Intel Xeon with a matrix unit:
 "xeon", float32, and "amx", bfloat16, which that unit multiplies; long calls of float32 are six products of bfloat16.
-Two heads, no mask and a causal one, forward, and forward with gradients. All calls run turn about on one thread,
-whose own time is taken; a figure is the median over rounds of SDPA / native, with the 95 % interval of that median.
+Two heads, no mask and a causal one, forward, and forward with gradients. Calls run in turns on one thread; a time
+is that of the thread; a figure is the median over rounds of SDPA / native, with the 95 % interval of that median.
 Each row has a process of its own. In "avx2" neither frisket's kernels nor those of torch itself have wider vectors;
 SDPA's matrix products are those of a library, which chooses its instructions.
 """

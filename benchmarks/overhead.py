@@ -1,9 +1,9 @@
 """What a warm call of Triton's kernels costs the host: `python benchmarks/overhead.py`.
 
-Kernels are launched into nothing, by the same Python as on a GPU, so tensors of the CPU do, and what is timed is all
-that the host does: finding the plan, laying arguments out, allocating results, autograd's share. "call" is a call
-without gradients, "with gradients" one whose arrays require them, "and backward" such a call and its backward. The
-arrays are small, for a CPU asks its system for the memory of large ones; time is the process' own.
+Kernels are launched without a device, by the same Python as on a GPU, on tensors of the CPU. The time is that of the
+host: finding the plan, laying arguments out, allocating results, autograd's share. "call" is a call without
+gradients, "with gradients" one whose arrays require them, "and backward" such a call and its backward. The arrays are
+small, because a CPU asks its system for the memory of large ones.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ HEADLINES = (
     Headline("A call with next to nothing to compute", "cpu-torch", "overhead", "native", "SDPA / native",
              "What a call costs when there is next to nothing to compute, torch"),
     Headline("Planning a window or documents, 4,096 and 8,192 tokens", "layout", "peers", ".*",
-             "create_block_mask / frisket", "Beside those that look at every pair", "one core"),
+             "create_block_mask / frisket", "Beside libraries that look at every pair", "one core"),
     Headline(MANY.format(256, "forward"), "gpu", "speed", "forward: .*", "flex / frisket", FORWARD_H100),
     Headline(MANY.format(128, "backward"), "gpu", "speed", "backward: .*", "flex / frisket", BACKWARD_H100),
     Headline("Documents, head sizes 64 to 256, forward", "gpu", "speed", "forward: .*documents.*", "flex / frisket",
@@ -132,7 +132,7 @@ HEADLINES = (
     Headline("One query over 32,768 keys, batch 1 to 32", "gpu", "speed", "decode: causal.*", "SDPA / frisket",
              "One query over 32,768 keys on an H100"),
     Headline("Planning documents, 131,072 tokens, tables on the device", "gpu", "layout", ".*",
-             "create_block_mask / frisket", "`layout`, on an H100", ""),
+             "create_block_mask / frisket", "Planning, on an H100", ""),
 )  # fmt: skip
 PEERS = {"flex": "compiled flex_attention", "SDPA cudnn": "SDPA with cuDNN", "create_block_mask": "`create_block_mask`"}
 SIZES_CPU, SIZES_H100 = (40, 64, 80, 128, 256), (64, 128, 192, 256)
@@ -464,7 +464,7 @@ def each(*shown: tuple[str, str, str]) -> Callable[[dict[str, Part]], Iterator[s
 
 def of_tpu_tables(parts: dict[str, Part]) -> Iterator[str]:
     yield from each(
-        ("tables", "From the words of a mask to all that kernels read", "ms"),
+        ("tables", "From the text of a mask to the tables of its kernels", "ms"),
         ("visits", "Tiles that are computed", "tiles computed"),
         ("visits", "Steps of the grid that splash attention takes for them", "steps of the grid"),
     )(parts)
@@ -480,7 +480,7 @@ def of_tpu_tables(parts: dict[str, Part]) -> Iterator[str]:
 
 
 def of_layouts(parts: dict[str, Part]) -> Iterator[str]:
-    yield "### Beside those that look at every pair\n"
+    yield "### Beside libraries that look at every pair\n"
     yield from contests(parts, "peers")
     yield "### A million tokens\n"
     yield from figures(parts, "targets", "ms")
@@ -581,7 +581,11 @@ Rows in which a tile took at most 0.97 of the time of the default, and whether i
 
 Of tiles that are equal within the runs, dq at D 64 under long windows took 64 x 64 with 2 stages.
 """
-RATES = {"jax-forward": "Forward, JAX", "jax-backward": "Backward, JAX"}
+RATES = ("jax-forward", "jax-backward")
+TITLES = {
+    "jax-forward": "Forward, JAX", "jax-backward": "Backward, JAX", "jax-cases": "Tests in JAX",
+    "cases": "Tests in torch", "first": "First calls", "layout": "Planning", "profile": "Counters of a profiler",
+}  # fmt: skip
 
 
 def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
@@ -609,7 +613,7 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
         yield "### Tiles on an H100\n"
         yield from of_tune(tune)
     for name, own in rows.items():
-        yield f"### {RATES.get(name, f'`{name}`')}, on an H100\n"
+        yield f"### {TITLES.get(name, f'`{name}`')}, on an H100\n"
         if name in RATES:
             yield from of_rows(rates(own), "tflops")
         else:  # of tests, how many passed, not how long they took
@@ -729,8 +733,8 @@ def of_any(parts: dict[str, Part]) -> Iterator[str]:
 TOPICS = (
     Topic("cpu-torch", "Attention on the CPU, torch", "Batch 1, 8 heads of 64, 4,096 tokens, float32, two threads.",
           "python benchmarks/cpu.py", of_cpu),
-    Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
-          "dense formula for the score mods that it does not have.", "python benchmarks/cpu_jax.py", of_jax),
+    Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. `peer` is `jax.nn.dot_product_attention`, and a "
+          "dense formula where it lacks the score mod.", "python benchmarks/cpu_jax.py", of_jax),
     Topic("cpu-dims", "Native kernels of every head size", "Two heads, one thread. Rows are mask, tokens x head size, "
           "direction. Both CPUs have AVX-512. The Intel Xeon also has a matrix unit (AMX), which multiplies bfloat16, "
           "and float32 as six products of bfloat16 from 1,024 tokens and head size 64 on.",
@@ -755,8 +759,9 @@ TOPICS = (
           "the tokens into another order, attends, and moves the result back; the peer is the order as given.",
           "python benchmarks/reorder.py",
           each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, in the order as given", "ms"))),
-    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "A step appends "
-          "one token, plans, and attends.",
+    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "A `step` appends "
+          "one token, plans, and attends; `nothing` is a jitted step that does nothing. `attention` is the kernel "
+          "alone, planned before; `overhead` is the step without it.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),
     Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched without a device: only "
@@ -770,14 +775,16 @@ TOPICS = (
           "thread. `changed` is the first call with a table, planned in C++, `repeated` the second; `planned by the "
           "host` is the first call without planners in C++. `beside` is what a changed table adds.",
           "python benchmarks/changing_tables.py", each(("torch", "torch tensors", "us"),)),
-    Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
+    Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device. `of the "
+          "processor` is CPU time, which other processes do not lengthen.",
           "python benchmarks/jax_binding.py",
           each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),
                ("eager", "A warm call outside of jit", "us"))),
-    Topic("layout", "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core.",
+    Topic("layout", "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core. "
+          "`first` is the first layout of a mask, which also simplifies it; `again` is a later one.",
           "python benchmarks/layout.py", of_layouts),
-    Topic("answers", "Answers about masks", "Milliseconds of a question; tables are scanned at each. No other library "
-          "that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py",
+    Topic("answers", "Answers about masks", "Milliseconds to answer a question; each answer scans the tables. No other "
+          "library that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py",
           of_answers),
     Topic("exports", "Exports", "The time from a mask to the inputs of another library, layout included, on one "
           "thread.",
