@@ -19,12 +19,12 @@ from .tiles import AtenTiles, vectors
 
 Tensor = Any
 ROWS = 256  # queries of a call of the kernel
-WIDER = 1.25  # its keys beside those of a row of tiles
+WIDER = 1.25  # keys of a call of the kernel, as a multiple of those of a row of tiles, at most
 
 
 def sliding(tiles: AtenTiles, todo: list[RowStep], members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]] | None:
     """The (place in [batch, kv_heads, group, q_len, ...], out, lse) of steps; None where the kernel does not compute
-    them. It adds -inf: hidden keys have to be finite."""
+    them. The kernel adds -inf, so hidden keys must be finite."""
     g, plan = tiles.geometry, tiles.plan
     if plan.score is None or not _bias(plan.score) or (plan.mask is not None and not tiles.still):
         return None  # without a bias, products of short rows are as fast
@@ -45,7 +45,7 @@ def _shows(tiles: AtenTiles, far: Tensor) -> bool:
 
 
 def _bias(score: Expr) -> bool:
-    """Whether a score mod adds to the score what only sees the distance of q and k, beside b and h."""
+    """Whether a score mod adds to the score a function of the distance of q and k, of b and of h."""
     if score.op == "var":
         return bool(score.name == "score")
     if score.op not in ("add", "sub"):

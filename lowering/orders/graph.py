@@ -1,4 +1,4 @@
-"""Orders of positions by the graph of a mask that is data: reverse Cuthill-McKee brings together what sees each other.
+"""Orders by the graph of a mask that is data: reverse Cuthill-McKee puts queries near the keys that they see.
 
 Its nodes are the rows and columns of a table, `q // 16` of `t[q // 16, k // 16]`: positions that read the same row stay
 together. scipy orders them; where it is not installed there is no such order.
@@ -36,9 +36,9 @@ CHUNK = 1 << 22  # pairs evaluated at a time
 def by_graph(
     mask: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], q_len: int, kv_len: int
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """Orders of queries and of keys for each table that both read: one for both, where they read it alike, and one of
-    the bipartite graph of its rows and columns. The graph is the mask's, of batch entry 0 and head 0, at the first
-    position of each node."""
+    """Orders of queries and of keys for each table that both read: one order for both, where they read it alike, and
+    two of the bipartite graph of its rows and columns. The graph is the mask's, of batch entry 0 and head 0, at the
+    first position of each node."""
     env = {**scalars, "b": 0, "h": 0, "B": 1, "H": 1, "Q_LEN": q_len, "KV_LEN": kv_len}
     lengths, seen = {"q": q_len, "k": kv_len}, set()
     for node in (n for n in walk(mask) if n.op == "lookup"):

@@ -1,9 +1,10 @@
 """The device planner: spans for tables that live on a device or are traced. Fixed shapes, no copy to the host.
 
-A `Planner` is the analysis' own Exprs, ready to print (`planner.arrays`): where every term of the mask bounds k, an
-interval of keys per term and row; elsewhere `always`, `never` and `mixed` of `analysis.questions`, asked of pieces
-of each row, coarse to fine, in a list of `room` pieces a row. Nothing is settled by elements: what the Exprs leave
-open on a tile is PARTIAL, and so is what finds no room, which `overflow` tells.
+A `Planner` holds Exprs of the analysis, which `planner.arrays` prints. Where every term of the mask bounds k, they are
+an interval of keys for each term. Elsewhere they are the questions `always`, `never` and `mixed` of
+`analysis.questions`, asked of pieces of each row, coarse to fine, in a list of `room` pieces a row. No pair is
+evaluated: a tile that the Exprs leave open is PARTIAL, and so is a tile for which the list has no room, which
+`overflow` reports.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ RECORDS = 16  # records per row where the mask does not say how few there are
 
 @dataclass(frozen=True)
 class Planner:
-    """The work of a planner for one mask; hashable, so that its text is printed once.
+    """The planner of one mask; hashable, so that its text is printed once.
 
-    Either `seen` and `hidden`, intervals of keys per row of queries `q0..q1` within keys `k0..k1`, or the three
-    questions about a piece of a row. `scalars` and `tables` name what is read."""
+    Exprs are of a row of tiles, queries `q0..q1`, and keys `k0..k1`. Without intervals, the questions decide."""
 
     mask: Expr
-    seen: tuple[Interval, ...]
-    hidden: tuple[Interval, ...]
-    always: Expr
-    never: Expr
-    mixed: Expr
+    seen: tuple[Interval, ...]  # the keys that some query of the row may see, for each term of the mask
+    hidden: tuple[Interval, ...]  # the keys that some query may not see, for each term of the negated mask
+    always: Expr  # a piece of the row is full
+    never: Expr  # a piece is empty
+    mixed: Expr  # every tile of a piece is partial
     int64: bool
     apart: Expr = FALSE  # true where queries and keys of a piece share no id; C++ alone asks
 

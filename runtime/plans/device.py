@@ -188,21 +188,21 @@ class FlatPlan:
         """The transposed spans: records of query tiles per row of key tiles, by the same algebra."""
         return self._spans(block, True)
 
-    def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
+    def _spans(self, block: tuple[int, int], transposed: bool) -> Spans | DeviceSpans:
         static, key = self.static, self.key
         if static.planner is None:
             layout = host_layout(key, block)
-            return layout.transposed.spans if turned else layout.spans
-        if (block, turned) not in self._made:
+            return layout.transposed.spans if transposed else layout.spans
+        if (block, transposed) not in self._made:
             at: Any = static.at
             place = SpanRequest(at, key.q_len, key.kv_len, block, static.full, self.device, static.held, self._ranges)
-            plan = static.turned() if turned else static.planner
+            plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()
-            made = spans(plan, key.framework, place.transposed if turned else place, self.values)
+            made = spans(plan, key.framework, place.transposed if transposed else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
                 return DeviceSpans(*made[:3], static.slice_of)  # belongs to the current trace
-            self._made[block, turned] = made
-        bounds, count, overflow, order = self._made[block, turned]
+            self._made[block, transposed] = made
+        bounds, count, overflow, order = self._made[block, transposed]
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class StaticPlan:
     rules: Counter[str]
     plan: LoopPlan
     planner: Planner | None
-    turned: Callable[[], Planner]  # the planner of the transposed spans
+    transposed_planner: Callable[[], Planner]  # plans the rows of key tiles
     host: Mask  # the mask with the host's values, for a layout of the host
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
     slice_of: NDArray[Any]  # the slice of each batch entry and head
@@ -117,9 +117,9 @@ def static_plan(key: PlanKey) -> StaticPlan:
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
     made = planned(host.expr) if free else None
-    turned = memo(1)(lambda: planned(simplify(swap(host.expr))))
+    columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return StaticPlan((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
+    return StaticPlan((seen, mod), rules, plan, made, columns, host.bind(**mine), at, slice_of.astype(np.int32), full)
 
 
 def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:

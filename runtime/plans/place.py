@@ -1,4 +1,4 @@
-"""The place of a call in the problem where spans are wanted, and arrays on its device."""
+"""The request for the spans of a call, and its arrays on a device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from frisket.runtime.calls.arrays import uploaded
 
 @dataclass(frozen=True)
 class SpanRequest:
-    """The place and room of spans: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
-    `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
-    of the tables."""
+    """The arguments of a planner beside the tables: lengths, tiles, and where each slice begins."""
 
-    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]  # b, h, q, k of [slices] where a slice begins
     q_len: int
     kv_len: int
-    block: tuple[int, int]
-    sizes: Sizes
+    block: tuple[int, int]  # tokens of a tile: queries, keys
+    sizes: Sizes  # of the whole problem
     device: Any = None
-    held: dict[Any, Any] = field(default_factory=dict)
-    ranges: dict[Any, Any] = field(default_factory=dict)
-    room: int = ROOM
+    held: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
+    ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton have made of the tables
+    room: int = ROOM  # pieces of a row of tiles that are held at once
     records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
 
     @property
