@@ -522,11 +522,19 @@ def of_exports(parts: dict[str, Part]) -> Iterator[str]:
         yield from contests(parts, peer)
 
 
-def of_deals(parts: dict[str, Part]) -> Iterator[str]:
-    yield "Visible pairs of the busiest rank, divided by the mean: at best 1.\n"
-    yield from figures(parts, "deals", "imbalance")
-    yield "Bytes sent, as a share of a ring that passes all keys and values to every rank.\n"
-    yield from figures(parts, "deals", "sent, of a full ring")
+def of_deals(_: dict[str, Part]) -> Iterator[str]:
+    yield "[Context parallelism](parallel.md#how-tokens-are-distributed) has the table.\n"
+
+
+def deals(parts: dict[str, Part]) -> Iterator[str]:
+    """The table of docs/parallel.md: work of the busiest rank over the mean, and the share of a full ring."""
+    body = []
+    for name, row in parts["deals"]["rows"].items():
+        even, sent = (row["figures"][x] for x in ("imbalance", "sent, of a full ring"))
+        ways = ("frisket", "contiguous", "zig-zag", "sorted round robin", "heap", "per document")
+        shares = {n: f"{100 * x:.0f}" if x > 0.1 else f"{100 * x:.2g}" for n, x in sent.items()}
+        body.append([name, *(f"{even[n]:.3f} · {shares[n]} %" if n in even else "–" for n in ways)])
+    yield from table(["mask", *ways], body, words=7)
 
 
 FORWARD = """\

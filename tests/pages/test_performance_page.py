@@ -78,6 +78,11 @@ def test_readme_says_the_same_figures():
     assert f"| {times['figures']['ms']['create_block_mask']:.0f} ms, looks at every pair" in readme
 
 
+def test_the_table_of_context_parallelism():
+    (topic,) = (t for t in PAGE.topics() if t.file == "context-parallel")
+    assert "\n".join(PAGE.deals(PAGE.loaded(topic))) in (DOCS / "parallel.md").read_text(encoding="utf-8")
+
+
 def test_every_loss_is_at_the_top():
     row = {
         "figures": {"ms": {"native": 2.0, "flex": 1.0}, "s, first call": {"native": 3.0, "peer": 1.0}},
