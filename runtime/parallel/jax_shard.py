@@ -36,18 +36,16 @@ def size(axes: Axes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A call on one device of the axis, whose keys are distributed as the queries are or, `whole`, in the order of the
-    sequence. `given` are the tables and numbers of the caller that gradients or traces may depend on; those in `split`
-    are in parts. `lengths` are this device's batch entries and heads."""
+    """A call as one device of a mesh axis computes it."""
 
-    att: Attention  # the caller's, with what is known on the host
+    att: Attention  # the caller's, with the values that the host knows
     deal: Deal
-    axis: str
-    whole: bool
+    axis: str  # the mesh axis of the tokens
+    whole: bool  # keys are all those of the sequence, in its order; else they are distributed as queries are
     axes: tuple[Axes, Axes]  # of the mesh, over which batch entries and heads are split
-    split: Mapping[str, tuple[int, ...]]
-    given: Arrays
-    lengths: tuple[int, int]
+    split: Mapping[str, tuple[int, ...]]  # table -> axes of which a device has a part
+    given: Arrays  # the caller's tables and numbers that gradients or traces may depend on
+    lengths: tuple[int, int]  # batch entries and heads of this device
 
     @cached_property
     def whole_sizes(self) -> tuple[int, int]:

@@ -16,8 +16,7 @@ from .deal import Deal
 
 @dataclass(frozen=True)
 class Step:
-    """Rank r has keys of rank r - `shift`. `pairs` (from, to) are those that send, `length` tokens each, beginning at
-    place `start[from]`; `reads[r]`: whether rank r sees any of them.
+    """A step of the ring, in which rank r gets keys of rank r - `shift`.
 
     >>> import frisket as fk
     >>> step = steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))[1]
@@ -26,10 +25,10 @@ class Step:
     """
 
     shift: int
-    length: int
-    pairs: tuple[tuple[int, int], ...]
-    start: tuple[int, ...]
-    reads: tuple[bool, ...]
+    length: int  # tokens that a rank sends
+    pairs: tuple[tuple[int, int], ...]  # (from, to) of the ranks that send
+    start: tuple[int, ...]  # the first token that each rank sends, by its index in the shard
+    reads: tuple[bool, ...]  # whether each rank sees some of the keys it gets
 
 
 def steps(deal: Deal) -> tuple[Step, ...]:

@@ -108,10 +108,10 @@ class RingJob:
     variant: Variant
     steps: tuple[RankStep, ...]
     seed: Any
-    origin: Sizes
-    sizes: Sizes
-    params: Mapping[str, Any]
-    learned: tuple[str, ...]
+    origin: Sizes  # the first batch entry and head of the call
+    sizes: Sizes  # batch entries and heads of the whole problem
+    params: Mapping[str, Any]  # that no gradient flows to
+    learned: tuple[str, ...]  # names of the parameters that gradients flow to
 
     def ready(self, i: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Tensor]) -> Ready:
         """The prepared call of step i: the crop of its queries and keys, positions as numbers where they follow one

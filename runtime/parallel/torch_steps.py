@@ -11,19 +11,17 @@ from numpy.typing import NDArray
 
 from .deal import Deal, Variant
 
-Message = tuple[int, int, int]  # (rank, start, stop): a range of places on the rank whose keys these are
+Message = tuple[int, int, int]  # (rank, start, stop): a rank, and a range of the sender's places
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One call of a kernel. `come` are ranges of places on the ranks that send keys; this rank's own keys need no
-    message. `go` are ranges of this rank's places, which it sends. The kernel's keys are `parts` of the ranges that
-    came, (which range, start, stop), in ascending position."""
+    """One call of a kernel, and the messages for it."""
 
-    come: tuple[Message, ...]
-    go: tuple[Message, ...]
-    parts: tuple[tuple[int, int, int], ...]
-    keys: NDArray[np.int32]  # their positions
+    come: tuple[Message, ...]  # the keys to get from each rank; this rank's own need no message
+    go: tuple[Message, ...]  # this rank's keys to send, with the rank that gets them
+    parts: tuple[tuple[int, int, int], ...]  # the kernel's keys, (index in `come`, start, stop), by ascending position
+    keys: NDArray[np.int32]  # the positions of the kernel's keys
 
 
 def steps(deal: Deal, rank: int, variant: Variant) -> tuple[RankStep, ...]:
