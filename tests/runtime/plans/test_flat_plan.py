@@ -358,7 +358,7 @@ def test_ids_at_both_ends_of_int64(backend, flat):
         att = fk.compile(text, backend=backend)
         assert torch.equal(att(q, q, v, plan=att.plan(64, 64, flat=flat, x=x))[0, 0] > 0, seen)
     att = fk.compile("x[q] * 2 > x[k]", backend=backend)
-    with pytest.raises(fk.FrisketError, match="leaves? 64 bits"):
+    with pytest.raises(fk.FrisketError, match=r"leaves? 64 bits"):
         att.plan(64, 64, flat=flat, x=x).work((64, 64))
 
 
