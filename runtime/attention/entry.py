@@ -52,8 +52,7 @@ def compile(
     - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given.
     - `enable_gqa`: whether query heads may share key heads, in groups.
     - `dropout`: the share of weights to drop, in [0, 1), at every call. Make another attention for inference.
-    - `sinks`: [heads] or one number: extra logits in the softmax of every query, which have no value vector. A call may
-      give others.
+    - `sinks`: [heads] or one number: logits in the softmax of every query that have no value. A call may give others.
     - `backend`: one of `frisket.backends()`, "library" or "native".
     - `tile`: the (queries, keys) of a tile, in tokens.
     - `engines`: a kernel of a vendor (an engine) runs where it provably computes this mask and score mod, was compared
@@ -119,8 +118,7 @@ def attention(
     >>> out.shape, lse.shape
     (torch.Size([1, 8, 128, 16]), torch.Size([1, 8, 128]))
 
-    See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, and gradients, `compile` for the
-    rest.
+    See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, gradients; `compile` for more.
     """
     check_name(backend)
     rate, deterministic = rate_of(dropout), flag(deterministic)

@@ -63,6 +63,8 @@ def build(args: argparse.Namespace) -> CommandResult:
     check_name(args.backend)
     if args.backend not in RECORDS or RECORDS[args.backend].ahead is None:
         raise ParameterError(f"--build is about kernels of C++, not {args.backend!r}; write --backend cpp")
+    if args.report or args.arch:
+        raise ParameterError("--report and --arch are about GPUs, --build about this CPU: leave one or the other out")
     att = compiled(read_program(args), args.block, backend=args.backend)
     made = warm(att, shapes(args), framework=args.framework)
     rows = [row._asdict() for row in made.rows]

@@ -320,8 +320,7 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
 def _alone(path: Path) -> Iterator[None]:
     """No other process builds this kernel meanwhile: the lock is the file's, and goes with the process that holds it.
 
-    Where the file system has no locks, or whoever holds one is stopped, several processes may build the kernel: the
-    last one's is kept.
+    Where the file system has no locks, or a holder is stopped, several processes may build a kernel; the last is kept.
     """
     import fcntl  # there is none on Windows, where nothing is built
 

@@ -7,6 +7,7 @@ from typing import Any
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.machine.integers import as_int
 
 LENGTH_OF = {"bhsd": -2, "bshd": -3}  # layout -> the axis of positions
 
@@ -129,7 +130,7 @@ def repeat_kv_bsnh(x: Any, n_rep: int) -> Any:
 
 
 def _repeated(x: Any, n_rep: int, axis: int) -> Any:
-    if not isinstance(n_rep, int) or n_rep < 1:
+    if type(n_rep := as_int(n_rep)) is not int or n_rep < 1:
         raise ParameterError(f"n_rep is {n_rep!r}; it is how often every head is there, 1 or more")
     if len(x.shape) != 4:
         raise ShapeError(f"x is {list(x.shape)}; it has 4 axes, the heads being axis {axis}")

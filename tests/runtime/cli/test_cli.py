@@ -184,6 +184,10 @@ BAD = {
     "--backend triton\n",
     "emit causal --backend triton --arch sm_90 sm_80": "ParameterError: one text is for one GPU: --arch sm_90; several "
     "go with --report\n",
+    "emit causal --build --report": "ParameterError: --report and --arch are about GPUs, --build about this CPU: "
+    "leave one or the other out\n",
+    "emit causal --build --arch sm_90": "ParameterError: --report and --arch are about GPUs, --build about this CPU: "
+    "leave one or the other out\n",
     "emit causal --backend triton --heads 8 --kv-heads 3": "ShapeError: --heads 8 is no multiple of --kv-heads 3; "
     "key heads are shared evenly\n",
     "emit causal --backend triton --report --arch sm_70": "BackendError: no figures for 'sm_70'; ahead-of-time reports "

@@ -101,7 +101,7 @@ def test_rotary_turns_scores_by_distance_alone():
 def test_heads_repeated(world):
     x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
     make = WORLDS[world]
-    bnsh, bsnh = np.asarray(m.repeat_kv_bnsh(make(x), 2)), np.asarray(m.repeat_kv_bsnh(make(x), 2))
+    bnsh, bsnh = np.asarray(m.repeat_kv_bnsh(make(x), 2)), np.asarray(m.repeat_kv_bsnh(make(x), np.int64(2)))
     assert (bnsh.shape, bsnh.shape) == ((2, 6, 5, 4), (2, 3, 10, 4))
     for head in range(6):
         np.testing.assert_array_equal(bnsh[:, head], x[:, head // 2])
@@ -299,6 +299,7 @@ BAD = {
     "odd": (lambda: m.rotary_tables(jnp.arange(4), 7), "head_dim is 7"),
     "odd halves": (lambda: m.rotate_half(jnp.ones(3)), "its length is even"),
     "repeats": (lambda: m.repeat_kv_bnsh(ONES, 0), "n_rep is 0"),
+    "repeats of a Bool": (lambda: m.repeat_kv_bnsh(ONES, True), "n_rep is True"),
     "repeats rank": (lambda: m.repeat_kv_bsnh(ONES[0], 2), "4 axes, the heads being axis 2"),
     "two left": (lambda: m.create_mesh((-1, -1), ("a", "b")), "at most one is -1"),
     "names": (lambda: m.create_mesh((1, -1), ("a", "a")), "a name for each, and each once"),
