@@ -244,6 +244,7 @@ def _label(panel: Panel, layout: Tiling) -> str:
 def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:
     """Lines above the picture and below it."""
     text = style.title if style.title is not None else " ".join(repr(layout.written).split())
+    text = "".join(c if c.isprintable() else " " for c in text)  # SVG has no control characters
     wide = int(pixels / style.points(5.8))
     above = textwrap.wrap(text, wide, max_lines=3, placeholder=" …", break_on_hyphens=False) if text else []
     (bq, bk), c = layout.block, layout.counts

@@ -55,9 +55,8 @@ def joined(texts: list[str], sign: str) -> str:
 def parted(text: str, local: bool) -> tuple[str, str]:
     """Two texts of a model's mask: inside one document, and which tokens share a document.
 
-    `local`: the positions that are read from a table beside the numbers of documents are those within documents, as
-    transformers makes them. They count tokens, so a mask of distances is the same in the positions of the row, which
-    need no table.
+    `local`: the positions read from a table beside document numbers are those within documents, as transformers makes
+    them. They count tokens, so a mask of distances is the same in the positions of the row, which need no table.
     """
     found = simplify(mask(text).expr)
     documents = [c for c in clauses(found) if _same(c)]

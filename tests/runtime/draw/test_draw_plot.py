@@ -204,7 +204,7 @@ def test_equal_layouts_give_equal_bytes(tmp_path, suffix):
 
 def test_svg_is_xml(tmp_path):
     layout = fk.mask("causal & k > -1").layout(64, 64, block=(16, 16))
-    layout.plot(tmp_path / "m.svg", title="</svg> & <b>")
+    layout.plot(tmp_path / "m.svg", title="</svg> &\x1b[1m \x00\ud800\ufffe<b>")
     root = ElementTree.fromstring((tmp_path / "m.svg").read_bytes())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not root.findall(".//{http://purl.org/dc/elements/1.1/}date")
