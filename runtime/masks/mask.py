@@ -409,7 +409,7 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
 
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
-    """Those of the values that an Expr reads."""
+    """Values that an Expr reads, by name."""
     names = names_of(e)
     return {n: x for n, x in values.items() if n in names}
 
