@@ -203,7 +203,6 @@ def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = No
     """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
-    most = jnp.finfo(real).max  # type: ignore[no-untyped-call]  # inf - inf is 0 here: such a sink takes all weight
-    held = jnp.minimum(jnp.where(lse == -jnp.inf, 0, lse), most)
-    share = jnp.exp(jnp.minimum(sinks.astype(real)[:, None], most) - held - low)
+    held = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
+    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - held - low)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)
