@@ -4,8 +4,8 @@
 "xeon", float32, and "amx", bfloat16, which that unit multiplies; long calls of float32 are six products of bfloat16.
 Two heads, no mask and a causal one, forward, and forward with gradients. Calls run in turns on one thread; a time
 is that of the thread; a figure is the median over rounds of SDPA / native, with the 95 % interval of that median.
-Each row has a process of its own. In "avx2" neither frisket's kernels nor those of torch itself have wider vectors;
-SDPA's matrix products are those of a library, which chooses its instructions.
+Each row has a process of its own; rows of short calls have more rounds. In "avx2" neither frisket's kernels nor those
+of torch itself have wider vectors; SDPA's matrix products are those of a library, which chooses its instructions.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def rows(part: str, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     given = {"CPU_DIMS": variant, "ATEN_CPU_CAPABILITY": variant} if variant else {}
     for case in CASES:
         for backward in (False, True):
-            asked = {"case": case, "backward": backward, "rounds": rounds, "dtype": dtype}
-            code = CODE.format(folder=os.path.dirname(__file__), **asked)
             mask, length, dim = case
+            many = rounds * max(1, 2048 // length)  # a short call takes less time, and is seldom left alone for it
+            asked = {"case": case, "backward": backward, "rounds": many, "dtype": dtype}
+            code = CODE.format(folder=os.path.dirname(__file__), **asked)
             name = f"{'no mask' if mask == 'True' else mask}, {length} x {dim}, forward{' and backward' * backward}"
             yield name, json.loads(fresh(code, **given))
 
