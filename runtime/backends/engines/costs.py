@@ -83,7 +83,7 @@ COSTS = (
     CostRow(
         "sdpa", "cpu", ("float32", *HALVES), lambda call: call.generated == "aten" and call.geometry.q_len <= 256,
         "with a C++ compiler, and past 256 queries without one",
-        "benchmarks/results/engines.json, AMD EPYC with AVX-512, one thread, head dim 64: library calls take 1.7 to 14 "
-        "times as long up to 256 tokens, 1.0 to 1.2 times at 1,024; C++ kernels 0.1 to 0.9 times, but for 1.5 at 16",
+        "benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 to 11 "
+        "times as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times",
     ),
 )  # fmt: skip
