@@ -757,7 +757,8 @@ TOPICS = (
                ("onnx", "Beside ONNX Runtime, float32", "ms"))),
     Topic("decode-stored", "Decoding on stored keys", "One query over 2 key heads. The first two tables have 8 query "
           "heads and one thread, and their ratios are times: below 1 is faster. The last one has all threads, and its "
-          "ratio is a rate: at 1, keys and values are read as fast as torch adds them up. 8,192 tokens of one sequence "
+          "ratio is a rate: at 1, keys and values are read as fast as torch adds them up. Arrays lie in huge pages, as "
+          "those of torch's caches, where the system has them. 8,192 tokens of one sequence "
           "lie in the caches, which torch adds up several times as fast as memory. GQA 8 (eight query heads of a key "
           "head) and 8 bits are bound by products and conversions.",
           "python benchmarks/decode_stored.py",
