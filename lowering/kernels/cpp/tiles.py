@@ -21,11 +21,9 @@ to 1.02, with backward 0.92 to 1.01; windows, documents, neighbourhoods 0.88 to 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Geometry
 from frisket.lowering.simplify.affine import is_int_comparison, relation
 
@@ -41,14 +39,14 @@ def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
 
 
 @memo(group="expressions")
-def long_runs(mask: Expr | None) -> bool:
-    """Whether rows of a mask see keys in long runs, or their number depends on q - k alone and a plan looks at it.
+def long_runs(mask: Expr) -> bool:
+    """Whether rows of a mask see keys in long runs, as far as the mask says it without its tables.
 
     Bounds of k, of q, and of q - k on one side leave long runs. A remainder, blocks, a table by position, or bounds of
     q - k on both sides may leave short ones, which vectors multiply without the rest of a tile: with documents of 256
     tokens six products took 1.24 of the time of vectors forward, with neighbourhoods of 13 x 13 1.54."""
     sides = set()
-    for e in () if mask is None or distance_only(mask) else _parts(mask):
+    for e in _parts(mask):
         if not uses(e) >= {"q", "k"} and any(n.op == "lookup" for n in walk(e)):  # padding, most often
             continue
         op, form = relation(e.op, *e.args) if is_int_comparison(e) else ("eq", None)
@@ -60,12 +58,11 @@ def long_runs(mask: Expr | None) -> bool:
     return len(sides) < 2
 
 
-def _parts(e: Expr) -> Iterator[Expr]:
+def _parts(e: Expr) -> list[Expr]:
     """The parts of `and` and `or` in which a position occurs."""
-    for part in e.args if e.op in ("and", "or") else ():
-        yield from _parts(part)
-    if e.op not in ("and", "or") and uses(e) & {"q", "k"}:
-        yield e
+    if e.op in ("and", "or"):
+        return [part for a in e.args for part in _parts(a)]
+    return [e] if uses(e) & {"q", "k"} else []
 
 
 def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.tiles import long_runs, pays, tiles
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
@@ -14,7 +15,8 @@ from frisket.runtime.machine.cpp_cpu import lacking
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
     mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
-    six = not exact and pays(g, dtype, narrow) and long_runs(mask) and not lacking("amx")
+    six = not exact and pays(g, dtype, narrow) and not lacking("amx")
+    six = six and (mask is None or distance_only(mask) or long_runs(mask))  # `narrow` says it of q - k alone
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
     return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
 

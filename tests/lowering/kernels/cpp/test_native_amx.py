@@ -350,7 +350,7 @@ def test_masks_that_take_six_products(mask, there, monkeypatch):
         values = {n: torch.as_tensor(x) if flat and n != "n" else x for n, x in given.items()}
         plan = fk.compile(mask).plan(2048, 2048, 1, 2, flat=flat, **values)
         assert plan.on_device == (flat and values.keys() - {"n"} != set())
-        kernel = plan.laid.plan if plan.on_device else plan.work((128, 128)).plan
+        kernel = plan.static.plan if plan.on_device else plan.work((128, 128)).plan
         of_torch = text.call_target(plan, g, "float32", None, AS_CHOSEN, None, None)
         of_jax = text.target(kernel, g, "float32", None, plan.narrow)
         assert [x.precision == "bf16x6" for x in (of_torch, of_jax)] == [there] * 2
