@@ -308,7 +308,7 @@ class _BackendRun:
             n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
-        if RECORDS[backend].rows == "offset" and isinstance(call.source, PlanKey):  # 64 bits by themselves
+        if RECORDS[backend].rows == "offset" and isinstance(call.source, PlanKey):  # native: has 64 bits without x64
             ints = {t.name: tables[t.name].dtype for t in self.plan.every_table if t.type is INT}
             ints = {n: x for n, x in ints.items() if x.itemsize > 2 and not isinstance(tables[n], np.ndarray)}
             self.plan = self.plan.holding({n: float(np.iinfo(x).max) for n, x in ints.items()})

@@ -62,7 +62,7 @@ def attend(
 
     Inside `jax.shard_map` the arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads,
     dim], and so is the result, with `return_lse` also lse [batch, heads, shard], natural log. With `mesh` they are
-    those of all devices, in the deal's order, and this calls shard_map: `attend(att, q, k, v, deal=d, mesh=mesh)`.
+    those of all devices, in the deal's order; `attend` then calls shard_map: `attend(att, q, k, v, deal=d, mesh=mesh)`.
 
     "ring" sends between each two devices what `deal.needs` says, one step ahead of the kernels; devices whose pair
     sees nothing send nothing and run nothing. "all-gather" brings all keys to every device and runs one kernel. The

@@ -13,9 +13,8 @@ the matrix unit of an Intel Xeon (AMX, 2 MiB of L2), tiles of 256 keys take 0.92
 other vectors 0.98 to 1.00, and with those of AVX2 1.00 at D = 128 and 1.06 at D = 64. float32 in six products, whose
 tiles have three times the bytes: 192 x 64 0.93, 0.84 and 0.85 of the time of 96 x 64 at D = 64, 128 and 256.
 
-float32 by vectors of AVX-512 and AVX2 there, tiles of 64 keys by the time of those of 128, up to D = 128: forward 0.95
-to 1.02, with backward 0.92 to 1.01; windows, documents, neighbourhoods 0.88 to 1.01 and 0.85 to 0.98; decoding 0.97 to
-1.03. Above, 1.01 to 1.02 and 0.99 to 1.02.
+float32 by vectors of AVX-512 and AVX2 there: tiles of 64 keys take, up to D = 128, 0.95 to 1.02 of the time of 128
+forward, 0.92 to 1.01 with backward, 0.85 to 1.01 under windows, documents and neighbourhoods; above, 0.99 to 1.02.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
 def long_runs(mask: Expr) -> bool:
     """Whether rows of a mask see keys in long runs, as far as the mask says it without its tables.
 
-    Bounds of k, of q, and of q - k on one side leave long runs. A remainder, blocks, a table by position, or bounds of
-    q - k on both sides may leave short ones, which vectors multiply without the rest of a tile: with documents of 256
-    tokens six products took 1.24 of the time of vectors forward, with neighbourhoods of 13 x 13 1.54."""
+    Bounds of k, of q, and of q - k on one side leave them. Of short runs vectors multiply less (design notes)."""
     sides = set()
     for e in _parts(mask):
         if not uses(e) >= {"q", "k"} and any(n.op == "lookup" for n in walk(e)):  # padding, most often
@@ -72,8 +69,7 @@ def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int
         return next((n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192), 64), 64
     entry = 8 if dtype == "float64" else 4
     keys = 128 if dtype in ("bfloat16", "float16") or max(g.head_dim, g.v_dim) > 128 else 64
-    if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024:
-        keys = 256
+    keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024 else keys
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
     queries = 96 if narrow else tallest(g.head_dim, g.v_dim)

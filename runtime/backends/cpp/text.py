@@ -14,11 +14,15 @@ from frisket.runtime.machine.cpp_cpu import lacking
 
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
-    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
-    six = not exact and pays(g, dtype, narrow) and not lacking("amx")
-    six = six and (mask is None or distance_only(mask) or long_runs(mask))  # `narrow` says it of q - k alone
+    six = not exact and pays(g, dtype, narrow) and not lacking("amx") and _in_long_runs(plan)
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
     return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
+
+
+def _in_long_runs(plan: Any) -> bool:
+    """Whether rows see long runs of keys; of masks of q - k alone, a plan's `narrow` has told the others."""
+    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
+    return mask is None or distance_only(mask) or long_runs(mask)
 
 
 def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
