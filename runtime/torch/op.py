@@ -170,8 +170,8 @@ def like_one(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What says, beside q, k and v, which call this is; nothing of a call that has only these. None where it brings
-    tables of its mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
+    """The part of a key that tells such calls apart, () where they have q, k and v alone. None of calls that bring
+    tables of their mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
     said: list[Any] = []
     if sinks is not None:
         if not (_readable(sinks) and sinks.is_contiguous()):
