@@ -123,7 +123,7 @@ def repeated(
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
     beside: tuple[Any, ...] | None = ()
-    if any(x is not None for x in (plan, sinks, origin, sizes, layout)) or params:
+    if not (plan is sinks is origin is sizes is layout is None) or params:
         beside = _beside(att, plan, sinks, origin, sizes, layout, params)
         if beside is None:
             return None
@@ -132,6 +132,10 @@ def repeated(
     if found is None:
         return None
     _, run, ready = found
+    if not beside and not lse:
+        if learning:
+            return AttendAgain.apply(run, ready, q, k, v) if run.fits(q, k, v) else None  # type: ignore[no-untyped-call]
+        return run.forward(q, k, v, False)
     if ready.turned:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not learning:
