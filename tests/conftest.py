@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -30,6 +31,7 @@ gc.set_threshold(20_000, 10, 10)
 
 EMITTERS = "--xla_cpu_use_fusion_emitters"
 GOLDEN = Path(__file__).parent / "golden"
+QUICK = Path(__file__).parent / "support/native/quick_g++"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,8 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("cacheprovider"):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
     if xla_has_older_emitters() and EMITTERS not in os.environ.get("XLA_FLAGS", ""):  # nor did the process before this
-        newer = "matrix" in config.option.markexpr.replace("not matrix", "")
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}={str(newer).lower()}".strip()
+        newer = str(of_the_matrix(config)).lower()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}={newer}".strip()
+    # native kernels are optimized less, but those of the matrix and of lowering/kernels/cpp, which are what users have
+    if not of_the_matrix(config) and "CXX" not in os.environ and shutil.which("g++") and os.access(QUICK, os.X_OK):
+        os.environ["CXX"] = str(QUICK)
+
+
+def of_the_matrix(config: pytest.Config) -> bool:
+    return "matrix" in config.option.markexpr.replace("not matrix", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
