@@ -8,36 +8,30 @@ from support.triton.triton_process import run
 TESTS = Path(__file__).parents[3]
 INTERPRETED = {
     "lowering/kernels/triton/triton_interpreted.py": (
-        "every_case[gqa]", "every_case[empty-rows]", "every_case[scaled]", "every_case_with_everything[softcap]",
+        "every_case[empty-rows]", "every_case[scaled]", "every_case_with_everything[softcap]",
         "every_case_in_half_precision[documents-by-batch-bfloat16]", "every_case_with_closed_form_bounds[window-crop]",
         "tensors_of_any_head_size[40-float16]", "operators",
     ),
     "lowering/kernels/triton/triton_interpreted_decode.py": (
-        "parts_of_packed_heads[4-17-2]", "parts_with_everything[gqa]",
-        "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
+        "parts_of_packed_heads[4-17-2]", "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
     "lowering/kernels/triton/triton_interpreted_stored.py": (
         "parts[no end]", "forward[as they are]",
-        "parts_in_proportion_to_what_sequences_see[int8 in pages of 16]",
     ),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
-        "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
-        "sums_with_sinks_and_dropout[gqa-True-0.6]",
+        "every_case[softcap]", "captured_in_half_precision[by column, gqa bfloat16]",
         "shapes_with_closed_form_bounds[place1]",
     ),
     "lowering/kernels/triton/triton_captured_interpreted.py": (
-        "every_table[plane, of a head]", "half_precision[scatter, crop-bfloat16]",
+        "half_precision[scatter, crop-bfloat16]",
     ),
     "lowering/kernels/triton/triton_scores_interpreted.py": (
-        "score_mods[softcap, alibi-bfloat16]", "score_mods[decides-float16]", "gradients[crop-bfloat16]",
-        "score_mods[a number alone-float16]", "gradients[of rows alone-float16]",
-        "error_of_the_instruction[float16]", "float32_keeps_its_text", "tables_by_distance[gqa-bfloat16]",
-        "tables_by_distance[mask-float32]", "gradients_by_distance[factor, NaN where hidden]",
+        "score_mods[softcap, alibi-bfloat16]", "score_mods[a number alone-float16]",
+        "error_of_the_instruction[float16]", "tables_by_distance[mask-float32]",
     ),
     "runtime/backends/triton_jax_interpreted.py": (
-        "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
+        "every_case[documents-by-batch]", "every_gradient[softcap]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]",
-        "stored_keys_in_parts_in_proportion[1]", "traced_values_make_no_other_kernel",
     ),
     "runtime/bench/test_numerics.py": (
         "errors_keep_their_bound[triton-scores of 100-bfloat16]",
@@ -49,20 +43,33 @@ INTERPRETED = {
         "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]",
     ),
     "lowering/planner/triton_planner_interpreted.py": (
-        "written_masks[documents]", "random_masks[1]",
+        "written_masks[documents]",
     ),
-    "runtime/backends/triton_rows/triton_rows_interpreted.py": ("long_rows[BY_HEAD-longest-of-all-first]",),
     "runtime/backends/triton_binding_interpreted.py": (
         "graph_of_a_checkpoint", "eager_beside_the_interpreter", "orders[causal & same(doc)]",
     ),
 }  # fmt: skip
 LONG = {  # that take seconds: of mutants, and of the matrix with all others of their files
+    "lowering/kernels/triton/triton_interpreted.py": ("every_case[gqa]",),
+    "lowering/kernels/triton/triton_interpreted_decode.py": ("parts_with_everything[gqa]",),
+    "lowering/kernels/triton/triton_interpreted_stored.py": (
+        "parts_in_proportion_to_what_sequences_see[int8 in pages of 16]",
+    ),
+    "lowering/kernels/triton/triton_backward_interpreted.py": (
+        "captured[by row]", "sums_with_sinks_and_dropout[gqa-True-0.6]",
+    ),
+    "lowering/kernels/triton/triton_scores_interpreted.py": (
+        "score_mods[decides-float16]", "float32_keeps_its_text",
+        "gradients[crop-bfloat16]", "gradients[of rows alone-float16]", "tables_by_distance[gqa-bfloat16]",
+        "gradients_by_distance[factor, NaN where hidden]",
+    ),
     "runtime/backends/triton_rows/triton_rows_interpreted.py": (
-        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
+        "long_rows[BY_HEAD-longest-of-all-first]", "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "lowering/kernels/triton/triton_large_interpreted.py": ("weights_in_jax[distance-100000.0]",),
+    "lowering/kernels/triton/triton_captured_interpreted.py": ("every_table[plane, of a head]",),
     "lowering/planner/triton_planner_interpreted.py": (
-        "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
+        "random_masks[1]", "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
 }  # fmt: skip
 COMPILED = {
