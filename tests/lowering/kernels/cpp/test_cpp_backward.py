@@ -230,6 +230,10 @@ RARE = (
     "dropout-bfloat16",
     "dim-256",
     "dim-8",
+    "slots",
+    "table-of-minus-infinity",
+    "float16",
+    "everything",
 )
 
 
@@ -314,7 +318,9 @@ def drawn(seed):
     ), r.choice([1, 2, 5])  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 60))])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.matrix) for n in range(60)]
+)
 def test_drawn_cases(seed):
     case, threads = drawn(seed)
     made = problem(case)

@@ -205,7 +205,8 @@ RARE = ("wide-integers-float64", "dropout-bfloat16", "float64-one-query", "dilat
 MATRIX = (
     "residues-far-away", "residues-by-head", "no-such-residue", "intervals-float64", "intervals-by-head",
     "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "group-of-heads", "two-queries-wide-tiles",
-    "neighbourhood", "heads-differ-one-query", "softcap",
+    "neighbourhood", "heads-differ-one-query", "softcap", "dim-256", "empty-rows", "everything",
+    "heads-visit-other-tiles", "minus-infinity", "bfloat16-one-query", "bfloat16-odd-sizes", "wide-integers",
 )  # fmt: skip
 MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.matrix)
 
@@ -260,7 +261,7 @@ SPECIAL = Case("causal & k % 3 != 0", heads=1, kv_heads=1)
 
 
 @pytest.mark.parametrize("q_len", [150, 1, 5])
-@pytest.mark.parametrize("score", [None, "20 * tanh(score / 20)"])
+@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.matrix)])
 def test_masked_scores_do_not_matter(score, q_len):
     case = SPECIAL.but(score=score, q_len=q_len, origin=(0, 0, 150 - q_len, 0))
     made = problem(case, masked_keys)
@@ -268,7 +269,7 @@ def test_masked_scores_do_not_matter(score, q_len):
     check(made, made.run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_keys_between_intervals_do_not_matter(dtype):
     def change(q, k, v):
         for x in (k, v):
@@ -302,11 +303,12 @@ def test_visible_special_numbers(number, q_len):
 VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
-@pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"), ("bfloat16", "avx2"), ("float64", "scalar"),
-                                               ("softcap", "avx512"), ("intervals-far-away", "avx512"),
+@pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"), ("bfloat16", "avx2"),
                                                *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
                                                    ("bfloat16-one-query", "avx2"), ("intervals", "avx2"),
                                                    ("intervals-float64", "scalar"), ("residues", "avx2"),
+                                                   ("float64", "scalar"), ("intervals-far-away", "avx512"),
+                                                   ("softcap", "avx512"),
                                                )]])  # fmt: skip
 def test_variants(name, variant):
     if why := native_cpu.lacking(variant):
