@@ -58,11 +58,12 @@ def both(names, more=()):
 
 
 @pytest.mark.parametrize("name", both(SLICE[:1]))
-@pytest.mark.parametrize("variant", some(HERE, *[v for v in ("avx2", "scalar") if v in HERE]))
+@pytest.mark.parametrize("variant", some(HERE, *[v for v in ("avx2",) if v in HERE]))
 def test_variants(variant, name):
     check(name, here(variant))
 
 
+@pytest.mark.matrix
 def test_half_precision_without_its_instructions():
     for variant, name in (("avx512", "bfloat16"), ("avx2", "bfloat16"), ("scalar", "float16")):
         if variant in HERE:
@@ -134,7 +135,7 @@ def disassembled(library, objdump="objdump"):
 
 @missing("objdump")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("variant", [v for v in WANTED if v in HERE])
+@pytest.mark.parametrize("variant", some([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
 def test_the_instructions(variant, kind):
     text = disassembled(native_build.library(problem("relative-bias").source(kind), variant)._name)
     there, absent = WANTED[variant]
@@ -150,6 +151,7 @@ def test_half_precision_uses_its_instructions(kind):
     assert re.search("vdpbf16ps .*%zmm", text)
 
 
+@pytest.mark.matrix
 @missing(*ARM, "aarch64-linux-gnu-objdump")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_instructions_of_neon(kind, tmp_path):
