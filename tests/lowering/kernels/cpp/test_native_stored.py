@@ -209,7 +209,7 @@ def exact_of(x, dtype):
     return np.asarray(native_call.from_bfloat16(x) if dtype == "bfloat16" else x, np.float64)
 
 
-USUAL = ("decode-bfloat16", "many-rows-of-a-head", "prefill-bfloat16-holes")
+USUAL = ("decode-bfloat16", "prefill-bfloat16-holes")
 HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
 
 

@@ -67,8 +67,8 @@ def refused(allow, run, match):
     ("text", "shape", "least"),
     [
         ("causal & t[q] == t[k]", (300,), 4),  # the trees of a table, and pieces that grow
-        ("t[h, q] >= t[h, k]", (2, 300), 4),
-        ("t[q, k] > 3", (300, 300), 4),
+        pytest.param("t[h, q] >= t[h, k]", (2, 300), 4, marks=pytest.mark.matrix),
+        pytest.param("t[q, k] > 3", (300, 300), 4, marks=pytest.mark.matrix),
     ],
 )
 def test_planners(scarce, text, shape, least):
@@ -86,7 +86,9 @@ def test_planners(scarce, text, shape, least):
     torch.testing.assert_close(made[0].bounds, made[1].bounds)
 
 
-@pytest.mark.parametrize("length", [200, 1], ids=["rows", "one query"])
+@pytest.mark.parametrize(
+    "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.matrix)]
+)
 def test_kernels(scarce, monkeypatch, length):
     torch = pytest.importorskip("torch")
     from frisket.runtime.backends.cpp import torch as native_torch
