@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.matrix import some
 
 from frisket.runtime.machine import cpp_build
 
@@ -23,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=550)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", some(FAST, "disk-full", "read-only", "sigterm"))
 def test_a_round(name):
     line = campaign.one(campaign.FAULTS[name][0], name, 100, 0)
     if line["left_out"]:
