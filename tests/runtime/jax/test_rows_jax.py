@@ -16,6 +16,7 @@ from frisket.runtime.machine import cpp_build
 
 needs_compiler = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
 BACKENDS = [pytest.param("cpp", marks=needs_compiler), "xla"]
+OFTEN = [pytest.param("cpp", marks=[needs_compiler, pytest.mark.matrix]), "xla"]
 Q_LEN, KV_LEN = 203, 331
 draws = np.random.default_rng(0)
 PLACES = draws.permutation(Q_LEN).astype(np.int32), draws.permutation(KV_LEN).astype(np.int32)
@@ -63,7 +64,7 @@ def test_results_and_gradients(text, backend, monkeypatch):
     assert bool(moved) == (backend == "xla")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 def test_learned_tables_sinks_and_dropout(backend):
     plain, own = both("q >= k", backend, "score + bias[h, q - k + 400]", dropout=0.2)
     given = {"bias": jnp.asarray(draws.standard_normal((4, 800)), jnp.float32), "sinks": jnp.arange(4.0)}
@@ -72,7 +73,7 @@ def test_learned_tables_sinks_and_dropout(backend):
     close(*(results(f, *qkv, **given) for f in seeded))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 def test_mapped(backend):
     plain, own = both("q >= k", backend)
     q, k, v = arrays(3)

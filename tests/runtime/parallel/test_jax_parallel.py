@@ -19,7 +19,7 @@ from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.parallel.shards import Where, check_covered, placed
 
 HERE = Path(__file__).parent
-FEW = ["bytes: even", "mesh", "large: native"]
+FEW = ["bytes: even"]
 EVERY = [
     "causal", "window", "documents", "full", "prefix", "streaming", "block diffusion", "dilated", "chunks", "offsets",
     "prefix documents", "documents by batch", "sparse", "rows without keys", "biases", "plane", "distances",
@@ -44,6 +44,8 @@ def test_outputs_gradients_and_bytes():
 
 
 MANY = [
+    "mesh",
+    "large: native",
     "prefix documents",
     "rows without keys",
     "biases",
@@ -231,7 +233,8 @@ def test_every_axis_of_the_mesh_is_manual():
         jax.jit(run)(x)
 
 
-@pytest.mark.parametrize("variant", ["ring", pytest.param("all-gather", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
 def test_a_mask_that_shows_nothing(variant):
     deal, att = fk.parallel.deal("q < 0", 60, 1, tile=16), fk.compile("q < 0", backend="xla")
     x = jnp.ones((1, 64, 2, 8))
@@ -253,6 +256,7 @@ def test_steps_send_what_is_needed():
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at", [{"q": "767 - q", "k": "(k + 9) % 768"}, {"k": "turn[k]", "h": "1 - h"}])
 def test_dropout_of_an_attention_at_other_positions(at):
     """It draws at the positions, as on one device, and not at the places that were distributed."""
