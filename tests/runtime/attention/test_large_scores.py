@@ -137,7 +137,8 @@ def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "case", [Case(), pytest.param(Case(length=700), marks=pytest.mark.matrix), Case(score="score - 0.125 * (q - k)")],
+    "case", [Case(), pytest.param(Case(length=700), marks=pytest.mark.matrix),
+             pytest.param(Case(score="score - 0.125 * (q - k)"), marks=pytest.mark.matrix)],
     ids=["causal", "flash", "bias"],
 )  # fmt: skip
 def test_gradients_of_sinks(case, backend):
