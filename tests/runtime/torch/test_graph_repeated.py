@@ -40,7 +40,14 @@ def prepared_anew(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+    ],
+)
 @pytest.mark.parametrize(
     "shape",
     [

@@ -42,7 +42,14 @@ def shape_of(arrays):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits(dtype):
     repeated(attention(), drawn(dtype=dtype))
 
@@ -336,7 +343,7 @@ def generic(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
     [
