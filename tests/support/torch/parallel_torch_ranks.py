@@ -8,6 +8,7 @@ import struct
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -158,8 +159,8 @@ def large(rank, report):
                 report(("large", backend, variant, size), errors)
 
 
-def agreement(rank, report):
-    for name in CASES:
+def agreement(rank, report, names):
+    for name in names:
         report(("differences", name), differences(name, rank))
 
 
@@ -260,8 +261,8 @@ def disagreement(rank, report):
             report(("refused", name), str(error))
 
 
-def all_checks(rank, report):
-    for part in (agreement, large, refusal, traffic, disagreement):
+def all_checks(rank, report, names):
+    for part in (partial(agreement, names=names), large, refusal, traffic, disagreement):
         try:
             part(rank, report)
         except Exception:
