@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+import pytest
+
+BEGINNING = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 import sys
@@ -21,7 +23,8 @@ def results(attend):
     return jax.jit(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3, 4)))(*args, VALUES, SINKS)
 
 wanted = results(dense)
-
+"""
+SPLIT = """
 def by_batch(q, k, v, values, sinks):
     return ours(origin=(0, 0, 0, 0))(q, k, v, values, sinks)
 
@@ -50,7 +53,8 @@ def told(q, k, v):
 whole = ours(by_position, None)(*args)[0]
 close(jax.shard_map(told, mesh=mesh, in_specs=P("x", None, "y"), out_specs=P("x", None, "y"))(*args), whole)
 print("head origin")
-
+"""
+SHARDED = """
 # queries sharded, keys whole
 def rows(q, k, v, values, sinks):
     return ours(spans_of_all=True)(q, k, v, values, sinks, origin=(0, 0, jax.lax.axis_index("x") * q.shape[1], 0))
@@ -93,12 +97,20 @@ print("sinks")
 """
 
 
-def test_batch_heads_and_queries_sharded():
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        pytest.param(SPLIT, ["batch", "heads", "head origin"], marks=pytest.mark.matrix),
+        (SHARDED, ["rows", "public", "sinks"]),
+    ],
+    ids=["batch and heads", "queries"],
+)
+def test_batch_heads_and_queries_sharded(script, wanted):
     tests = str(Path(__file__).parents[2])
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = {**os.environ, "XLA_FLAGS": flags}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(tests=tests)], env=env, capture_output=True, text=True, timeout=300
-    )
-    wanted = ["batch", "heads", "head origin", "rows", "public", "sinks"]
+        [sys.executable, "-c", (BEGINNING + script).format(tests=tests)],
+        env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
