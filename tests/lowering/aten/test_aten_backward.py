@@ -82,7 +82,15 @@ def test_float64(name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["gqa", "alibi", "prefix and window", "by column, gqa"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gqa",
+        pytest.param("alibi", marks=pytest.mark.matrix),
+        pytest.param("prefix and window", marks=pytest.mark.matrix),
+        "by column, gqa",
+    ],
+)
 def test_half_precision(name, dtype, monkeypatch):
     case = {**CASES, **HARD, **MODS}[name].but(dtype=dtype)
     Both(case).check_half()
@@ -131,7 +139,9 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
     assert (got["q"][empty] == 0).all()
 
 
-@pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}, {"q", "t0"}, set()])
+@pytest.mark.parametrize(
+    "wanted", [{"q"}, {"k"}, set(), *(pytest.param(x, marks=pytest.mark.matrix) for x in ({"v"}, {"t0"}, {"q", "t0"}))]
+)
 def test_only_what_is_wanted(wanted):
     Both(MODS["by column, gqa"], wanted=frozenset(wanted)).check()
     Both(HARD["triangle"], wanted=frozenset(wanted - {"t0"})).check()
