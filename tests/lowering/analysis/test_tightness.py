@@ -214,7 +214,11 @@ DECIDED = {
 }
 
 
-@pytest.mark.parametrize("family", DECIDED, ids=lambda family: family.__name__)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in (joined, bounds) else pytest.mark.matrix) for f in DECIDED],
+    ids=lambda family: family.__name__,
+)
 def test_questions_decide_as_often_and_are_right(family, scope):
     rng = random.Random(family.__name__)
     masks = [family(rng) for _ in range(80)]
