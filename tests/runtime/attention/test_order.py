@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.matrix import some
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -80,7 +81,7 @@ def given_to(text, length):
     return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
 
-@pytest.mark.parametrize("text", WANTED)
+@pytest.mark.parametrize("text", some(WANTED, *[x for x in WANTED if "img" not in x]))
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]
     given = given_to(text, length)
