@@ -10,6 +10,7 @@ import numpy as np
 import peer_cases
 import pytest
 import torch
+from support.matrix import every_other
 
 import frisket as fk
 from frisket.lowering import dense
@@ -130,13 +131,13 @@ NAMES = "mask", "mod"
 needs_compiler = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 
-@pytest.mark.parametrize(NAMES, SPREAD)
+@pytest.mark.parametrize(NAMES, every_other(SPREAD))
 def test_every_mod(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
 @pytest.mark.parametrize(  # the others with their gradients, below
-    NAMES, [pytest.param(*p, marks=pytest.mark.matrix if i % 3 else ()) for i, p in enumerate(PAIRS[::2])]
+    NAMES, [pytest.param(*p, marks=pytest.mark.matrix if i % 6 else ()) for i, p in enumerate(PAIRS[::2])]
 )
 def test_results_of_every_other_mask(mask, mod):
     Pair(mask, mod).check(("torch_forward", "aten"), ("jax_forward", "xla"))
