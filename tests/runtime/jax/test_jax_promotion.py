@@ -12,7 +12,6 @@ STRICT = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "str
 SLICE = (
     "runtime/plans/test_flat_plan.py::test_offsets_in_fewer_bits_than_positions_need",
     "runtime/jax/test_jax_learned.py::test_a_mask_captures_documents",
-    "runtime/jax/test_jax_learned.py::test_a_score_mod_captures_what_is_learned",
     "runtime/caches/test_caches_jax.py::test_too_many_tokens",
     "runtime/modeling/test_modeling.py::test_rotary_keeps_the_dtype",
 )

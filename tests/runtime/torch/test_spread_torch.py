@@ -21,11 +21,10 @@ NUMBERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_ranks_compute_what_one_process_does(said, name):
-    """out, lse and the gradients of q, k, v, tables and sinks."""
-    for r in range(ranks.RANKS):
-        assert said[r, name] < 1e-4
+def test_ranks_compute_what_one_process_does(said):
+    """out, lse and the gradients of q, k, v, tables and sinks. One test, which one worker of pytest-xdist runs."""
+    off = {(r, name): said[r, name] for r in range(ranks.RANKS) for name in NUMBERS}
+    assert {which: x for which, x in off.items() if not x < 1e-4} == {}
 
 
 @pytest.mark.matrix
