@@ -8,8 +8,13 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-def test_some():
-    run(HERE / "gluon_compiled.py", only="not test_rest")
+@pytest.mark.parametrize(
+    "only",
+    ["not test_rest and not documents and not alibi",
+     pytest.param("test_some and (documents or alibi)", marks=pytest.mark.matrix)],
+)  # fmt: skip
+def test_some(only):
+    run(HERE / "gluon_compiled.py", only=only)
 
 
 @pytest.mark.slow
