@@ -32,7 +32,11 @@ def _own_registries(monkeypatch):
         monkeypatch.setattr(registry, "_known", dict(registry._known))
 
 
-@pytest.mark.parametrize("name", list(modules()))
+# compiled by JAX for seconds; what they show is what tests beside those modules hold
+LONG = {"frisket.runtime.caches.jax_paged", "frisket.runtime.caches.jax_ring", "frisket.runtime.parallel.attend"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix if n in LONG else ()) for n in modules()])
 def test_doctest(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0
