@@ -81,6 +81,7 @@ def test_every_part_that_runs_in_its_own_process():
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
 
 
+@pytest.mark.matrix
 def test_rows_of_engines():
     """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, and right rows of
     Gluon, which has no gradients of its own, by stand-ins."""
