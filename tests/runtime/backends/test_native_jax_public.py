@@ -69,6 +69,7 @@ def test_half_precision(dtype):
     close(found[1], want[1])
 
 
+@pytest.mark.matrix
 def test_float64():
     with jax.enable_x64(True):
         q, k, v, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in (Q, K, V, BIAS))
@@ -151,11 +152,13 @@ def test_gradients_to_everything():
     same(some, found[1]["k"])
 
 
+@pytest.mark.matrix
 def test_gradients_under_dropout():
     run = [fk.compile(MASK, SCORE, backend=name, dropout=0.3) for name in ("cpp", "xla")]
     close(*(gradients(att, seed=jnp.int32(4)) for att in run), 1e-4)
 
 
+@pytest.mark.matrix
 def test_gradients_of_float64():
     from jax.test_util import check_grads
 
@@ -233,6 +236,7 @@ def test_exported_modules_run_where_the_kernel_is_registered():
     same(jax.export.deserialize(module).call(Q), call(Q))
 
 
+@pytest.mark.matrix
 def test_the_bits_of_torch():
     """One kernel for both frameworks: [batch, length, heads, dim] and [batch, heads, length, dim] are strides."""
     torch = pytest.importorskip("torch")
@@ -245,13 +249,14 @@ def test_the_bits_of_torch():
     np.testing.assert_array_equal(lse, found[1].numpy())
 
 
-DEFAULT = ("crop", "origin-by-batch", "masked-nan")  # the others natively in tests/kernels
+# the others natively in tests/lowering/kernels/cpp
+MARKS = {"crop": (), "origin-by-batch": pytest.mark.matrix, "masked-nan": pytest.mark.matrix}
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(n, d, marks=() if n in DEFAULT and d == "float32" else pytest.mark.slow)
+        pytest.param(n, d, marks=MARKS.get(n, pytest.mark.slow) if d == "float32" else pytest.mark.slow)
         for n in cases.CASES
         for d in ("float32", "bfloat16", "float16", "float64")
     ],
