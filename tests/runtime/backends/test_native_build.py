@@ -603,7 +603,7 @@ except fk.LoweringError as error:
     ("framework", "broken"),
     [
         ("torch", "backward"),
-        ("jax", "backward"),
+        pytest.param("jax", "backward", marks=pytest.mark.matrix),
         *(pytest.param(x, "forward", marks=pytest.mark.matrix) for x in ("torch", "jax")),
         *(pytest.param(x, "planner", marks=pytest.mark.matrix) for x in ("torch", "jax")),
     ],
