@@ -32,13 +32,14 @@ def drawn(q_len, kv_len, dtype=torch.float32, heads=4, kv_heads=4):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("score", some(SCORES, *[*SCORES][2:]))  # those of T5 are also below
+@pytest.mark.parametrize("score", some(SCORES, [*SCORES][-1]))  # those of T5 are also below
 def test_results_and_gradients(score, lengths):
     att = fk.compile("q + 100 >= k", score, backend="native", **SCORES[score])
     att.check(*[x.requires_grad_() for x in drawn(*lengths)], gradients=True)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.matrix), torch.bfloat16])
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes(dtype):
     att = fk.compile("causal", "t5_bias(table, 32, 128)", backend="native", table=BUCKETS)
     att.check(*[x.requires_grad_() for x in drawn(90, 90, dtype)], gradients=True)

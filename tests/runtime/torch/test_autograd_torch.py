@@ -18,6 +18,7 @@ from frisket.dsl.errors import BackwardError
 
 NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no compiler")
 BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
+OFTEN = ["aten", pytest.param("cpp", marks=[NATIVE, pytest.mark.matrix])]
 G = torch.Generator().manual_seed(0)
 
 
@@ -180,7 +181,7 @@ def test_two_modules_that_begin_alike_learn_apart():
     torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 def test_a_learned_value_in_another_dtype_and_of_no_use(backend):
     q, k, v = (x.detach().float() for x in qkv())
     t = torch.randn(2, generator=G).to(torch.bfloat16).requires_grad_()
@@ -278,7 +279,7 @@ def test_what_is_not_finite_and_hidden_reaches_no_gradient(where, backend):
         torch.testing.assert_close(gradients(held), gradients(0.0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 def test_a_table_changed_before_the_backward_is_refused(backend):
     doc = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
     att = fk.compile("causal & same(doc)", backend=backend)
