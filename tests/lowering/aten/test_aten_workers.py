@@ -25,7 +25,9 @@ atexit.register(call, "causal & window(900)")
 """
 
 
-@pytest.mark.parametrize("before", ["", "call('causal')"], ids=["no pool", "a pool"])
+@pytest.mark.parametrize(
+    "before", [pytest.param("", id="no pool", marks=pytest.mark.matrix), pytest.param("call('causal')", id="a pool")]
+)
 def test_calls_at_exit(before):
     text = AT_EXIT.format(before=before)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
