@@ -63,9 +63,7 @@ def run(case, made=None, **options):
     )  # fmt: skip
 
 
-OFTEN = (
-    "window documents-by-batch gqa empty-rows crop origin-by-batch bias-plane plane-by-batch relation distances".split()
-)
+OFTEN = "window documents-by-batch gqa empty-rows crop bias-plane relation".split()
 
 
 @pytest.mark.parametrize("name", some(ALL, *OFTEN))
@@ -82,7 +80,7 @@ def test_a_value_of_one_number_more_than_the_lanes():
 UNEQUAL = [f"{name} {tile}" for name in ("window", "distances", "distances-by-batch") for tile in ("1x2", "2x1")]
 
 
-@pytest.mark.parametrize("which", some(UNEQUAL, "distances 2x1"))
+@pytest.mark.parametrize("which", some(UNEQUAL, "window 2x1"))
 def test_unequal_tiles(which):
     name, tile = which.split()
     case = ALL[name].but(block=tuple(128 * int(n) for n in tile.split("x")))
@@ -131,7 +129,7 @@ def test_sinks_dropout_and_the_largest_scores(name):
 # -- in the interpreter that knows of memory --------------------------------------------------------
 
 CAREFUL = ("documents", "window", "empty-rows", "gqa", "distances", "other-heads", "relation", "short-keys")
-OFTEN = [("distances", "traced"), ("gqa", "of the host")]
+OFTEN = [("gqa", "of the host")]
 
 
 @pytest.mark.parametrize(("name", "traced"), [

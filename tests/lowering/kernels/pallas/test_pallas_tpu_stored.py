@@ -45,6 +45,7 @@ def test_every_way_to_store(name):
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
 
 
+@pytest.mark.matrix
 def test_no_read_outside(monkeypatch):
     """Behind the edges of blocks lies NaN, as in test_pallas_tpu.py."""
     stored = ALL["small pages"]
