@@ -340,6 +340,7 @@ def test_emit_reports_what_kernels_take(run, monkeypatch):
     assert f"{decode['shared']:,} of 232,448" in line
 
 
+@pytest.mark.matrix
 def test_emit_reports_the_kernels_that_divide_long_rows(run):
     mask = "abs(q - k) <= 256 | k < 64 | q < 64"
     argv = "--backend triton --report --q-len 8192 --heads 16 --head-dim 64 --dtype bfloat16".split()
