@@ -37,7 +37,7 @@ SLICES = {  # cases of every run, and of the matrix behind them
     "reorder": (30, 60), "kernels": (0, 1), "rows": (1, 1), "dropout": (1, 1), "caches": (10, 30), "gluon": (2, 4),
     "flash": (5, 10), "pallas": (1, 1), "stores": (1, 3),
 }  # fmt: skip
-APART = {"triton": (1, 2), "parallel": (0, 1)}  # in processes: Triton interprets, JAX has several devices
+APART = {"triton": (0, 2), "parallel": (0, 1)}  # in processes: Triton interprets, JAX has several devices
 
 
 def slices(of):
