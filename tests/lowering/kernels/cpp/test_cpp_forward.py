@@ -207,6 +207,7 @@ MATRIX = (
     "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "group-of-heads", "two-queries-wide-tiles",
     "neighbourhood", "heads-differ-one-query", "softcap", "dim-256", "empty-rows", "everything",
     "heads-visit-other-tiles", "minus-infinity", "bfloat16-one-query", "bfloat16-odd-sizes", "wide-integers",
+    "many-parts",
 )  # fmt: skip
 MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.matrix)
 
@@ -303,9 +304,10 @@ def test_visible_special_numbers(number, q_len):
 VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
-@pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"), ("bfloat16", "avx2"),
+@pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"),
                                                *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
-                                                   ("bfloat16-one-query", "avx2"), ("intervals", "avx2"),
+                                                   ("bfloat16-one-query", "avx2"), ("bfloat16", "avx2"),
+                                                   ("intervals", "avx2"),
                                                    ("intervals-float64", "scalar"), ("residues", "avx2"),
                                                    ("float64", "scalar"), ("intervals-far-away", "avx512"),
                                                    ("softcap", "avx512"),

@@ -102,6 +102,7 @@ def test_sizes_of_float32(dim, tile):
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=HERE[0]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("q_len", [205, pytest.param(12, marks=pytest.mark.matrix)])
 def test_the_next_tile_does_not_matter(q_len, variant):
@@ -217,6 +218,7 @@ def test_six_products_are_as_near_as_vectors(dim, variant):
         assert six <= 1.1 * vectors
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.matrix), None])
 @pytest.mark.parametrize("changed", [("q", "k"), ("v",), ("dout",), ("k",)])
