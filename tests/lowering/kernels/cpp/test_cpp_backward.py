@@ -257,6 +257,7 @@ def test_variants(variant, name):
     _variant(variant, name)
 
 
+@pytest.mark.matrix
 def test_a_kernel_of_other_vectors():
     _variant("avx2", "all-kinds")
 
