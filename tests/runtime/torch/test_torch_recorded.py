@@ -259,7 +259,7 @@ FORWARD_MODES = {
 
 
 RARE = [(x, torch.enable_grad) for x in FORWARD_MODES if "compile" in x]  # they compile for seconds
-RARE += [("compile(jacfwd)", torch.no_grad), ("compile(dual)", torch.no_grad)]
+RARE += [(x, torch.no_grad) for x in ("compile(jacfwd)", "compile(dual)", "dual(compile)")]
 
 
 @pytest.mark.parametrize(

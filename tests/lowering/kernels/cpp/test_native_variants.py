@@ -143,6 +143,7 @@ def test_the_instructions(variant, kind):
     assert not any(re.search(x, text) for x in absent)
 
 
+@pytest.mark.matrix
 @missing("objdump")
 @pytest.mark.skipif("avx512bf16" not in HERE, reason="left out: this CPU has no bfloat16 instructions")
 @pytest.mark.parametrize("kind", KINDS)
