@@ -399,6 +399,7 @@ def test_concatenate_to_cache(dtype):
         concatenate_to_cache(cache, K[:, :1], VALUES[:, :1], np.ones((1, 1, 1, 20), bool))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=MATRIX)])
 def test_masks_of_combine_masks(whole):
     """Whatever flax's `combine_masks` takes beside ours: any dtype, any axes of 1; a bias is none of them."""

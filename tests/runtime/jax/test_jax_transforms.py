@@ -156,6 +156,7 @@ def test_vmap_in_vmap_and_its_gradient():
     close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
 
 
+@pytest.mark.matrix
 def test_vmap_over_heads_makes_one_call_of_more_heads():
     """In place: an axis beside the heads needs no turning."""
     q, k, v = qkv(heads=6, kv_heads=3)
