@@ -37,7 +37,7 @@ def half(case, on, **changes):
     return case.but(**{"dtype": "bfloat16", "block": BLOCKS[on]} | changes)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", every_other(DOCUMENTS))
 def test_documents(name, on):
     case = half(DOCUMENTS[name][0], on)
     check(case, *run(case, arch=on))
@@ -110,7 +110,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("origin", [(0, 0, 0, 0), (1, 1, 70, 20)])
-@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("name", every_other(CLOSED))
 def test_closed_forms(name, origin, on):
     mask, bounds = CLOSED[name]
     sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
