@@ -22,8 +22,8 @@ def eager(run):
 
 @pytest.mark.parametrize(
     ("run", "how"),
-    [(long_run.by_torch, "third"), (long_run.by_torch, "frisket"), (long_run.by_jax, "frisket"),
-     pytest.param(long_run.by_jax, "third", marks=pytest.mark.matrix)],
+    [(long_run.by_torch, "third"), (long_run.by_torch, "frisket"),
+     *(pytest.param(long_run.by_jax, how, marks=pytest.mark.matrix) for how in ("frisket", "third"))],
 )  # fmt: skip
 def test_the_first_steps_are_equal_to_rounding(run, how, short):
     if run is long_run.by_jax:

@@ -45,6 +45,7 @@ def test_calls_outside_of_jit_compile_once(compiled):
     assert compiled == []
 
 
+@pytest.mark.matrix
 @NATIVE
 def test_gradients_outside_of_jit_compile_once(compiled):
     for n in range(4):
