@@ -110,6 +110,7 @@ def test_compiled_attention_is_that_of_every_sequence(mask, score, backend):
         same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
 
 
+@pytest.mark.matrix
 def test_in_one_graph():
     eager = {name: lambda q, k, v, m, s=score: flex_attention(q, k, v, s, m, enable_gqa=True)
              for name, (_, score) in FUNCTIONS.items()}  # fmt: skip

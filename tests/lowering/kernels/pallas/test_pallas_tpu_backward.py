@@ -171,7 +171,7 @@ def test_new_values_compile_nothing_and_repeat_bit_for_bit():
 CAREFUL = ("documents-by-batch", "other-heads", "gqa", "by-diagonal", "plane-by-head")
 
 
-@pytest.mark.parametrize("name", some(CAREFUL, "gqa"))
+@pytest.mark.parametrize("name", some(CAREFUL))
 def test_no_races_and_no_read_outside(name, monkeypatch):
     """Scratch and what lies behind the edges of blocks are NaN there, and copies happen when they are waited for."""
     careful = pltpu.InterpretParams(
