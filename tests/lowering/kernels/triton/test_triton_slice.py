@@ -75,7 +75,7 @@ LONG = {  # that take seconds: of mutants, and of the matrix with all others of 
 COMPILED = {
     "lowering/kernels/triton/triton_compiled.py": (
         "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
-        "every_operator_compiles[False]", "score_mods_without_a_score_compile[mod2]",
+        "every_operator_compiles[False]",
         "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
         "a_table_by_distance_is_loaded_once_a_tile[sm_90]",
     ),
