@@ -141,8 +141,11 @@ def same(have, want):
     torch.testing.assert_close(have, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*((kind, "bhsd") for kind in KINDS), ("plan, lse", "bshd"),
+     *(pytest.param(kind, "bshd", marks=pytest.mark.matrix) for kind in KINDS if kind != "plan, lse")],
+)  # fmt: skip
 def test_calls_with_more_than_arrays(kind, layout, asked):
     att, how, arrays = made(kind)
     stored = "scales" in kind or "pages" in kind
