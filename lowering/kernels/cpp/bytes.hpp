@@ -138,6 +138,18 @@ template <bool PARTIAL> INLINE void pack_bytes(const Tile &tile, int64_t start, 
     }
 }
 
+// Four vectors as squares of 4 x 4 fours of lanes, turned.
+INLINE void turn_fours(Vec *x) {
+    for (int i = 0; i < 4; i += 2) {
+        const Vec left = x[i], right = x[i + 1];
+        x[i] = SHUFFLE(left, right, FROM_LEFT, 4), x[i + 1] = SHUFFLE(left, right, FROM_RIGHT, 4);
+    }
+    for (int i = 0; i < 2; i++) {
+        const Vec left = x[i], right = x[i + 2];
+        x[i] = SHUFFLE(left, right, FROM_LEFT, 8), x[i + 2] = SHUFFLE(left, right, FROM_RIGHT, 8);
+    }
+}
+
 // acc = acc * shrink + weights * values; false, and nothing is done, where bytes do not hold the weights. The unit waits
 // until what it reads is in the cache, and vectors for its results: so each has other work between.
 template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int rows) {

@@ -37,7 +37,7 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 #define AMX 0
 #define TERMS 1
 #endif
-// The unit multiplies bytes, too: few rows of queries and weights, as whole numbers, by keys and values of int8.
+// BYTES: a matrix unit multiplies few rows of queries and weights, as whole numbers, by keys and values of int8.
 #if defined(FRISKET_AMX) && EIGHT == 1 && REGISTER_BYTES == 64 && REAL_BYTES == 4 && \
     (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
 #define BYTES 1

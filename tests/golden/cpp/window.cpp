@@ -663,6 +663,13 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 #define AMX 0
 #define TERMS 1
 #endif
+// BYTES: a matrix unit multiplies few rows of queries and weights, as whole numbers, by keys and values of int8.
+#if defined(FRISKET_AMX) && EIGHT == 1 && REGISTER_BYTES == 64 && REAL_BYTES == 4 && \
+    (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
+#define BYTES 1
+#else
+#define BYTES 0
+#endif
 const int PACK = AMX ? 2 : PAIR;
 const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
@@ -723,7 +730,7 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
-#if AMX
+#if AMX || BYTES
 #if FRISKET_AMX == 1  // 2: a test has defined the unit in software
 struct MatrixUnit {  // configures the unit for this thread; its destructor restores the configuration
     struct Layout {
@@ -748,7 +755,15 @@ template <int T> INLINE void store_square(void *to, int64_t row) {
 template <int C, int A, int B> INLINE void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
+template <int C, int A, int B> INLINE void add_product_of_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
 #endif
+#else
+struct MatrixUnit {};
+#endif
+
+#if AMX
 
 static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_t from_row) {
     Vec square[LANES];
@@ -825,8 +840,6 @@ template <int WIDE, int STEPS, bool ADDED> struct Product {
             : add_squares<GROUP, 2>(left, a_row, right, stride, product);
     }
 };
-#else
-struct MatrixUnit {};
 #endif
 
 // C = A B, C + A B, or factor * C + A B for `vectors` vectors of B, a number known at run time from 1 to MOST.
@@ -1070,6 +1083,19 @@ INLINE Real left_number(const Operand *row, int64_t i) {
     return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
 }
 
+// The largest magnitude of numbers that are shifted to the left by a bit.
+INLINE Real largest_of(Raw x) {
+#if LANES == 16
+    const auto fold = [&](Raw y) { x = x > y ? x : y; };
+    fold(SHUFFLE(x, x, SWAPPED, 8)), fold(SHUFFLE(x, x, SWAPPED, 4)), fold(SHUFFLE(x, x, SWAPPED, 2));
+    fold(SHUFFLE(x, x, SWAPPED, 1));
+    return __builtin_bit_cast(Real, x[0] >> 1);
+#else
+    Unsigned all = 0;
+    for (int i = 0; i < LANES; i++) all = x[i] > all ? x[i] : all;
+    return __builtin_bit_cast(Real, all >> 1);
+#endif
+}
 // The largest magnitude in rows of DIM entries; NaN if an entry is NaN.
 template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
     Raw most = {};
@@ -1078,9 +1104,7 @@ template <int DIM, class From> static Real most_of(const From &from, int64_t row
             const Raw x = (Raw)load_reals(from.row(i) + d, DIM - d) << 1;
             most = x > most ? x : most;
         }
-    Unsigned all = 0;
-    for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
-    return __builtin_bit_cast(Real, all >> 1);
+    return largest_of(most);
 }
 // Whether products of terms are as good as those of numbers up to a magnitude: the unit takes what is below 2^-126 for
 // 0, infinity has terms that are NaN, and a sum of products that overflow may be infinity minus infinity.
@@ -1126,6 +1150,11 @@ static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more")
 
 template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
+// Fetches a row of DIM entries into the level that the builtin calls LOCALITY: 2 is the second, 3 the first.
+template <int DIM, int LOCALITY, class T> INLINE void fetch_row(const T *from) {
+    for (int d = 0; d < DIM; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + d, 0, LOCALITY);
 }
 
 // Fetches part n of `parts` of a packed tile into the second level.
@@ -1484,6 +1513,19 @@ struct Strip {
 };
 const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
+#if BYTES
+// Numbers as some bytes each: see bytes.hpp.
+const int DEEP = 64, BYTE_STEPS = (HEAD_DIM + DEEP - 1) / DEEP, BYTE_GROUPS = (BLOCK_K + DEEP - 1) / DEEP;
+struct Whole {
+    alignas(64) int32_t queries[4][BYTE_STEPS][16][16];  // right operands: four entries of a row at a time
+    int8_t keys[16][BYTE_STEPS * DEEP];                  // of which the unit cannot read whole rows in place
+    int8_t weights[3][BYTE_GROUPS][16][DEEP];            // left operands, for each group of 64 keys
+    int8_t values[BYTE_GROUPS][4][16][DEEP];             // right operands, of 64 columns of values
+    int32_t products[16 * 256];
+    Real unit[16], share[16];  // what the numbers of a row of queries and of weights count
+};
+#endif
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots, tile;
@@ -1497,6 +1539,9 @@ struct Worker {
     Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
     Real products[4 * 256];
 #endif
+#if BYTES
+    Whole whole;
+#endif
     Strip strips[STRIPS];
     Lane some[V_KEYS];          // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
@@ -1505,7 +1550,7 @@ struct Worker {
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
     int32_t list[ROWS / GROUP * (BLOCK_K / PACK)];
-    bool tame_queries;         // terms hold them
+    bool tame_queries;         // terms, or bytes, hold them
     Row rows[ROWS];
     bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
@@ -1628,12 +1673,11 @@ template <int N> static void multiply_in_place(Worker &w, const Tile &tile, int 
     int64_t row[N];
     for (int n = 0; n < N; n++) {
         const int64_t present = tile.present - (j + n) * LANES;
-        const Stored *keys = tile.k.row((j + n) * LANES), *ahead = tile.k.row((j + n) * LANES + FETCH);
+        const Stored *keys = tile.k.row((j + n) * LANES);
         const bool there = whole && present >= LANES;
         Operand *copy = w.unread + n * 16 * STEPS;
         left[n] = there ? (const Operand *)keys : copy, row[n] = there ? stride / 2 : STEPS;
         for (int i = 0; i < LANES; i++) {
-            for (int d = 0; d < HEAD_DIM; d += 64 / (int)sizeof(Stored)) fetch(ahead + i * stride, d);
             for (int step = 0; step < STEPS && !there; step += LANES) {
                 const int64_t width = i < present ? HEAD_DIM - step * PAIR : 0;
                 const Stored *from = keys + i * stride + step * PAIR;
@@ -1662,6 +1706,8 @@ static void score_square(Worker &w, const Tile &tile, int rows, int lo, int hi) 
         n = hi - j >= 4 ? 4 : 1;
         n == 4 ? multiply_in_place<4>(w, tile, j) : multiply_in_place<1>(w, tile, j);
         for (int i = 0; i < n; i++) {
+            const Stored *next = tile.k.row((j + i + n) * LANES);  // the unit waits for what is not in the first level
+            for (int k = 0; k < LANES; k++) fetch_row<HEAD_DIM, 3>(next + k * tile.k.stride);
             Vec square[LANES];
             UNROLLED for (int k = 0; k < LANES; k++) square[k] = load<Vec>(w.products + i * 256 + k * 16);
             transpose(square);
@@ -1740,6 +1786,10 @@ template <bool PARTIAL> static void add_square(Worker &w, const Tile &tile, int 
 }
 #endif
 
+#if BYTES
+static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi);
+#endif
+
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
@@ -1801,6 +1851,9 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     else w.steps[g / GROUP] = {0, present, nullptr};
     if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
+#if BYTES
+    if (SMALL && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
+#endif
 #if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
 #elif AMX
@@ -2057,6 +2110,10 @@ static void begin(Worker &w, const Item &item) {
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
         pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
+#if BYTES
+        for (int i = 0; i < item.count && item.rows() <= SQUARE; i++)
+            w.tame_queries &= take_query(w.whole, row + i, q.row(i), PAIR == 1 ? unit : 1);
+#endif
         if (TERMS > 1 && !few) w.tame_queries &= tame(most_of<HEAD_DIM>(q, item.count) * magnitude(unit));
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
@@ -2130,6 +2187,9 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     const Real unit = unit_of(call);
     if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
+#if BYTES
+        if (add_bytes<PARTIAL>(w, tile, item.rows())) return;
+#endif
 #if AMX && PAIRS
         if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
 #endif
