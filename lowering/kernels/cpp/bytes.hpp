@@ -8,8 +8,9 @@
 
 #if BYTES
 const int OF_QUERY = 3, OF_WEIGHT = HALF ? 2 : 3;  // bytes of a number
-const int TOGETHER_BYTES = 16 / OF_QUERY;         // rows of queries in a square
+const int TOGETHER_BYTES = 16 / OF_QUERY;          // rows of queries in a square
 constexpr Real largest_whole(int bytes) { return bytes == 3 ? 127 * 65536 : 127 * 256; }
+
 // Calls put(n, bytes) for each byte n of 64 numbers times `factor`, which are N bytes each. Byte 16 a + 4 b + c is of
 // number 16 b + 4 a + c.
 template <int N, class Number, class Put> INLINE void as_bytes(Number number, Real factor, Put put) {
@@ -43,7 +44,10 @@ static bool take_query(Whole &to, int row, const Entry *from, Real unit) {
     to.unit[row] = most / largest_whole(OF_QUERY);
     const Real factor = most == 0 ? 0 : largest_whole(OF_QUERY) / most;
     for (int step = 0; step < BYTE_STEPS; step++) {
-        const auto number = [&](int i) { return load_reals(from + step * DEEP + i * LANES, HEAD_DIM - step * DEEP - i * LANES) * unit; };
+        const auto number = [&](int i) {
+            const int d = step * DEEP + i * LANES;
+            return load_reals(from + d, HEAD_DIM - d) * unit;
+        };
         as_bytes<OF_QUERY>(number, factor, [&](int n, Bits bytes) {
             auto *square = to.queries[row / TOGETHER_BYTES][step];
             for (int i = 0; i < 16; i++) square[i][OF_QUERY * (row % TOGETHER_BYTES) + n] = bytes[place_of(i)];
@@ -100,8 +104,8 @@ static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi) {
                 UNROLLED for (int i = 0; i < TOGETHER_BYTES; i++) {
                     const int row = n * TOGETHER_BYTES + i;
                     if (row >= rows) break;
-                    const Vec score = joined<OF_QUERY>([&](int byte) { return square[OF_QUERY * i + byte]; }) * own.unit[row];
-                    store(w.strips->scores + row * BLOCK_K + j * LANES, score);
+                    const Vec score = joined<OF_QUERY>([&](int byte) { return square[OF_QUERY * i + byte]; });
+                    store(w.strips->scores + row * BLOCK_K + j * LANES, score * own.unit[row]);
                 }
             }
         }
@@ -156,7 +160,8 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
     if (w.from[0] == w.to[0]) return true;
     Whole &own = w.whole;
     const Strip &strip = *w.strips;
-    const int first = w.from[0] * LANES / DEEP, last = (w.to[0] * LANES + DEEP - 1) / DEEP, squares = (OF_WEIGHT * rows + 15) / 16;
+    const int first = w.from[0] * LANES / DEEP, last = (w.to[0] * LANES + DEEP - 1) / DEEP;  // groups of keys
+    const int squares = (OF_WEIGHT * rows + 15) / 16;
     const auto pack = [&](int column) {
         for (int g = first; g < last; g++) pack_bytes<PARTIAL>(tile, g * DEEP, column, own.values[g]);
     };
@@ -206,7 +211,8 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
                 load_square<5>(own.values[g][3], 16), add_product_of_bytes<3, 4, 5>();
             }
             int32_t *to = own.products + n * 1024;
-            store_square<0>(to, 64), store_square<1>(to + 16, 64), store_square<2>(to + 32, 64), store_square<3>(to + 48, 64);
+            store_square<0>(to, 64), store_square<1>(to + 16, 64);
+            store_square<2>(to + 32, 64), store_square<3>(to + 48, 64);
         }
     }
     add((V_WIDE - 1) / DEEP * DEEP);
