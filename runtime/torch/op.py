@@ -3,8 +3,8 @@
 1. `repeated`: native kernels, of q, k and v alone, in shapes and dtypes that have run twice. A runner in `att.repeats`
    takes their addresses and strides. Checked at each call: types, shapes, dtypes and device of the three, settings of
    the environment, and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_kept`
-   finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
+   of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
    copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
 3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
@@ -59,19 +59,9 @@ from .take import around, gradients_around
 Tensor = Any
 
 
-def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
-    return q, k, v
-
-
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
-TABLED = 4  # calls with tables of the host, each with copies of them
+KEPT_TABLES = 4  # calls with tables of the host, each with copies of them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -88,13 +78,13 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _kept(att, key, tables, request, kept)
+    ready = _remembered(att, key, tables, request, kept)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
-        if ready.turned:
+        if ready.bshd:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
         return ready.again(q, k, v, found, request.seed, att.options, request.sinks, request.top, saving)
     call = att.call(request._replace(q=q, k=k, v=v))
@@ -111,20 +101,30 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     return run(call, ready, saving)
 
 
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
 def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """The output of `att(q, k, v)` if an earlier call differs from it in the arrays alone, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
     if _learning(q, k, v):
-        found = like_one(att, q, k, v, "learning")
+        found = earlier_call(att, q, k, v, "learning")
         if found is None or not all(x.stride(3) == 1 and x.data_ptr() for x in (q, k, v)):
             return None
         return AttendAgain.apply(found[1], found[2], q, k, v)  # type: ignore[no-untyped-call]
-    found = like_one(att, q, k, v, "plain")
+    found = earlier_call(att, q, k, v, "plain")
     return None if found is None else found[1].forward(q, k, v, False)
 
 
-def like_one(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
+def earlier_call(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
     """(settings, what runs it, its `Ready`) of an earlier call that differs from `att(q, k, v)` in the arrays alone.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
@@ -145,7 +145,7 @@ def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Remember for `like_one` how calls like this one are run, if they take q, k and v alone."""
+    """Remember for `earlier_call` how calls like this one are run, if they take q, k and v alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     layout = None if layout == NATURAL["torch"] else layout
     given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
@@ -161,29 +161,29 @@ def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, k
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
-    found = _kept(att, key, tables, request, att.ready)
+    found = _remembered(att, key, tables, request, att.ready)
     return found or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _kept(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
-    """The remembered answer for a call of this key and these entries of tables of the host.
+def _remembered(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
+    """The `Ready` of an earlier call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
-        return _kept_by_key(att, key, request.plan, request.params, kept)
+        return _remembered_by_key(att, key, request.plan, request.params, kept)
     ready: Ready | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
             return ready
-    if type(steps := kept.get(key)) is not ChangingTables:
+    if type(changing := kept.get(key)) is not ChangingTables:
         return None
-    return None if (ready := steps(entries)) is None else _keep_by_tables(att, key, entries, ready)
+    return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
 
 def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
-    att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
+    att.by_tables = ((key, have, ready), *att.by_tables)[:KEPT_TABLES]  # assigned once: other threads read it
     return ready
 
 
@@ -197,20 +197,20 @@ def _bits(x: Any) -> Any:
     return None
 
 
-def _kept_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
-    """The remembered `Ready` of a key, with the plan of this call if the mask reads tables of a device."""
+def _remembered_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
+    """The `Ready` of an earlier call of a key, with the plan of this call if the mask reads tables of a device."""
     ready: Ready | None = kept.get(key)
     if plan is None:
-        if ready is None or ready.step is None:
+        if ready is None or ready.template is None:
             return ready
-        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.step.key.given}
-        return ready.for_step(ready.step.again(given))
+        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.given}
+        return ready.for_step(ready.template.again(given))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
-            own = plan.stored_as(first.step.host_program.stored)
+            own = plan.stored_as(first.template.host_program.stored)
             ready = kept[key] = first.for_step(own).with_plan(None)  # for the layers to come
-    return ready.with_plan(plan) if ready is not None and ready.loaded else ready
+    return ready.with_plan(plan) if ready is not None and ready.loads else ready
 
 
 def _prepare_and_keep(
@@ -220,21 +220,21 @@ def _prepare_and_keep(
     ready = prepare(call, att.options, defers)
     if ready.awaits:
         return ready
-    if tables and not ready.loaded:
+    if tables and not ready.loads:
         entries = [x.tobytes() for x in tables]
         _keep_by_tables(att, key, entries, ready)
-        if type(steps := kept.get(key)) is not ChangingTables:
-            remember(kept, key, steps := ChangingTables(call.plan, request.params), KEPT)
+        if type(changing := kept.get(key)) is not ChangingTables:
+            remember(kept, key, changing := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
             made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
-            steps.planned(att, call, request.params, ready, made, entries)
+            changing.host_planned(att, call, request.params, ready, made, entries)
     if key is None or tables:
         return ready
-    if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
+    if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
         ready = ready.with_plan(call.plan.again({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(kept, key, ready if plan is None or not ready.loaded else ready.with_plan(None), KEPT)
-    if ready.loaded and call.plan.common is not None:
+        remember(kept, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
+    if ready.loads and call.plan.common is not None:
         remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
     return ready
 
@@ -262,7 +262,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
             said.append((name, kind_of(x), x))
         elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
             said.append((name, x.shape, x.dtype, x.device))
-        elif plan is None and _stays(x, qkv[0].device):
+        elif plan is None and _on_accelerator(x, qkv[0].device):
             said.append((name, x.shape, x.dtype, "planned there"))
         elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
             tables.append(bits)
@@ -292,7 +292,7 @@ def _learned(att: Any, name: str, x: Any) -> bool:
     return x.is_floating_point() and x.layout is torch.strided
 
 
-def _stays(x: Any, device: Any) -> bool:
+def _on_accelerator(x: Any, device: Any) -> bool:
     """Whether this is a table on the queries' device, an accelerator, where it is planned."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
@@ -366,8 +366,8 @@ def _prepared(call: Call, options: Options) -> Ready:
     return Ready(
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.rows,
-        _checking(backend, options.deterministic),
+        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.beside_lse,
+        _gradient_check(backend, options.deterministic),
     )  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
     return forward, backward
 
 
-def _checking(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
+def _gradient_check(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
     """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
     found = backend.executors["torch"].checks_gradients
     return None if found is None else partial(found.function, deterministic=deterministic)

@@ -77,7 +77,7 @@ class DecodeCall:
             if not self.native:  # other executors remember what they make of spans
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
         values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
-        slots, held = ready.values(q.device, None, values)
+        slots, held = ready.inputs(q.device, None, values)
         held = {**held, **{name: tables[source] for name, source in self.names}}
         sinks = self.options.sinks if sinks is None else sinks
         if sinks is not None:
