@@ -172,7 +172,7 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     """(out, lse) of a shard, with a backward. `learned` are the arrays that gradients flow to, by name: q, k, v, sinks
     and tables; `fixed` are the others. `low` is the rounding error of lse."""
-    run = _Gathered(shard) if shard.whole else _NeededRing(shard)
+    run = _AllGather(shard) if shard.all_keys else _Ring(shard)
 
     @jax.custom_vjp
     def attended(learned: Arrays, fixed: Arrays) -> Any:
@@ -210,12 +210,12 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     return made["out"], made["lse"], made["low"]
 
 
-class _NeededRing:
+class _Ring:
     """A ring in which every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.steps = shard, steps(shard.deal)
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is sent -> its axis of keys
+        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is sent -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _beside(learned | fixed)
@@ -293,12 +293,12 @@ class _NeededRing:
         return sums
 
 
-class _Gathered:
+class _AllGather:
     """The all-gather: all keys on every device, in the order of the sequence."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is gathered -> its axis of keys
+        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is gathered -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed
