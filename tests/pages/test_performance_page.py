@@ -81,6 +81,76 @@ def test_readme_says_the_same_figures():
     assert f"one core of an {PAGE.device(every['layout']['peers'])}, frisket's layout" in readme
 
 
+def test_other_pages_say_the_same_figures():
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+    pages = {n: (DOCS / f"{n}.md").read_text(encoding="utf-8") for n in ("caches", "engines", "pallas", "transformers")}
+
+    def ends(values, digits=2):
+        return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+
+    def ratios(part, rows, pair):
+        return ends([x[0] for x in PAGE.multiples(every["gpu"], part, rows, pair)])
+
+    def column(file, part, quantity, name):
+        rows = (row["figures"].get(quantity, {}) for _, row in PAGE.schema.leaves(every[file][part]["rows"]))
+        return [x[name] for x in rows if name in x]
+
+    jitted, eager = (ends(column("decode-overhead", part, "us", "overhead"), 0) for part in ("jax", "torch"))
+    assert f"a jitted step cost {jitted} µs, without attention" in pages["caches"]
+    assert f"step of torch on the CPU costs {eager} µs" in pages["caches"]
+
+    cudnn, sdpa = "frisket, cudnn / frisket", "frisket, sdpa / frisket"
+    causal, full = (
+        [ratios("speed", f"{way}: {mask}, D (64|128), .*", cudnn) for way in ("forward", "backward")]
+        for mask in ("causal", "full")
+    )
+    both = [x[0] for x in PAGE.multiples(every["gpu"], "speed", ".*ward: causal, D (64|128), .*", sdpa)]
+    library, native = (column("engines", "cpu", "us", n) for n in ("aten", "cpp"))
+    peer = column("engines", "cpu", "us", "sdpa")
+    library, native = ([x / y for x, y in zip(of, peer, strict=True)] for of in (library, native))
+    new = [x for n in ("a mask is made of parts", "a mask is not") for x in choice(every, n).values()]
+    values = choice(every, "parts have values")
+    for sentence in (
+        f"causal forward takes {causal[0]} of the time of generated kernels",
+        f"whose sums have no order, {causal[1]}; without a mask {full[0]} and {full[1]}",
+        f"it takes {ends(both, 1)} times as long as generated kernels under causal masks",
+        f"library calls take {min(library):.2f} to {max(library):.1f} times as long, C++ kernels {ends(native)} times",
+        f"| {ends(new, 0)} µs |",
+        f"| {values['median'] / 1000:.2f} ms more at the median |",
+        f"| up to {values['most'] / 1000:.1f} ms more |",
+    ):
+        assert sentence in pages["engines"]
+
+    rates = [column("gpu", part, "tflops", "pallas-mosaic-gpu")[:5] for part in ("jax-forward", "jax-backward")]
+    forward, backward = (
+        [ratios(part, "causal, D 128, .*", f"{peer} / pallas-mosaic-gpu") for peer in ("cudnn", "triton")]
+        for part in ("jax-forward", "jax-backward")
+    )
+    tables = dict(PAGE.schema.leaves(every["tpu-tables"]["tables"]["rows"]))
+    splash = [row["ratios"]["splash / frisket"][0] for row in tables.values() if "ratios" in row]
+    ms = {name: row["figures"]["ms"]["frisket"] for name, row in tables.items()}
+    short, long = (ends([x for n, x in ms.items() if n[-1].startswith(f"{m} ")], 1) for m in ("16,384", "1,048,576"))
+    for sentence in (
+        f"the forward runs at {ends(rates[0], 0)} TFLOP/s of visible work",
+        f"That is {forward[0]} times the rate of cuDNN as JAX calls it, and {forward[1]} times",
+        f"gradients alone run at {ends(rates[1], 0)} TFLOP/s, {backward[0]} times cuDNN's rate and {backward[1]} times",
+        f"frisket takes {short} ms at 16,384 tokens and {long} ms at a million",
+        f"take {ends(splash, 0)} times as long at 16,384 and 65,536 tokens",
+    ):
+        assert sentence in pages["pallas"]
+
+    for case, documents in (("files", "23 files of 178 tokens"), ("four", "4 of 1,024"), ("one", "1 of 4,096 tokens")):
+        row = every["transformers-training"][case]["rows"]["training step"]
+        sdpa, eager = (f"{row['ratios'][f'{peer} / frisket'][0]:.1f} times as long" for peer in ("sdpa", "eager"))
+        line = f" | {row['figures']['ms']['frisket']:,.0f} ms | {sdpa} | {eager} |"
+        assert any(x.startswith(f"| {documents}") and x.endswith(line) for x in pages["transformers"].splitlines())
+
+
+def choice(every, name):
+    """Microseconds to choose an engine."""
+    return every["engines"]["choose"]["rows"][name]["figures"]["us"]
+
+
 def test_the_table_of_context_parallelism():
     (topic,) = (t for t in PAGE.topics() if t.file == "context-parallel")
     assert "\n".join(PAGE.deals(PAGE.loaded(topic))) in (DOCS / "parallel.md").read_text(encoding="utf-8")
