@@ -57,8 +57,6 @@ from .ready import ChangingTables, Ready, readable
 from .take import around, gradients_around
 
 Tensor = Any
-
-
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
 KEPT_TABLES = 4  # calls with tables of the host, each with copies of them

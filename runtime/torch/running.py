@@ -1,4 +1,4 @@
-"""The operators of torch as they run on tensors with values. Imports torch."""
+"""Runs the operators of torch in a graph (`operators.py`) on tensors with values. Imports torch."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ def test_readme_says_the_same_figures():
         for way, dim in (("forward", 128), ("backward", 128), ("forward", 256)) for pair in (flex, cudnn)
     ]  # fmt: skip
     all_masks = said("gpu", "speed", ".*, D (64|128), .*", flex)
+    library = said("cpu-torch", "forward", ".*", "flex / library")
     step = every["transformers-training"]["files"]["rows"]["training step"]["ratios"]
     for sentence in (
         f"{native} times the speed of torch's SDPA on an AMD EPYC",
@@ -70,6 +71,7 @@ def test_readme_says_the_same_figures():
         f"that is {causal[1]} and {causal[3]} times cuDNN's",
         f"{causal[4]} times the speed of flex_attention and {causal[5]} times cuDNN's",
         f"frisket has {all_masks} times the speed of flex_attention",
+        f"Library calls have {library} times the speed of compiled flex_attention",
         f"{step['sdpa / frisket'][0]:.1f} times as long with sdpa and {step['eager / frisket'][0]:.1f} times",
     ):
         assert sentence in readme
