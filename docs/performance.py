@@ -655,7 +655,7 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
     if tune := rows.pop("tune", {}):
         yield "### Tiles on an H100\n"
         yield from of_tune(tune)
-    for name, own in rows.items():
+    for name, own in sorted(rows.items(), key=lambda x: [*TITLES, x[0]].index(x[0])):
         yield f"### {TITLES.get(name, f'`{name}`')}, on an H100\n"
         if name in RATES:
             yield from of_rows(rates(own), "tflops")
@@ -711,14 +711,20 @@ def on_gpu(parts: dict[str, Part]) -> str:
 
 
 def rates(rows: dict[str, Any]) -> dict[str, Any]:
-    """Rows with TFLOP/s first, for a table."""
+    """Rows with TFLOP/s first, for a table: by mask, head size and tokens."""
     found = {}
     for names, row in schema.leaves(rows):
         of = {n: x for n, x in row.get("figures", {}).get("tflops", {}).items() if n not in ELSEWHERE}
         pairs = {p: x for p, x in row.get("ratios", {}).items() if p.split(" / ")[0] in CLOSEST}
         if of:
             found[", ".join(names)] = {"figures": {"tflops": of}, "ratios": pairs, "goals": row.get("goals", {})}
-    return found
+    masks = list(dict.fromkeys(n.partition(", D ")[0] for n in found))
+
+    def order(name: str) -> tuple[int, ...]:
+        mask, _, sizes = name.partition(", D ")
+        return masks.index(mask), *map(int, re.findall(r"\d+", sizes))
+
+    return {n: found[n] for n in sorted(found, key=order)}
 
 
 def by_cache(rows: dict[str, Any]) -> dict[str, Any]:
