@@ -132,7 +132,14 @@ def test_other_pages_say_the_same_figures():
     splash = [row["ratios"]["splash / frisket"][0] for row in tables.values() if "ratios" in row]
     ms = {name: row["figures"]["ms"]["frisket"] for name, row in tables.items()}
     short, long = (ends([x for n, x in ms.items() if n[-1].startswith(f"{m} ")], 1) for m in ("16,384", "1,048,576"))
+    bundles = {
+        n: row["figures"]["bundles"]["frisket"] for n, row in PAGE.schema.leaves(every["tpu-tables"]["v5e"]["rows"])
+        if "bundles" in row["figures"]
+    }  # fmt: skip
+    step, edge = (ends([x for n, x in bundles.items() if n[-1].endswith(part)], 0) for part in ("a step", "a row"))
     for sentence in (
+        f"Beside its tile a step costs {step} bundles",
+        f"begin and end of a row cost {edge} ",
         f"the forward runs at {ends(rates[0], 0)} TFLOP/s of visible work",
         f"That is {forward[0]} times the rate of cuDNN as JAX calls it, and {forward[1]} times",
         f"gradients alone run at {ends(rates[1], 0)} TFLOP/s, {backward[0]} times cuDNN's rate and {backward[1]} times",
