@@ -146,19 +146,19 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
-    learned, fixed = alike(learned, fixed)
+    learned, fixed = varying_alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 
 
-def alike(*groups: Arrays) -> tuple[Arrays, ...]:
+def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
     """Arrays under `jax.shard_map`, all varying over the same mesh axes, as the carry of a loop must be."""
     axes = {a for arrays in groups for x in arrays.values() for a in varying_axes(x)}
 
-    def alike(x: Any) -> Any:
+    def varying(x: Any) -> Any:
         missing = tuple(sorted(axes - {*varying_axes(x)}))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple({n: alike(x) for n, x in arrays.items()} for arrays in groups)
+    return tuple({n: varying(x) for n, x in arrays.items()} for arrays in groups)
 
 
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:

@@ -38,7 +38,7 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
 
 
 def _fold(task: Task, where: dict[str, int]) -> int | None:
-    """0 in the batch, 1 among the heads, None in turn."""
+    """Where mapped instances go: 0 in the batch, 1 among the heads; None: they run one after another."""
     call, names = task.call, set(task.names)
     if (
         task.levels

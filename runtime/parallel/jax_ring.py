@@ -25,7 +25,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.jax.op import LSE, OUT, alike, of_sinks
+from frisket.runtime.jax.op import LSE, OUT, of_sinks, varying_alike
 from frisket.runtime.jax.reverse import reverse_only
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.sharding.mesh import split_as
@@ -100,7 +100,8 @@ def attend(
     if seed is not None:
         arrays["seed"] = jnp.asarray(seed)
     flow = {"q", "k", "v", "sinks", *shard.learnable}
-    learned, fixed = alike(*({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False)))
+    groups = ({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False))
+    learned, fixed = varying_alike(*groups)
     out, lse = _differentiable(shard)(reverse_only(learned), fixed)
     return (out, lse) if return_lse else out
 
@@ -206,7 +207,7 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
     made = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
-    made = alike(made | {"low": jnp.zeros_like(lse)})[0]
+    made = varying_alike(made | {"low": jnp.zeros_like(lse)})[0]
     return made["out"], made["lse"], made["low"]
 
 
@@ -339,7 +340,7 @@ def _beside(arrays: Arrays) -> Arrays:
 def _zeros(arrays: Arrays, like: Any, dtype: Any = None) -> Arrays:
     """Zeros as different between devices as `like` is."""
     made = {n: jnp.zeros(x.shape, dtype or x.dtype) for n, x in arrays.items()}
-    return {n: x for n, x in alike({**made, "like of zeros": like})[0].items() if n in made}
+    return {n: x for n, x in varying_alike({**made, "like of zeros": like})[0].items() if n in made}
 
 
 def _tiles(x: Any, order: Any, tile: int, axis: int) -> Any:

@@ -18,7 +18,7 @@ from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.request import Request
 from frisket.runtime.jax.arrays import narrowed
-from frisket.runtime.jax.op import alike, prepared
+from frisket.runtime.jax.op import prepared, varying_alike
 from frisket.runtime.jax.primitives import bound
 from frisket.runtime.jax.task import Task
 from frisket.runtime.plans.device import divided
@@ -124,7 +124,7 @@ class Shard:
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
         call = att.call(Request(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
-        return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
+        return inner, *varying_alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
     def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any, Any]:
         """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks."""
