@@ -38,7 +38,7 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
 
 
 def _fold(task: Task, where: dict[str, int]) -> int | None:
-    """Where mapped instances go: 0 in the batch, 1 among the heads; None: they run one after another."""
+    """The place of mapped instances: 0, the batch; 1, the heads; None: they run one after another."""
     call, names = task.call, set(task.names)
     if (
         task.levels
