@@ -986,18 +986,19 @@ def counted(rows: list[list[str]], every: dict[str, dict[str, Part]]) -> Iterato
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for row in rows:
         groups.setdefault((row[0], row[2]), []).append(row)
-    body = []
+    titles, body = {t.file: t.title for t in topics()}, []
     for (where, what), found in groups.items():
         file, _, name = where.partition(", ")
         part = every[file][name]
-        line = [where, device(part), found[0][1], what, *found[0][3:]]
+        link = f"[{titles[file]}](#{anchor(titles[file])}): {name}"
+        line = [link, device(part), found[0][1], what, *found[0][3:]]
         if len(found) > 1:
             of = sum(what in r.get("ratios", {}) for _, r in schema.leaves(part["rows"]))
             line[2] = f"{len(found)} of {of} rows" if of else f"{len(found)} rows"
             line[4:] = [_range([x[i].partition(" (")[0] for x in found]) for i in range(3, len(found[0]))]
         body.append(line)
     head = ["results", "machine", "rows", "what", "measured", "wanted"][: len(body[0])]
-    yield from table(head, linked(body), words=4)
+    yield from table(head, body, words=4)
 
 
 def _range(texts: list[str]) -> str:

@@ -183,6 +183,20 @@ def test_every_loss_is_at_the_top():
     assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
 
 
+def test_rows_are_counted_by_table():
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+    head = ["cpu-torch, forward"]
+    one, two = [*head, "a", "flex / library", "0.50 (0.40 to 0.60)"], [*head, "b", "flex / library", "0.90"]
+    lines = [*PAGE.counted([one, two], every)][2:-1]
+    link = "[Attention on the CPU, torch](#attention-on-the-cpu-torch): forward"
+    assert lines == [f"| {link} | AMD EPYC, 2 threads | 2 of 9 rows | flex / library | 0.50 to 0.90 |"]
+    goals = [[*row, f"at least {bound}"] for row, bound in ((one, 1), (two, 1.3))]
+    assert [*PAGE.counted(goals, every)][2].endswith("| 0.50 to 0.90 | at least 1 to 1.3 |")
+    assert [*PAGE.counted(goals[:1], every)][2].endswith("| a | flex / library | 0.50 (0.40 to 0.60) | at least 1 |")
+    lost = [row for row in PAGE.losses(every) if row[0] == "cpu-dims, avx2"]  # it has a goal, too
+    assert [row[1] for row in lost] == ["no mask, 4096 x 256, forward and backward"]
+
+
 def test_no_ratio_to_a_peer_is_left_out():
     """The second name of a ratio is frisket, or known to be no contest with a peer."""
     others = {"4k, a visible pair", "contiguous", "float32", "order", "here", "eager", "sdpa"}  # frisket beside itself
