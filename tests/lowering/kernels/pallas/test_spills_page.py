@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support.pages import DOCS
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pallas"
+GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "pallas"
 LINE = re.compile(r"(?P<name>\S.*?) +(?P<dim>\d+) (?:bfloat16|float16) .*, (?P<bytes>\d+) spilled,")
 PLAIN = ("causal", "window", "softcap", "alibi")
 KERNELS = [
