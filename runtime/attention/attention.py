@@ -164,10 +164,9 @@ class Attention:
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         watched = in_graph(q)
-        bare = plan is None and seed is None and sinks is None and origin is None and sizes is None and layout is None
-        plain = bare and not (params or return_lse or return_max)
-        if plain and not watched and self.repeats:
-            out = _operators("torch").repeated(self, q, k, v)
+        kept = self.repeats or (plan is not None and framework_of(q) == "torch")
+        if kept and not watched and seed is None and not return_max:
+            out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
             if out is not None:
                 return out
         request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)

@@ -285,7 +285,7 @@ class TorchCache(nn.Module):
         if step is None:
             more: dict[str, Any] = {**{WORDS[n]: x for n, x in live.items()}, **tables, **params}
             return att(q, k, v, sizes=sizes, **more)
-        return results(step(q, k, v, live, tables, sinks, bool(top)), bool(lse), bool(top))
+        return results(step(q, k, v, live, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:
         """The sizes of the whole problem: equal for a prompt, a chunk and a step."""

@@ -77,11 +77,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         dout, dlse, _ = cotangents
-        if _versions(ctx.ready) != ctx.versions:
-            raise BackwardError(
-                "a table of this attention was changed in place between the forward and the backward, which needs what "
-                "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
-            )
+        _refuse_changed(ctx)
         refuse_recording(dout, dlse)
         saved = ctx.saved_tensors
         given = saved[:4] + saved[7:]  # q, k, v, sinks and values
@@ -102,7 +98,7 @@ class AttendAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse, norm = repeat.forward(q, k, v, True)
-        ctx.again = repeat, ready
+        ctx.again, ctx.versions = (repeat, ready), _versions(ready)
         ctx.save_for_backward(q, k, v, None, out, lse, norm)
         ctx.set_materialize_grads(False)
         return out
@@ -113,6 +109,7 @@ class AttendAgain(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * 5
+        _refuse_changed(ctx)
         refuse_recording(dout)
         saved = ctx.saved_tensors
         what = *ctx.again, saved, dout, None, (*ctx.needs_input_grad[2:], False)
@@ -121,6 +118,15 @@ class AttendAgain(torch.autograd.Function):
         with torch.no_grad():  # a graph of the backward is asked for
             grads = gradients_again(*what)[:3]
         return None, None, *_Once.apply(grads, dout, None, *saved[:3])  # type: ignore[no-untyped-call]
+
+
+def _refuse_changed(ctx: Any) -> None:
+    ready = ctx.again[1] if hasattr(ctx, "again") else ctx.ready
+    if _versions(ready) != ctx.versions:
+        raise BackwardError(
+            "a table of this attention was changed in place between the forward and the backward, which needs what "
+            "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
+        )
 
 
 def _versions(ready: Ready) -> list[int]:

@@ -1,8 +1,9 @@
 """Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
 
-1. `repeated`: native kernels, of q, k and v alone, in shapes and dtypes that have run twice. A runner in `att.repeats`
-   takes their addresses and strides. Checked at each call: types, shapes, dtypes and device of the three, settings of
-   the environment, and modes of torch (autocast, forward mode, function modes).
+1. `repeated`: native kernels, of calls that differ from two earlier ones in q, k and v alone. A runner, in
+   `att.repeats` or with `plan=` in `plan.ready`, takes the addresses and strides of the three. Checked at each call:
+   their types, shapes, dtypes and device, the plan, positions and numbers that come with them, settings of the
+   environment, and modes of torch (autocast, forward mode, function modes).
 2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
    of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
@@ -23,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -50,6 +52,7 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import DeviceWork, refuse_written
+from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, refuse_tangents, written_out
 from .engine import EngineReady, engine_call
@@ -109,24 +112,48 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def repeated(att: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The output of `att(q, k, v)` if an earlier call differs from it in the arrays alone, else None."""
+def repeated(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None,
+    params: Mapping[str, Any], lse: bool,
+) -> Any:  # fmt: skip
+    """The output of such a call, with `lse` (out, lse), if an earlier call differs from it in the entries of its
+    arrays alone, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
-    if _learning(q, k, v):
-        found = earlier_call(att, q, k, v, "learning")
-        if found is None or not all(x.stride(3) == 1 and x.data_ptr() for x in (q, k, v)):
+    beside: tuple[Any, ...] | None = ()
+    if any(x is not None for x in (plan, sinks, origin, sizes, layout)) or params:
+        beside = _beside(att, plan, sinks, origin, sizes, layout, params)
+        if beside is None:
             return None
-        return AttendAgain.apply(found[1], found[2], q, k, v)  # type: ignore[no-untyped-call]
-    found = earlier_call(att, q, k, v, "plain")
-    return None if found is None else found[1].forward(q, k, v, False)
+    learning = _learning(q, k, v)
+    found = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, beside)
+    if found is None:
+        return None
+    _, run, ready = found
+    if ready.bshd:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if not learning:
+        found = run.forward(q, k, v, lse, sinks, [params[n] for _, n in ready.live])
+    elif not lse and sinks is None and run.fits(q, k, v):
+        found = AttendAgain.apply(run, ready, q, k, v)  # type: ignore[no-untyped-call]
+    else:
+        return None
+    if found is None:
+        return None
+    out = found[0] if lse else found
+    out = out.transpose(1, 2) if ready.bshd else out
+    return (out, found[1]) if lse else out
 
 
-def earlier_call(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
-    """(settings, what runs it, its `Ready`) of an earlier call that differs from `att(q, k, v)` in the arrays alone.
+def earlier_call(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
+) -> Any:  # fmt: skip
+    """(settings, what runs it, its `Ready`) of an earlier call that differs from such a call in the arrays alone.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
-    found = att.repeats.get((kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
+    kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
+    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *beside
+    found = kept.get(kinds)
     if found is None or torch._C._is_any_autocast_enabled():
         return None
     if (settings := Settings.read()) is not found[0] and settings != found[0]:
@@ -138,22 +165,67 @@ def earlier_call(att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Any:
     return None if q.is_neg() or k.is_neg() or v.is_neg() else found
 
 
+def _beside(
+    att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The part of a call's key beside q, k and v; () for a call of these alone. None where the call brings tables of
+    its mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
+    said: list[Any] = []
+    if sinks is not None:
+        if not (_readable(sinks) and sinks.is_contiguous()):
+            return None
+        said.append((sinks.shape, sinks.dtype))
+    for name, x in params.items():
+        if type(x) in NUMBERS:
+            said.append((name, kind_of(x), x))
+        elif name in LIVE and _readable(x):
+            said.append((name, x.shape, x.dtype))
+        else:
+            return None
+    for place in (origin, sizes):
+        if place is not None and (type(place) is not tuple or any(type(x) is not int for x in place)):
+            return None
+    if not (layout is None or type(layout) is str):
+        return None
+    turned = layout if layout != NATURAL["torch"] else None
+    if plan is None and not said and origin is sizes is turned is None:
+        return ()
+    return None if plan is None else ref(att), origin, sizes, turned, *said
+
+
 def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
+def _readable(x: Any) -> bool:
+    """Whether a kernel can read a tensor where it is; strides may be any."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested or x.layout is not torch.strided:
+        return False
+    here = x.is_cpu and not x.is_neg() and x.data_ptr() != 0
+    return here and not (x.requires_grad and torch.is_grad_enabled())
+
+
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Remember for `earlier_call` how calls like this one are run, if they take q, k and v alone."""
+    """Remember for `earlier_call` how calls like this one are run, if they have nothing new but q, k and v."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    layout = None if layout == NATURAL["torch"] else layout
-    given = (plan, seed, sinks, origin, sizes, layout, att.options.sinks)
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
-    if repeat is None or params or att.options.rows is not None or any(x is not None for x in given):
+    if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
         return
-    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
-    if not (kinds in att.repeats or ready.live or ready.tables or ready.seed or ready.stored):
-        run = repeat(ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.target)
-        remember(att.repeats, kinds, (settings, run, ready), 3 * KEPT)
+    if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
+        return
+    if ready.live and (ready.bshd or any(source not in params or source not in LIVE for _, source in ready.live)):
+        return
+    beside = _beside(att, plan, sinks, origin, sizes, layout, params)
+    if beside is None or not (plan is None or isinstance(plan, Plan)):
+        return
+    if sinks is not None and (sinks.ndim != 1 or sinks.dtype != (torch.float64 if ready.double else torch.float32)):
+        return
+    kept = att.repeats if plan is None else plan.ready
+    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *beside
+    if kinds not in kept:
+        live = [name for name, _ in ready.live]
+        given = ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.tables, live
+        remember(kept, kinds, (settings, repeat(*given, ready.target), ready), 3 * KEPT)
 
 
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:

@@ -26,6 +26,8 @@ from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run_cpp import Prepared, function
 from frisket.runtime.torch.op import NUMBERS, prepare
 
+from .repeat import repeat
+
 FEW = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
@@ -65,21 +67,33 @@ class DecodeCall:
             types = self.planner.types
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
+        self.repeat = None
+        if self.native and not self.ready.awaits and all(source in LIVE for _, source in self.ready.live):
+            names = [name for name, _ in [*self.ready.live, *self.names]]
+            ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
+            given = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots, fixed, names, ready.target
+            self.repeat = repeat(*given)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, live: Mapping[str, Tensor], tables: Mapping[str, Tensor], sinks: Any,
-        top: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        lse: bool, top: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """(out, lse, top); `lse` and `top` say what is asked for."""
         ready, spans = self.ready, self.spans
         if self.planner is not None:
             read = {n: tables[n].to(dtype).contiguous() for n, dtype in self.reads}
             self.planner({n: x.data_ptr() for n, x in read.items()})
             if not self.native:  # other executors remember what they make of spans
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
+        sinks = self.options.sinks if sinks is None else sinks
+        if self.repeat is not None and sinks is None and not top:
+            arrays = [live[source] for _, source in ready.live] + [tables[source] for _, source in self.names]
+            repeated = self.repeat.forward(q, k, v, lse, None, arrays)
+            if repeated is not None:
+                return (*repeated[:2], None) if lse else (repeated, None, None)
         values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
         slots, held = ready.inputs(q.device, None, values)
         held = {**held, **{name: tables[source] for name, source in self.names}}
-        sinks = self.options.sinks if sinks is None else sinks
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
         given = ready.plan, spans, ready.geometry, q, k, v, slots, held, ready.target

@@ -225,6 +225,17 @@ class _LoadedKernel:
             found = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return found
 
+    def slots_of(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, tuple[bytes, Any, int]]:
+        """The kernel, and the words of its slots."""
+        run, record, literals = self.function(name)
+        return run, self.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in self.slots], *literals))
+
+    def words(self, tables: Mapping[str, Tensor]) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
+        """The words of its tables, and the tables that these have the addresses of."""
+        read = [self.table(use, tables[use.name], dtype) for use, dtype, _ in self.tables]
+        packed = [p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, (_, _, p) in zip(read, self.tables, strict=True)]
+        return self.table_words.put(b"".join(packed)), read
+
     def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
         """A table in the kernel's dtype, negated views resolved; a conversion is kept until its tensor changes."""
         if given.dtype == dtype and not given.is_neg():
@@ -268,22 +279,23 @@ class _Prepared:
     def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
         own = self.kernel
-        run, record, literals = own.function(name)
-        values = own.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in own.slots], *literals))
-        arrays = [(own.table(use, tables[use.name], dtype), pack) for use, dtype, pack in own.tables]
-        words = own.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
+        run, values = own.slots_of(name, slots)
+        words, _ = own.words(tables)
         failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
         if failed:
             raise out_of_memory(name)
 
-    def frozen(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, bytes, Any]:
-        """A kernel without tables; the words of its record between `pool` and `sinks`; and what they point to."""
+    def frozen(
+        self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor] | None
+    ) -> tuple[Any, bytes, Any]:
+        """A kernel; the words of its record between `pool` and `sinks`, without tables where they are None; and what
+        the words point to."""
         own = self.kernel
-        run, slot_record, literals = own.function(name)
-        values = own.slot_words.put(slot_record.pack(*[kind(slots[n]) for n, kind in own.slots], *literals))
-        words = own.table_words.put(b"")
-        record = RECORD.pack(0, 0, 0, *self.before, values[2], words[2], *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
-        return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words)
+        run, values = own.slots_of(name, slots)
+        words, read = (None, ()) if tables is None else own.words(tables)
+        at = 0 if words is None else words[2]
+        record = RECORD.pack(0, 0, 0, *self.before, values[2], at, *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
+        return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
 @memo(group="sources")

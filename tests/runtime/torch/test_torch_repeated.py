@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import frisket as fk
 from frisket.dsl.errors import BackwardError
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.torch import autograd
+from frisket.runtime.torch import autograd, op
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -86,32 +86,168 @@ def test_gradients_after_calls_without():
         x.requires_grad_(False)
 
 
-def test_everything_else_that_a_call_may_have():
-    arrays = drawn()
-    att = attention()
-    out = att(*arrays)
-    att(*arrays)
-    with_lse, lse = att(*arrays, return_lse=True)
-    assert lse.isfinite().all()
-    assert (with_lse == out).all()
-    assert att(*arrays, sinks=torch.zeros(4)).ne(out).any()
-    assert att(*arrays, origin=(0, 0, 3, 0), sizes=(2, 4, 30, 30)).ne(out).any()
-    turned = [x.transpose(1, 2) for x in arrays]
-    torch.testing.assert_close(att(*turned, layout="bshd").transpose(1, 2), out, rtol=0, atol=0)
-    assert len(att.repeats) == 1
+DOC = np.repeat([0, 1, 2], [7, 7, 6])
+SCALE = torch.rand(2, 4, 20) + 0.1
+PAGES = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32)
+KINDS = {
+    "lse": ("causal", {"return_lse": True}, {}),
+    "origin": ("causal", {"origin": (0, 0, 3, 0), "sizes": (2, 4, 30, 30)}, {"origin": (0, 0, 4, 0)}),
+    "number": ("k <= n", {"n": 3}, {"n": 4}),
+    "number of another type": ("causal", {"n": 2}, {"n": 2.5}),
+    "sinks": ("causal", {"sinks": torch.arange(4.0)}, {"sinks": torch.ones(4)}),
+    "table of the attention": ("k <= t[h]", {}, {}),
+    "plan": ("doc[q] == doc[k]", {"plan": DOC}, {"plan": DOC[::-1].copy()}),
+    "plan, lse": ("doc[q] == doc[k]", {"plan": DOC, "return_lse": True}, {"plan": DOC // 2}),
+    "scales": ("causal", {"k_scale": SCALE, "v_scale": SCALE}, {"v_scale": 1 + SCALE}),
+    "pages": ("causal", {"pages": PAGES}, {"pages": PAGES.flip(0)}),
+}
 
 
-def test_values_and_tables_are_not_kept():
+def made(kind, more=None):
+    """An attention of KINDS, the arguments of its calls, and how its q, k and v are drawn."""
+    mask, how = KINDS[kind][0], {**KINDS[kind][1], **(more or {})}
+    score = "score * n + q" if "another type" in kind else None
+    att = fk.compile(fk.mask(mask, t=[3, 4, 5, 6]) if "t[" in mask else mask, score, backend="native")
+    if "plan" in how:
+        how["plan"] = att.plan(20, 20, 2, 4, doc=how["plan"])
+
+    def arrays(seed):
+        q, k, v = drawn(seed=seed)
+        if "scales" in kind:
+            k, v = ((x * 30).to(torch.int8) for x in (k, v))
+        if "pages" in kind:
+            k, v = torch.randn(2, 4, 4, 16, 16)
+        return q, k, v
+
+    return att, how, arrays
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls that were not repeated."""
+    found, attend = [], op.attend
+    monkeypatch.setattr(op, "attend", lambda *given: found.append(given) or attend(*given))
+    return found
+
+
+def same(have, want):
+    torch.testing.assert_close(have, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_with_more_than_arrays(kind, layout, asked):
+    att, how, arrays = made(kind)
+    stored = "scales" in kind or "pages" in kind
+    if layout == "bshd":
+        draw, how = arrays, {**how, "layout": layout}
+        arrays = lambda seed: [x.transpose(1, 2).contiguous() for x in draw(seed)]  # noqa: E731
+        if "scales" in kind:
+            how = {n: x.transpose(1, 2).contiguous() if torch.is_tensor(x) else x for n, x in how.items()}
+    for seed in range(2):
+        att(*arrays(seed), **how)
+    asked.clear()
+    found = att(*arrays(2), **how)
+    assert len(asked) == (stored and layout == "bshd")  # whose scales have other axes than kernels read
+    other = {**how, "plan": made(kind)[1]["plan"]} if "plan" in how else how
+    same(found, fk.compile(att.program.mask, att.program.score, backend="native")(*arrays(2), **other))
+    if KINDS[kind][2] and layout == "bhsd":
+        changed, more, _ = made(kind, KINDS[kind][2])
+        more = {**more, "plan": att.plan(20, 20, 2, 4, doc=KINDS[kind][2]["plan"])} if "plan" in how else more
+        have, want = att(*arrays(2), **more), changed(*arrays(2), **made(kind, KINDS[kind][2])[1])
+        same(have, want)
+        first, before = (x[0] if isinstance(x, tuple) else x for x in (have, found))
+        assert first.ne(before).any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "values"),
+    [("k <= n", None, (1, True)), ("causal", "score + max(min(1.0 / n, 1.0), -1.0) * k", (0.0, -0.0, 1))],
+)
+def test_types_and_signs_of_numbers_are_told_apart(mask, score, values):
+    arrays, att = drawn(), fk.compile(mask, score, backend="native")
+
+    def outcome(of, n):
+        try:
+            return of(*arrays, n=n)
+        except fk.ParameterError as error:
+            return str(error)
+
+    for n in values:
+        for _ in range(3):
+            have, want = outcome(att, n), outcome(fk.compile(mask, score, backend="native"), n)
+            assert have == want if isinstance(want, str) else have.equal(want)
+
+
+@pytest.mark.parametrize("kind", ["plan", "table of the attention"])
+def test_gradients_where_the_kernel_reads_tables(kind, generic, asked):
+    att, how, arrays = made(kind)
+
+    def gradients(of, **more):
+        given = [x.requires_grad_() for x in arrays(3)]
+        return torch.autograd.grad(of(*given, **more).square().sum(), given)
+
+    for _ in range(2):
+        gradients(att, **how)
+    asked.clear(), generic.clear()
+    have = gradients(att, **how)
+    assert not asked
+    assert not generic
+    other, more, _ = made(kind)
+    same(have, gradients(other, **more))
+
+
+def test_a_table_of_a_plan_that_is_written_to(asked):
+    att, how, arrays = made("plan")
+    q, k, v = arrays(0)
+    for _ in range(3):
+        att(q, k, v, **how)
+    with torch.enable_grad():
+        for _ in range(3):
+            out = att(q.requires_grad_(), k, v, **how)
+    ready = next(x[2] for n, x in how["plan"].ready.items() if n[0] == "learning")
+    next(iter(ready.tables.values())).add_(1)
+    with pytest.raises(BackwardError, match="changed in place between"):
+        out.sum().backward()
+    asked.clear()
+    att(q.detach(), k, v, **how)
+    att(q, k, v, **how)
+    assert len(asked) == 2
+
+
+def test_a_plan_is_refused_by_an_attention_of_another_mask():
+    arrays, att = drawn(), attention()
+    plan = att.plan(20, 20, 2, 4)
+    for _ in range(3):
+        att(*arrays, plan=plan)
+    with pytest.raises(fk.ParameterError):
+        attention("q + 5 >= k")(*arrays, plan=plan)
+
+
+def test_stored_keys_have_no_gradients_at_any_call():
+    att, how, arrays = made("scales")
+    q, k, v = arrays(0)
+    for _ in range(3):
+        att(q, k, v, **how)
+    for _ in range(3):
+        with pytest.raises(BackwardError, match="for the forward alone"):
+            att(q.requires_grad_(), k, v, **how)
+
+
+def test_sinks_that_learn_after_some_that_do_not(asked):
+    att, how, arrays = made("sinks")
+    for _ in range(3):
+        att(*arrays(0), **how)
+    sinks = torch.nn.Parameter(torch.arange(4.0))
+    assert att(*arrays(0), sinks=sinks).requires_grad
+    with torch.no_grad():
+        same(att(*arrays(0), sinks=sinks), att(*arrays(0), **how))
+    same(att(*arrays(0), sinks=torch.ones(4, dtype=torch.bfloat16)), att(*arrays(0), sinks=1.0))
+    same(att(*arrays(0), sinks=torch.arange(8.0)[::2]), att(*arrays(0), sinks=torch.tensor([0.0, 2, 4, 6])))
+
+
+def test_dropout_and_sinks_of_the_attention_are_asked_for_again():
     arrays = drawn()
-    att = attention("k <= n")
-    narrow, wide = att(*arrays, n=3), att(*arrays, n=12)
-    att(*arrays, n=3)
-    assert not att.repeats
-    assert narrow.ne(wide).any()
-    held = attention("k <= n[h]", n=np.array([3, 4, 5, 6]))
-    held(*arrays)
-    held(*arrays)
-    assert not held.repeats
     dropped = attention(dropout=0.5)
     dropped(*arrays)
     assert dropped(*arrays).ne(dropped(*arrays)).any()
