@@ -116,8 +116,8 @@ def repeated(
     att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None,
     params: Mapping[str, Any], lse: bool,
 ) -> Any:  # fmt: skip
-    """The output of such a call, with `lse` (out, lse), if an earlier call differs from it in the entries of its
-    arrays alone, else None."""
+    """The output of `att(q, k, v, ...)`, with `lse` (out, lse), if an earlier call differs from it only in the entries
+    of its arrays, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
     beside: tuple[Any, ...] | None = ()
@@ -148,7 +148,7 @@ def repeated(
 def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
-    """(settings, what runs it, its `Ready`) of an earlier call that differs from such a call in the arrays alone.
+    """(settings, what runs it, its `Ready`) of an earlier call that differs from this one in the arrays alone.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
