@@ -16,7 +16,10 @@ MATRIX_UNIT = "-DFRISKET_AMX"  # multiply bfloat16 on the matrix unit
 # name: (flags of the compiler, what /proc/cpuinfo has to list). "native" is whatever this CPU has.
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "native": (("-march=native",), frozenset()),
-    "amx": (("-march=x86-64-v4", "-mavx512bf16", MATRIX_UNIT), V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
+    "amx": (
+        ("-march=x86-64-v4", "-mavx512bf16", MATRIX_UNIT),
+        V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    ),
     "avx512bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
     "avx512": (("-march=x86-64-v4",), V4),
     "avx2": (("-march=x86-64-v3",), V3),

@@ -121,7 +121,7 @@ def repeated(
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
     beside: tuple[Any, ...] | None = ()
-    if any(x is not None for x in (plan, sinks, origin, sizes, layout)) or params:
+    if not (plan is sinks is origin is sizes is layout is None) or params:
         beside = _beside(att, plan, sinks, origin, sizes, layout, params)
         if beside is None:
             return None
@@ -130,6 +130,10 @@ def repeated(
     if found is None:
         return None
     _, run, ready = found
+    if not beside and not lse:
+        if learning:
+            return AttendAgain.apply(run, ready, q, k, v) if run.fits(q, k, v) else None  # type: ignore[no-untyped-call]
+        return run.forward(q, k, v, False)
     if ready.bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not learning:
@@ -168,7 +172,7 @@ def earlier_call(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The part of a call's key beside q, k and v; () for a call of these alone. None where the call brings tables of
+    """The part of a call's key beside q, k and v; () for a call of these alone. None for a call that brings tables of
     its mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
     said: list[Any] = []
     if sinks is not None:

@@ -44,6 +44,19 @@ struct Strip {
 };
 const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
+#if BYTES
+// Numbers as some bytes each: see bytes.hpp.
+const int DEEP = 64, BYTE_STEPS = (HEAD_DIM + DEEP - 1) / DEEP, BYTE_GROUPS = (BLOCK_K + DEEP - 1) / DEEP;
+struct Whole {
+    alignas(64) int32_t queries[4][BYTE_STEPS][16][16];  // right operands: four entries of a row at a time
+    int8_t keys[16][BYTE_STEPS * DEEP];                  // of which the unit cannot read whole rows in place
+    int8_t weights[3][BYTE_GROUPS][16][DEEP];            // left operands, for each group of 64 keys
+    int8_t values[BYTE_GROUPS][4][16][DEEP];             // right operands, of 64 columns of values
+    int32_t products[16 * 256];
+    Real unit[16], share[16];  // what the numbers of a row of queries and of weights count
+};
+#endif
+
 // The memory of one worker, which is kept between calls.
 struct Worker {
     int64_t bytes, slots, tile;
@@ -57,6 +70,9 @@ struct Worker {
     Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
     Real products[4 * 256];
 #endif
+#if BYTES
+    Whole whole;
+#endif
     Strip strips[STRIPS];
     Lane some[V_KEYS];          // whether any row of the item sees a key
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
@@ -65,7 +81,7 @@ struct Worker {
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
     int32_t list[ROWS / GROUP * (BLOCK_K / PACK)];
-    bool tame_queries;         // terms hold them
+    bool tame_queries;         // terms, or bytes, hold them
     Row rows[ROWS];
     bool repeated[ROWS];       // whether a row sees what the row before it sees
     int place[ROWS];           // the index in `fixed` of a row's head
@@ -188,12 +204,11 @@ template <int N> static void multiply_in_place(Worker &w, const Tile &tile, int 
     int64_t row[N];
     for (int n = 0; n < N; n++) {
         const int64_t present = tile.present - (j + n) * LANES;
-        const Stored *keys = tile.k.row((j + n) * LANES), *ahead = tile.k.row((j + n) * LANES + FETCH);
+        const Stored *keys = tile.k.row((j + n) * LANES);
         const bool there = whole && present >= LANES;
         Operand *copy = w.unread + n * 16 * STEPS;
         left[n] = there ? (const Operand *)keys : copy, row[n] = there ? stride / 2 : STEPS;
         for (int i = 0; i < LANES; i++) {
-            for (int d = 0; d < HEAD_DIM; d += 64 / (int)sizeof(Stored)) fetch(ahead + i * stride, d);
             for (int step = 0; step < STEPS && !there; step += LANES) {
                 const int64_t width = i < present ? HEAD_DIM - step * PAIR : 0;
                 const Stored *from = keys + i * stride + step * PAIR;
@@ -222,6 +237,8 @@ static void score_square(Worker &w, const Tile &tile, int rows, int lo, int hi) 
         n = hi - j >= 4 ? 4 : 1;
         n == 4 ? multiply_in_place<4>(w, tile, j) : multiply_in_place<1>(w, tile, j);
         for (int i = 0; i < n; i++) {
+            const Stored *next = tile.k.row((j + i + n) * LANES);  // the unit waits for what is not in the first level
+            for (int k = 0; k < LANES; k++) fetch_row<HEAD_DIM, 3>(next + k * tile.k.stride);
             Vec square[LANES];
             UNROLLED for (int k = 0; k < LANES; k++) square[k] = load<Vec>(w.products + i * 256 + k * 16);
             transpose(square);
@@ -300,6 +317,10 @@ template <bool PARTIAL> static void add_square(Worker &w, const Tile &tile, int 
 }
 #endif
 
+#if BYTES
+static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi);
+#endif
+
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
 // Evaluates the mask for M rows from g on, pair by pair, and narrows lo and hi to the vectors with visible keys.
@@ -361,6 +382,9 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     else w.steps[g / GROUP] = {0, present, nullptr};
     if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
+#if BYTES
+    if (SMALL && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
+#endif
 #if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
 #elif AMX

@@ -35,7 +35,7 @@ KEYWORDS = (
     "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
 ).split()
 MACROS = (
-    "ADD AMX APART BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
+    "ADD AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
     "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
@@ -144,7 +144,7 @@ class CppKernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("scores", "forward", "forward_work", "decode")),
+            *map(part, ("scores", "forward", *(["bytes"] if self.stored == "int8" else []), "forward_work", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)

@@ -37,6 +37,13 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 #define AMX 0
 #define TERMS 1
 #endif
+// The unit multiplies bytes, too: few rows of queries and weights, as whole numbers, by keys and values of int8.
+#if defined(FRISKET_AMX) && EIGHT == 1 && REGISTER_BYTES == 64 && REAL_BYTES == 4 && \
+    (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
+#define BYTES 1
+#else
+#define BYTES 0
+#endif
 const int PACK = AMX ? 2 : PAIR;
 const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
@@ -97,7 +104,7 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         }
 }
 
-#if AMX
+#if AMX || BYTES
 #if FRISKET_AMX == 1  // 2: a test has defined the unit in software
 struct MatrixUnit {  // configures the unit for this thread; its destructor restores the configuration
     struct Layout {
@@ -122,7 +129,15 @@ template <int T> INLINE void store_square(void *to, int64_t row) {
 template <int C, int A, int B> INLINE void add_product() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
+template <int C, int A, int B> INLINE void add_product_of_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
 #endif
+#else
+struct MatrixUnit {};
+#endif
+
+#if AMX
 
 static void turn_square(Operand *to, int64_t to_row, const Operand *from, int64_t from_row) {
     Vec square[LANES];
@@ -199,8 +214,6 @@ template <int WIDE, int STEPS, bool ADDED> struct Product {
             : add_squares<GROUP, 2>(left, a_row, right, stride, product);
     }
 };
-#else
-struct MatrixUnit {};
 #endif
 
 // C = A B, C + A B, or factor * C + A B for `vectors` vectors of B, a number known at run time from 1 to MOST.
@@ -444,6 +457,19 @@ INLINE Real left_number(const Operand *row, int64_t i) {
     return AMX ? number(row + i / 32 * 16 * TERMS + i % 32 / 2, i % 2, 16) : half(row + i / PACK, i % PACK);
 }
 
+// The largest magnitude of numbers that are shifted to the left by a bit.
+INLINE Real largest_of(Raw x) {
+#if LANES == 16
+    const auto fold = [&](Raw y) { x = x > y ? x : y; };
+    fold(SHUFFLE(x, x, SWAPPED, 8)), fold(SHUFFLE(x, x, SWAPPED, 4)), fold(SHUFFLE(x, x, SWAPPED, 2));
+    fold(SHUFFLE(x, x, SWAPPED, 1));
+    return __builtin_bit_cast(Real, x[0] >> 1);
+#else
+    Unsigned all = 0;
+    for (int i = 0; i < LANES; i++) all = x[i] > all ? x[i] : all;
+    return __builtin_bit_cast(Real, all >> 1);
+#endif
+}
 // The largest magnitude in rows of DIM entries; NaN if an entry is NaN.
 template <int DIM, class From> static Real most_of(const From &from, int64_t rows) {
     Raw most = {};
@@ -452,9 +478,7 @@ template <int DIM, class From> static Real most_of(const From &from, int64_t row
             const Raw x = (Raw)load_reals(from.row(i) + d, DIM - d) << 1;
             most = x > most ? x : most;
         }
-    Unsigned all = 0;
-    for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
-    return __builtin_bit_cast(Real, all >> 1);
+    return largest_of(most);
 }
 // Whether products of terms are as good as those of numbers up to a magnitude: the unit takes what is below 2^-126 for
 // 0, infinity has terms that are NaN, and a sum of products that overflow may be infinity minus infinity.
@@ -500,6 +524,11 @@ static_assert(FETCH <= AHEAD, "the rows of a tile have addresses of AHEAD more")
 
 template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
     if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
+// Fetches a row of DIM entries into the level that the builtin calls LOCALITY: 2 is the second, 3 the first.
+template <int DIM, int LOCALITY, class T> INLINE void fetch_row(const T *from) {
+    for (int d = 0; d < DIM; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + d, 0, LOCALITY);
 }
 
 // Fetches part n of `parts` of a packed tile into the second level.

@@ -197,3 +197,16 @@ INLINE void transpose(Vec *x) {
     turn<8>(x);
 #endif
 }
+#if LANES == 16
+// Four vectors as squares of 4 x 4 fours of lanes, turned.
+INLINE void turn_fours(Vec *x) {
+    for (int i = 0; i < 4; i += 2) {
+        const Vec left = x[i], right = x[i + 1];
+        x[i] = SHUFFLE(left, right, FROM_LEFT, 4), x[i + 1] = SHUFFLE(left, right, FROM_RIGHT, 4);
+    }
+    for (int i = 0; i < 2; i++) {
+        const Vec left = x[i], right = x[i + 2];
+        x[i] = SHUFFLE(left, right, FROM_LEFT, 8), x[i + 2] = SHUFFLE(left, right, FROM_RIGHT, 8);
+    }
+}
+#endif

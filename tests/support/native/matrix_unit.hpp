@@ -38,3 +38,14 @@ template <int C, int A, int B> static void add_product() {
             registers[C][i][j] += sum[0] + sum[1];
         }
 }
+template <int C, int A, int B> static void add_product_of_bytes() {  // TDPBSSD
+    signed char a[16][64], b[16][64];
+    std::memcpy(a, registers[A], sizeof a), std::memcpy(b, registers[B], sizeof b);
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) {
+            int sum;
+            std::memcpy(&sum, &registers[C][i][j], 4);
+            for (int k = 0; k < 64; k++) sum += a[i][k] * b[k / 4][4 * j + k % 4];
+            std::memcpy(&registers[C][i][j], &sum, 4);
+        }
+}

@@ -14,6 +14,7 @@ import pytest
 from support.native import native_call
 
 import frisket as fk
+from frisket.dsl.sugar import b, k
 from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.cpp import text
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
@@ -275,6 +276,75 @@ def behind_a_page(x):
     return made
 
 
+EIGHTS = test_native_stored.Case(batch=2, kv_len=336)
+OF_BYTES = {
+    "one row": EIGHTS.but(heads=2),
+    "four rows, bfloat16": EIGHTS.but(heads=4, kv_heads=1, dtype="bfloat16", tile=(1, 128), dim=128, v_dim=128),
+    "eight rows": EIGHTS.but(heads=8, kv_heads=1, dim=128, v_dim=64),
+    "sixteen rows": EIGHTS.but(heads=16, kv_heads=1, dim=200, v_dim=136, tile=(1, 32)),
+    "sixteen rows, float16": EIGHTS.but(heads=16, kv_heads=1, dtype="float16", page=16),
+    "odd sizes": EIGHTS.but(heads=7, kv_heads=1, dim=40, v_dim=24, kv_len=333, tile=(1, 48)),
+    "odd sizes, bfloat16": EIGHTS.but(heads=11, kv_heads=1, dim=72, v_dim=80, kv_len=333, dtype="bfloat16"),
+    "several queries": EIGHTS.but(q_len=5, q0=290, dim=80, v_dim=272, tile=(5, 256)),
+    "holes": EIGHTS.but(mask=test_native_stored.causal & (k % 3 > 0), q_len=3, heads=8),
+    "one key in a tile": EIGHTS.but(mask=test_native_stored.causal & (k % 64 > 62), q0=200, page=48),
+    "first keys of each row": EIGHTS.but(mask=k < 20 + 100 * b, heads=6, kv_heads=1),
+    "dropout": EIGHTS.but(rate=0.3, heads=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("eight rows", "odd sizes, bfloat16", "holes") else pytest.param(n, marks=pytest.mark.matrix)
+     for n in OF_BYTES],
+)  # fmt: skip
+def test_few_rows_beside_int8(name, variant):
+    """Keys and values of int8 are multiplied as bytes."""
+    made = test_native_stored.Problem(OF_BYTES[name])
+    made.check(made.run(variant=variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bytes_are_about_as_near_as_vectors(variant):
+    """Their last bit is that of the largest of a row, so one large channel costs the others some of theirs."""
+    made = test_native_stored.Problem(OF_BYTES["eight rows"].but(batch=8, dim=64))
+    made.q[..., 3] *= 200  # a channel of its own size, as models have
+    want = made.oracle()
+
+    def off(variant):
+        return [np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2)) for x, y in zip(made.run(variant=variant), want)]
+
+    for one, other in zip(off(variant), off("avx512"), strict=True):
+        assert one <= 1.5 * other
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("factor", [0, 2.0**-120, 2.0**-100, 2.0**40, np.nan])
+@pytest.mark.parametrize("of", ["q", "v_scale"])
+def test_queries_and_weights_that_bytes_do_not_hold(of, factor, variant):
+    """They are multiplied by vectors, a whole tile or all rows of a key head, and give what vectors give."""
+    made = test_native_stored.Problem(OF_BYTES["eight rows"])
+    if of == "q":
+        made.q[0, 2] *= np.float32(factor)
+    else:
+        made.tables[test_native_stored.V_SCALE][0, 0, 100] *= np.float32(factor)
+    for got, want in zip(made.run(variant=variant), made.run(variant="avx512"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6 * min(1, factor if factor > 1 else 1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_largest_bytes(variant):
+    """-128 beside the largest query and weight, 1,024 times: no sum overflows."""
+    made = test_native_stored.Problem(
+        EIGHTS.but(heads=1, kv_heads=1, dim=1024, kv_len=512, tile=(1, 256), scales=False)
+    )
+    made.q[:], made.k[:], made.v[:] = 1 / 32, -128, -128
+    out, lse, _ = made.run(variant=variant)
+    assert (out == -128).all()
+    np.testing.assert_allclose(lse, -128 + np.log(301), rtol=1e-6)
+
+
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.matrix), "six products"])
 def test_sanitizers(name, sanitizer, tmp_path):
@@ -283,9 +353,24 @@ def test_sanitizers(name, sanitizer, tmp_path):
     test_native_variants.check(name, run)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("sanitizer", ["address", "undefined"])
+@pytest.mark.parametrize("name", ["sixteen rows", "odd sizes", "odd sizes, bfloat16"])
+def test_sanitizers_of_bytes(name, sanitizer, tmp_path):
+    flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
+    made = test_native_stored.Problem(OF_BYTES[name])
+    run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
+    found = test_native_stored.Watched(made).run(run, backward=False)
+    made.check([found[n] for n in ("out", "lse", "top")])
+
+
 @pytest.mark.skipif(len(HERE) < 2, reason="left out: this CPU has no matrix unit")
-def test_software_has_the_bits_of_the_unit():
-    made = test_cpp_forward.problem(test_cpp_forward.CASES["bfloat16"])
+@pytest.mark.parametrize(
+    "made",
+    [test_cpp_forward.problem(test_cpp_forward.CASES["bfloat16"]), test_native_stored.Problem(OF_BYTES["eight rows"])],
+    ids=["bfloat16", "int8"],
+)
+def test_software_has_the_bits_of_the_unit(made):
     for one, other in zip(made.run(variant="amx"), made.run(variant=SOFTWARE), strict=True):
         assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 

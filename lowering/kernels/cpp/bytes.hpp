@@ -1,0 +1,203 @@
+// -- up to 16 rows beside keys and values of int8, on a matrix unit ------------------------------------------------
+//
+// The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of weights
+// of a tile, becomes whole numbers: its largest magnitude is 127 * 65536, and others are rounded, by 2^-24 of the
+// largest at most. Such a number is three bytes, the high one first, and each byte has a column of its own in a square.
+// Sums of the three are joined as floats. Weights whose result is rounded to 16 bits are two bytes: 2^-16 of the largest
+// is less than that rounding. Numbers that are not tame are multiplied by vectors.
+
+#if BYTES
+const int OF_QUERY = 3, OF_WEIGHT = HALF ? 2 : 3;  // bytes of a number
+const int TOGETHER_BYTES = 16 / OF_QUERY;         // rows of queries in a square
+constexpr Real largest_whole(int bytes) { return bytes == 3 ? 127 * 65536 : 127 * 256; }
+// Calls put(n, bytes) for each byte n of 64 numbers times `factor`, which are N bytes each. Byte 16 a + 4 b + c is of
+// number 16 b + 4 a + c.
+template <int N, class Number, class Put> INLINE void as_bytes(Number number, Real factor, Put put) {
+    Bits whole[4];
+    UNROLLED for (int i = 0; i < 4; i++) {
+        const Vec x = number(i) * factor;
+        asm("vcvtps2dq %1, %0" : "=v"(whole[i]) : "v"(x));
+    }
+    UNROLLED for (int n = N - 1; n >= 0; n--) {
+        Bits low[4], left, right, all;
+        UNROLLED for (int i = 0; i < 4; i++) low[i] = whole[i] & 255, whole[i] = (whole[i] + 128) >> 8;
+        asm("vpackusdw %2, %1, %0" : "=v"(left) : "v"(low[0]), "v"(low[1]));
+        asm("vpackusdw %2, %1, %0" : "=v"(right) : "v"(low[2]), "v"(low[3]));
+        asm("vpackuswb %2, %1, %0" : "=v"(all) : "v"(left), "v"(right));
+        put(n, all);
+    }
+}
+constexpr int place_of(int four) { return four % 4 * 4 + four / 4; }  // where four neighbours are in such bytes
+
+// The sums of N bytes as one number, of LANES rows or columns.
+template <int N, class Sum> INLINE Vec joined(Sum sum) {
+    Vec x = cast<Vec>((Bits)sum(0));
+    UNROLLED for (int n = 1; n < N; n++) x = x * 256 + cast<Vec>((Bits)sum(n));
+    return x;
+}
+
+// A row of queries; whether bytes hold it.
+static bool take_query(Whole &to, int row, const Entry *from, Real unit) {
+    const Real most = most_of<HEAD_DIM>(Lines<const Entry>{from, 0, nullptr}, 1) * magnitude(unit);
+    if (!tame(most)) return false;
+    to.unit[row] = most / largest_whole(OF_QUERY);
+    const Real factor = most == 0 ? 0 : largest_whole(OF_QUERY) / most;
+    for (int step = 0; step < BYTE_STEPS; step++) {
+        const auto number = [&](int i) { return load_reals(from + step * DEEP + i * LANES, HEAD_DIM - step * DEEP - i * LANES) * unit; };
+        as_bytes<OF_QUERY>(number, factor, [&](int n, Bits bytes) {
+            auto *square = to.queries[row / TOGETHER_BYTES][step];
+            for (int i = 0; i < 16; i++) square[i][OF_QUERY * (row % TOGETHER_BYTES) + n] = bytes[place_of(i)];
+        });
+    }
+    return true;
+}
+
+// Products of a vector of keys and `squares` of queries. Keys are the left operand, read where they are if the unit can
+// read whole rows of them.
+static void multiply_bytes(Whole &own, const int8_t *keys, int64_t stride, int64_t present, int squares, int32_t *to) {
+    const int8_t *left = keys;
+    int64_t row = stride;
+    if (HEAD_DIM % DEEP || stride % 4 || present < LANES) {
+        left = own.keys[0], row = sizeof own.keys[0];
+        for (int i = 0; i < LANES; i++) {
+            for (int d = HEAD_DIM; d < BYTE_STEPS * DEEP; d++) own.keys[i][d] = 0;
+            if (i < present) __builtin_memcpy(own.keys[i], keys + i * stride, HEAD_DIM);
+            else __builtin_memset(own.keys[i], 0, HEAD_DIM);
+        }
+    }
+    square_of_zeros<0>(), square_of_zeros<1>(), square_of_zeros<2>(), square_of_zeros<3>();
+    for (int step = 0; step < BYTE_STEPS; step++) {
+        load_square<4>(left + step * DEEP, row / 4);
+        load_square<5>(own.queries[0][step], 16), add_product_of_bytes<0, 4, 5>();
+        if (squares > 1) load_square<6>(own.queries[1][step], 16), add_product_of_bytes<1, 4, 6>();
+        if (squares > 2) load_square<7>(own.queries[2][step], 16), add_product_of_bytes<2, 4, 7>();
+        if (squares > 3) load_square<5>(own.queries[3][step], 16), add_product_of_bytes<3, 4, 5>();
+    }
+    store_square<0>(to, 16);
+    if (squares > 1) store_square<1>(to + 256, 16);
+    if (squares > 2) store_square<2>(to + 512, 16);
+    if (squares > 3) store_square<3>(to + 768, 16);
+}
+
+// Scores of vectors lo to hi of the keys.
+static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi) {
+    Whole &own = w.whole;
+    const int64_t stride = tile.k.stride;
+    const int squares = (rows + TOGETHER_BYTES - 1) / TOGETHER_BYTES;
+    for (int first = lo; first < hi; first += 4) {
+        const int last = first + 4 < hi ? first + 4 : hi;
+        for (int j = first; j < last; j++)
+            multiply_bytes(own, tile.k.row(j * LANES), stride, tile.present - j * LANES, squares,
+                           own.products + (j - first) * 1024);
+        for (int j = first; j < last; j++) {
+            const int8_t *next = tile.k.row((j + 4) * LANES);  // the unit waits for what is not in the first level
+            for (int i = 0; i < LANES; i++) fetch_row<HEAD_DIM, 3>(next + i * stride);
+            for (int n = 0; n < squares; n++) {
+                Vec square[LANES];
+                UNROLLED for (int i = 0; i < LANES; i++)
+                    square[i] = load<Vec>(own.products + (j - first) * 1024 + n * 256 + i * 16);
+                transpose(square);
+                UNROLLED for (int i = 0; i < TOGETHER_BYTES; i++) {
+                    const int row = n * TOGETHER_BYTES + i;
+                    if (row >= rows) break;
+                    const Vec score = joined<OF_QUERY>([&](int byte) { return square[OF_QUERY * i + byte]; }) * own.unit[row];
+                    store(w.strips->scores + row * BLOCK_K + j * LANES, score);
+                }
+            }
+        }
+    }
+}
+
+// Values of 64 keys from `start` on and 64 columns from `column` on, as four squares: a row has 16 columns of four keys.
+// Column 16 a + 4 b + c is in square b.
+template <bool PARTIAL> INLINE void pack_bytes(const Tile &tile, int64_t start, int column, int8_t (*to)[16][DEEP]) {
+    static const int8_t NONE[DEEP] = {};
+    for (int i = 0; i < 16; i++) {
+        const int64_t first = start + 4 * i;
+        const int8_t *from = tile.v.row(first) + column, *ahead = tile.v.row(first + 32) + column;
+        Raw row[4];
+        UNROLLED for (int n = 0; n < 4; n++, from += tile.v.stride, ahead += tile.v.stride) {
+            const bool there = BLOCK_K % DEEP == 0 || first + n < BLOCK_K;
+            const int8_t *at = there && (!PARTIAL || first + n < tile.present) ? from : NONE;
+            const int left = V_DIM - column < DEEP ? V_DIM - column : DEEP;
+            if (V_DIM % DEEP && left < DEEP) row[n] = Raw{}, __builtin_memcpy(&row[n], at, left);
+            else row[n] = load<Raw>(at);
+            __builtin_prefetch(ahead, 0, 3);
+        }
+        Raw pair[4];  // two keys, whose bytes take turns: the lower and the upper half of each 16 columns
+        asm("vpunpcklbw %2, %1, %0" : "=v"(pair[0]) : "v"(row[0]), "v"(row[1]));
+        asm("vpunpckhbw %2, %1, %0" : "=v"(pair[1]) : "v"(row[0]), "v"(row[1]));
+        asm("vpunpcklbw %2, %1, %0" : "=v"(pair[2]) : "v"(row[2]), "v"(row[3]));
+        asm("vpunpckhbw %2, %1, %0" : "=v"(pair[3]) : "v"(row[2]), "v"(row[3]));
+        UNROLLED for (int n = 0; n < 2; n++) {
+            Raw low, high;
+            asm("vpunpcklwd %2, %1, %0" : "=v"(low) : "v"(pair[n]), "v"(pair[n + 2]));
+            asm("vpunpckhwd %2, %1, %0" : "=v"(high) : "v"(pair[n]), "v"(pair[n + 2]));
+            store(to[2 * n][place_of(i)], low), store(to[2 * n + 1][place_of(i)], high);
+        }
+    }
+}
+
+// acc = acc * shrink + weights * values; false, and nothing is done, where bytes do not hold the weights. The unit waits
+// until what it reads is in the cache, and vectors for its results: so each has other work between.
+template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int rows) {
+    if (w.from[0] == w.to[0]) return true;
+    Whole &own = w.whole;
+    const Strip &strip = *w.strips;
+    const int first = w.from[0] * LANES / DEEP, last = (w.to[0] * LANES + DEEP - 1) / DEEP, squares = (OF_WEIGHT * rows + 15) / 16;
+    const auto pack = [&](int column) {
+        for (int g = first; g < last; g++) pack_bytes<PARTIAL>(tile, g * DEEP, column, own.values[g]);
+    };
+    pack(0);
+    for (int i = 0; i < rows; i++) {
+        const auto weights_at = [&](int j) {
+            const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]));
+            return none ? Vec{} : load<Vec>(strip.scores + i * BLOCK_K + j * LANES);
+        };
+        Raw sizes = {};
+        for (int j = first * 4; j < last * 4; j++) {
+            const Raw x = (Raw)weights_at(j) << 1;
+            sizes = x > sizes ? x : sizes;
+        }
+        const Real most = largest_of(sizes);
+        if (!tame(most)) return false;
+        own.share[i] = most / largest_whole(OF_WEIGHT);
+        const Real factor = most == 0 ? 0 : largest_whole(OF_WEIGHT) / most;
+        for (int g = first; g < last; g++)
+            as_bytes<OF_WEIGHT>([&](int j) { return weights_at(4 * g + j); }, factor, [&](int n, Bits bytes) {
+                const int column = OF_WEIGHT * i + n;
+                store(own.weights[column / 16][g][column % 16], bytes);
+            });
+    }
+    const auto add = [&](int column) {
+        for (int i = 0; i < rows; i++) {
+            const int32_t *from = own.products + OF_WEIGHT * i * 64;
+            Vec sums[4];
+            UNROLLED for (int b = 0; b < 4; b++)
+                sums[b] = joined<OF_WEIGHT>([&](int byte) { return load<Bits>(from + byte * 64 + b * 16); });
+            turn_fours(sums);
+            UNROLLED for (int a = 0; a < 4; a++) {
+                Real *acc = w.acc + i * V_WIDE + column + a * LANES;
+                if (column + a * LANES < V_WIDE) store(acc, load<Vec>(acc) * w.shrink[i] + sums[a] * own.share[i]);
+            }
+        }
+    };
+    for (int column = 0; column < V_WIDE; column += DEEP) {
+        if (column) pack(column), add(column - DEEP);
+        for (int n = 0; n < squares; n++) {
+            square_of_zeros<0>(), square_of_zeros<1>(), square_of_zeros<2>(), square_of_zeros<3>();
+            for (int g = first; g < last; g++) {
+                load_square<4>(own.weights[n][g], 16);
+                load_square<5>(own.values[g][0], 16), add_product_of_bytes<0, 4, 5>();
+                load_square<6>(own.values[g][1], 16), add_product_of_bytes<1, 4, 6>();
+                load_square<7>(own.values[g][2], 16), add_product_of_bytes<2, 4, 7>();
+                load_square<5>(own.values[g][3], 16), add_product_of_bytes<3, 4, 5>();
+            }
+            int32_t *to = own.products + n * 1024;
+            store_square<0>(to, 64), store_square<1>(to + 16, 64), store_square<2>(to + 32, 64), store_square<3>(to + 48, 64);
+        }
+    }
+    add((V_WIDE - 1) / DEEP * DEEP);
+    return true;
+}
+#endif
