@@ -120,11 +120,9 @@ def repeated(
     of its arrays, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
-    beside: tuple[Any, ...] | None = ()
-    if not (plan is sinks is origin is sizes is layout is None) or params:
-        beside = _beside(att, plan, sinks, origin, sizes, layout, params)
-        if beside is None:
-            return None
+    bare = plan is sinks is origin is sizes is layout is None and not params
+    if (beside := () if bare else _beside(att, plan, sinks, origin, sizes, layout, params)) is None:
+        return None
     learning = _learning(q, k, v)
     found = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, beside)
     if found is None:
