@@ -2,7 +2,8 @@
 from benchmarks/results.
 
 Every row of a result is shown or counted. The page begins with the figures asked for most (`HEADLINES`). Every row that
-is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out.
+is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out. A section
+says its machine in its first line, or in its headings where machines differ.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ INTRO = """\
 For readers who want to know where frisket is faster or slower than another library. After this page you can read each
 table and repeat it.
 
-## The figures asked for most
-
-How many times as fast frisket is: the peer's time / frisket's. Above 1 frisket is faster. Brackets hold the 95 %
-interval of the median of one row; a range goes from the slowest row to the fastest. **Slower** is a loss beyond the
-interval. CPUs run frisket's C++ kernels (AVX-512 unless a row says AVX2). The H100 runs the kernel that a call takes
-without `backend=`.
+- [The figures asked for most](#the-figures-asked-for-most), on an H100 and on CPUs
+- [How it was measured](#how-it-was-measured), and how to measure your masks on your machine
+- [What is slower](#what-is-slower-and-what-misses-its-goal), and what misses its goal\
 """
-METHOD = """\
+HEAD = """\
 > **Never measured: Blackwell, GPUs of AMD, and TPUs.** The Triton, Gluon and Pallas kernels for them are compiled ahead
 > of time and tested in interpreters. Their speed there is not known. `python benchmarks/gpu.py PART` and
 > `frisket bench --suite gpu` measure it on your device.
 
+## The figures asked for most
+
+How many times as fast frisket is: the peer's time / frisket's. Above 1 frisket is faster. Brackets hold the 95 %
+interval of the median of one row; a range goes from the slowest row to the fastest. **Slower** is a loss beyond the
+interval. The H100 runs the kernel that a call takes without `backend=`. CPUs run frisket's C++ kernels (AVX-512 unless
+a row says AVX2).
+"""
+METHOD = """\
 ## How it was measured
 
 Everything except [what an H100 ran](#measured-on-an-h100) was measured on {machine}, by the programs in `benchmarks/`.
@@ -67,7 +73,12 @@ causal & window(64), torch
 ## What is slower, and what misses its goal
 
 Every measured row in which a peer is faster than frisket by more than the interval, and every goal of the design that
-was missed. [Predictions](predictions.md) mark their goals themselves.
+was missed, counted by table. [Predictions](predictions.md) mark their goals themselves.
+
+**Slower than a peer:**
+"""
+GOALS = """\
+**Goals that were missed:**
 """
 PREDICTIONS = """\
 # Predictions of a model
@@ -102,11 +113,11 @@ HEADLINES = (
     Headline(DIMS.format(BOTH), "cpu-dims", "xeon", DIMS_ROWS, "SDPA / native", "float32 on an Intel Xeon"),
     Headline(DIMS.format(BOTH), "cpu-dims", "amx", DIMS_ROWS, "SDPA / native", "bfloat16 on an Intel Xeon"),
     Headline(DIMS.format(BOTH) + ", AVX2", "cpu-dims", "avx2", DIMS_ROWS, "SDPA / native",
-             "float32 with vectors of AVX2 on that CPU"),
+             "float32 with AVX2 on an AMD EPYC"),
     Headline(f"Causal and no mask, 4,096 tokens, head size 64, {BOTH}", "cpu-rows", "halves", ".*bfloat16.*",
-             "SDPA / native", "bfloat16 and float16, 4,096 tokens", "bfloat16"),
+             "SDPA / native", "bfloat16 and float16, 4,096 tokens, on an AMD EPYC", "bfloat16"),
     Headline(f"Causal, 1 to 64 tokens, head size 64, {BOTH}", "cpu-rows", "short", "causal, (1|16|48|64) x .*",
-             "SDPA / native", "Few tokens, float32", "float32"),
+             "SDPA / native", "Few tokens, float32, on an Intel Xeon", "float32"),
     Headline("Masks and score mods, 4,096 tokens, forward", "cpu-torch", "forward", ".*", "flex / native",
              "Forward, torch"),
     Headline("Causal within 16 documents, 4,096 tokens, forward", "cpu-torch", "forward", ".*16 documents",
@@ -138,6 +149,25 @@ PEERS = {"flex": "compiled flex_attention", "SDPA cudnn": "SDPA with cuDNN", "cr
 SIZES_CPU, SIZES_H100 = (40, 64, 80, 128, 256), (64, 128, 192, 256)
 
 
+GROUPS = {  # the sections in their order, with the words of the list at the top
+    "An H100": ("gpu",),
+    "Attention on CPUs": (
+        "cpu-torch",
+        "cpu-jax",
+        "cpu-dims",
+        "cpu-rows",
+        "reorder",
+        "transformers-training",
+        "engines",
+    ),
+    "Decoding on CPUs": ("decode-stored", "decode-overhead"),
+    "Layouts and answers": ("layout", "answers", "exports", "explorer", "context-parallel"),
+    "What a call costs beside its kernel": ("overhead", "graph-overhead", "changing-tables", "jax-binding", "compiles"),
+    "TPUs": ("tpu-tables",),
+    "Predictions": ("gpu-model",),
+}
+
+
 class Topic(NamedTuple):
     """A section: one file of results, and what is shown of its parts."""
 
@@ -166,9 +196,10 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
-def ratio(found: list[float]) -> str:
-    """`ratio([1.98, 1.94, 2.24])` is "1.98 (1.94 to 2.24)"."""
+def ratio(found: list[float], goal: schema.Goal | None = None) -> str:
+    """`ratio([1.98, 1.94, 2.24])` is "1.98 (1.94 to 2.24)"; one digit more where it would read as its missed goal."""
     digits = 0 if found[0] >= 100 else 1 if found[0] >= 10 else 2
+    digits += goal is not None and f"{found[0]:.{digits}f}" == f"{goal.bound:.{digits}f}"
     said = [f"{x:,.{digits}f}" for x in found]
     return said[0] + (f" ({said[1]} to {said[2]})" if len(said) == 3 else "")
 
@@ -190,9 +221,8 @@ def wanted(goal: schema.Goal) -> str:
 
 def marked(row: dict[str, Any], pair: str) -> str:
     """A ratio, with what there is to say against it."""
-    found = row["ratios"][pair]
-    text = ratio(found) + (" **slower**" if slower(pair, found) else "")
-    goal = missed(row).get(("ratios", pair))
+    found, goal = row["ratios"][pair], missed(row).get(("ratios", pair))
+    text = ratio(found, goal) + (" **slower**" if slower(pair, found) else "")
     return text + (f" **goal: {wanted(goal)}**" if goal else "")
 
 
@@ -283,7 +313,8 @@ def anchor(title: str) -> str:
 
 
 def headlines(every: dict[str, dict[str, Part]]) -> Iterator[str]:
-    body = []
+    gpus: list[list[str]] = []
+    cpus: list[list[str]] = []
     for x in HEADLINES:
         part = every[x.file][x.part]
         found = multiples(every[x.file], x.part, x.rows, x.pair)
@@ -291,20 +322,24 @@ def headlines(every: dict[str, dict[str, Part]]) -> Iterator[str]:
         dtype = part["settings"].get("dtype", "") if x.dtype is None else x.dtype
         on = ", ".join(filter(None, (device(part), dtype)))
         link = f"[{len(found)} row{'s' if len(found) > 1 else ''}](#{anchor(x.title)})"
-        body.append([x.words, on, PEERS.get(peer, peer), spread(x.pair, found), link])
-    yield from table(["what", "machine", "peer", "times as fast", "rows"], body, words=3)
-    cpu, gpu = every["cpu-dims"], every["gpu"]
-    yield f"By head size, beside SDPA, 4,096 tokens, {device(cpu['native'])}, float32"
-    yield f"([all rows](#{anchor('float32 on an AMD EPYC')})):\n"
-    lines = [(f"{mask}, {way}", f"{mask}, 4096 x {{}}, {way}") for mask in ("causal", "no mask") for way in WAYS]
-    yield from by_size(cpu, "native", SIZES_CPU, [(words, rows, "SDPA / native") for words, rows in lines])
-    yield "By head size, causal, 8,192 tokens, H100, bfloat16 (all rows:"
+        of = gpus if x.file == "gpu" else cpus
+        of.append([x.words, on, PEERS.get(peer, peer), spread(x.pair, found), link])
+    head, cpu, gpu = ["what", "machine", "peer", "times as fast", "rows"], every["cpu-dims"], every["gpu"]
+    yield "### On an H100, bfloat16\n"
+    yield from table([n for n in head if n != "machine"], [[x, *rest] for x, _, *rest in gpus], words=2)
+    yield "By head size, causal, 8,192 tokens, H100 (all rows:"
     yield f"[forward](#{anchor(FORWARD_H100)}), [backward](#{anchor(BACKWARD_H100)})):\n"
     peers = ("flex", "SDPA cudnn")
     yield from by_size(gpu, "speed", SIZES_H100, [
         (f"{way}, beside {PEERS[peer]}", f"{way}: causal, D {{}}, 8192", f"{peer} / frisket")
         for way in ("forward", "backward") for peer in peers
     ])  # fmt: skip
+    yield "### On CPUs\n"
+    yield from table(head, cpus, words=3)
+    yield f"By head size, beside SDPA, 4,096 tokens, {device(cpu['native'])}, float32"
+    yield f"([all rows](#{anchor('float32 on an AMD EPYC')})):\n"
+    lines = [(f"{mask}, {way}", f"{mask}, 4096 x {{}}, {way}") for mask in ("causal", "no mask") for way in WAYS]
+    yield from by_size(cpu, "native", SIZES_CPU, [(words, rows, "SDPA / native") for words, rows in lines])
 
 
 WAYS = ("forward", "forward and backward")
@@ -620,7 +655,7 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
     if tune := rows.pop("tune", {}):
         yield "### Tiles on an H100\n"
         yield from of_tune(tune)
-    for name, own in rows.items():
+    for name, own in sorted(rows.items(), key=lambda x: [*TITLES, x[0]].index(x[0])):
         yield f"### {TITLES.get(name, f'`{name}`')}, on an H100\n"
         if name in RATES:
             yield from of_rows(rates(own), "tflops")
@@ -676,14 +711,20 @@ def on_gpu(parts: dict[str, Part]) -> str:
 
 
 def rates(rows: dict[str, Any]) -> dict[str, Any]:
-    """Rows with TFLOP/s first, for a table."""
+    """Rows with TFLOP/s first, for a table: by mask, head size and tokens."""
     found = {}
     for names, row in schema.leaves(rows):
         of = {n: x for n, x in row.get("figures", {}).get("tflops", {}).items() if n not in ELSEWHERE}
         pairs = {p: x for p, x in row.get("ratios", {}).items() if p.split(" / ")[0] in CLOSEST}
         if of:
             found[", ".join(names)] = {"figures": {"tflops": of}, "ratios": pairs, "goals": row.get("goals", {})}
-    return found
+    masks = list(dict.fromkeys(n.partition(", D ")[0] for n in found))
+
+    def order(name: str) -> tuple[int, ...]:
+        mask, _, sizes = name.partition(", D ")
+        return masks.index(mask), *map(int, re.findall(r"\d+", sizes))
+
+    return {n: found[n] for n in sorted(found, key=order)}
 
 
 def by_cache(rows: dict[str, Any]) -> dict[str, Any]:
@@ -747,14 +788,15 @@ TOPICS = (
           "direction. Both CPUs have AVX-512. The Intel Xeon also has a matrix unit (AMX), which multiplies bfloat16, "
           "and float32 as six products of bfloat16 from 1,024 tokens and head size 64 on.",
           "python benchmarks/cpu_dims.py",
-          each(("native", "float32 on an AMD EPYC", "ms"), ("avx2", "float32 with vectors of AVX2 on that CPU", "ms"),
+          each(("native", "float32 on an AMD EPYC", "ms"), ("avx2", "float32 with AVX2 on an AMD EPYC", "ms"),
                ("xeon", "float32 on an Intel Xeon", "ms"), ("amx", "bfloat16 on an Intel Xeon", "ms"))),
     Topic("cpu-rows", "Half precision, chunks, short rows, ONNX Runtime", "Two heads of 64 (four where rows are "
           "short), one thread. Goals of SDPA's time / native time, forward: 0.7 up to 16 tokens, 1 up to 64.",
           "python benchmarks/cpu_rows.py",
-          each(("halves", "bfloat16 and float16, 4,096 tokens", "ms"),
-               ("prefill", "A chunk of a prompt, float32", "ms"), ("short", "Few tokens, float32", "ms"),
-               ("onnx", "Beside ONNX Runtime, float32", "ms"))),
+          each(("halves", "bfloat16 and float16, 4,096 tokens, on an AMD EPYC", "ms"),
+               ("prefill", "A chunk of a prompt, float32, on an AMD EPYC", "ms"),
+               ("short", "Few tokens, float32, on an Intel Xeon", "ms"),
+               ("onnx", "Beside ONNX Runtime, float32, on an AMD EPYC", "ms"))),
     Topic("decode-stored", "Decoding on stored keys", "One query over 2 key heads. The first two tables have 8 query "
           "heads and one thread, and their ratios are times: below 1 is faster. The last one has all threads, and its "
           "ratio is a rate: at 1, keys and values are read as fast as torch adds them up. Arrays lie in huge pages, as "
@@ -832,10 +874,11 @@ TOPICS = (
 
 
 def topics() -> list[Topic]:
-    """Those above, and files that nobody has written a section for; docs/endurance.py has sections of its own."""
+    """The sections by group, then files that nobody has written a section for; docs/endurance.py has its own."""
     known = {t.file for t in TOPICS} | {"explorer-soak", "long-run", "memory", "numerics"}
     others = sorted(p.stem for p in RESULTS.glob("*.json") if p.stem not in known)
-    return [*TOPICS, *map(of_file, others)]
+    order = [file for files in GROUPS.values() for file in files]
+    return [*sorted(TOPICS, key=lambda t: order.index(t.file)), *map(of_file, others)]
 
 
 def of_file(name: str) -> Topic:
@@ -860,7 +903,7 @@ def against(every: dict[str, dict[str, Part]]) -> list[list[str]]:
                 for pair, value in row.get("ratios", {}).items():
                     goal = short.pop(("ratios", pair), None)
                     if goal:
-                        found.append([*where, pair, ratio(value), wanted(goal)])
+                        found.append([*where, pair, ratio(value, goal), wanted(goal)])
                     elif slower(pair, value):
                         found.append([*where, pair, ratio(value), "more than 1"])
                 for goal in short.values():
@@ -895,21 +938,85 @@ def page() -> str:
     found = {n: sorted({m[n].split("+")[0] for m in heads if n in m}) for n in ("torch", "jax")}
     versions = ", ".join(f"{n} {' and '.join(x)}" for n, x in found.items())
     machine = f"{' and '.join(cpus)} without an accelerator, {days[0]} to {days[-1]}, with {versions}"
-    lines = [INTRO, *headlines(every), METHOD.format(machine=machine)]
     measured = {file: parts for file, parts in every.items() if file != PREDICTED}
-    short = [x for x in softcap_shares(rates(forward_rows(every["gpu"]))).items() if x[1] < SOFTCAP]
+    shares = softcap_shares(rates(forward_rows(every["gpu"])))
+    short = [(n, x) for n, x in shares.items() if x < SOFTCAP]
     goals = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]
-    lines += table(["results", "row", "what", "measured", "wanted"], linked(against(measured) + goals))
+    rows = against(measured) + goals
+    sections = {t.file: [MOVED] if t.file == PREDICTED else [*section(t, every[t.file])] for t in topics()}
+    lines = [INTRO, *contents(sections), HEAD, *headlines(every), METHOD.format(machine=machine)]
+    lines += counted([*losses(measured)], every)
+    lines += [GOALS, *counted([x for x in rows if x[-1].startswith("at ")], every)]
+    lines.append(f"<details markdown><summary>All {len(rows)} rows</summary>\n")
+    lines += table(["results", "row", "what", "measured", "wanted"], linked(rows), words=3)
+    lines.append("</details>\n")
     for topic in topics():
-        lines.append(f"## {topic.title}\n")
-        lines += [MOVED] if topic.file == PREDICTED else section(topic, every[topic.file])
+        lines += [f"## {topic.title}\n", *sections[topic.file]]
     return joined(lines)
 
 
+def contents(sections: dict[str, list[str]]) -> Iterator[str]:
+    """The sections by group, with links; files that nobody has put into a group are behind them."""
+    titles = {t.file: t.title for t in topics()}
+    groups = {**GROUPS, "Others": tuple(n for n in titles if not any(n in files for files in GROUPS.values()))}
+    for group, files in groups.items():
+        links = [f"[{titles[n]}](#{anchor(titles[n])})" for n in files]
+        if files == ("gpu",):
+            heads = re.findall(r"^### (.*)", "\n".join(sections[files[0]]), re.M)
+            links += [f"[{x.removesuffix(' on an H100').removesuffix(',')}](#{anchor(x)})" for x in heads]
+        if links:
+            yield f"- **{group}**: {', '.join(links)}"
+    yield ""
+
+
+def losses(every: dict[str, dict[str, Part]]) -> Iterator[list[str]]:
+    """(where, what, measured) of the rows in which a peer is faster, whatever their goals."""
+    for file, parts in every.items():
+        for part, x in parts.items():
+            for names, row in schema.leaves(x["rows"]):
+                for pair, value in row.get("ratios", {}).items():
+                    if slower(pair, value):
+                        yield [f"{file}, {part}", named(names), pair, ratio(value)]
+                for who, ours, peer in first_calls(row):
+                    yield [f"{file}, {part}", named(names), f"first call, {who}", f"{ours:.2f} s beside {peer:.2f} s"]
+
+
+def counted(rows: list[list[str]], every: dict[str, dict[str, Part]]) -> Iterator[str]:
+    """Rows of `losses` or `against`, counted by table and by what is compared."""
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for row in rows:
+        groups.setdefault((row[0], row[2]), []).append(row)
+    titles, body = {t.file: t.title for t in topics()}, []
+    for (where, what), found in groups.items():
+        file, _, name = where.partition(", ")
+        part = every[file][name]
+        link = f"[{titles[file]}](#{anchor(titles[file])}): {name}"
+        line = [link, device(part), found[0][1], what, *found[0][3:]]
+        if len(found) > 1:
+            of = sum(what in r.get("ratios", {}) for _, r in schema.leaves(part["rows"]))
+            line[2] = f"{len(found)} of {of} rows" if of else f"{len(found)} rows"
+            line[4:] = [_range([x[i].partition(" (")[0] for x in found]) for i in range(3, len(found[0]))]
+        body.append(line)
+    head = ["results", "machine", "rows", "what", "measured", "wanted"][: len(body[0])]
+    yield from table(head, body, words=4)
+
+
+def _range(texts: list[str]) -> str:
+    """`_range(["at least 2.2", "at least 3"])` is "at least 2.2 to 3"."""
+    low, *_, high = sorted(texts, key=lambda x: float(x.split()[-1].replace(",", "")))
+    return low if low == high else f"{low} to {high.split()[-1]}"
+
+
 def section(topic: Topic, parts: dict[str, Part]) -> Iterator[str]:
-    yield from [topic.text + "\n"] if topic.text else []
+    yield from [on_machine(parts) + topic.text + "\n"] if topic.text else []
     yield from topic.show(parts)
     yield f"Repeat it: `{topic.command}`; [the results](../benchmarks/results/{topic.file}.json).\n"
+
+
+def on_machine(parts: dict[str, Part]) -> str:
+    """The machine of a section, where there is one. Costs of orders are on another page, and deals are a model."""
+    found = {device({**x, "settings": {}}) for n, x in parts.items() if n not in ("costs", "deals")}
+    return f"On an {found.pop()}. " if len(found) == 1 else ""
 
 
 def predictions() -> str:

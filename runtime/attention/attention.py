@@ -164,8 +164,8 @@ class Attention:
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         watched = in_graph(q)
-        kept = self.repeats or (plan is not None and framework_of(q) == "torch")
-        if kept and not watched and seed is None and not return_max:
+        plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
+        if plain and (self.repeats or (plan is not None and framework_of(q) == "torch")):
             out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
             if out is not None:
                 return out
@@ -464,7 +464,6 @@ class Attention:
         return found
 
 
-@memo(2)
 @memo(2)
 def _operators(framework: str) -> Any:
     """The module that runs checked calls: the one place where a framework is chosen."""

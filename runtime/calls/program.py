@@ -1,4 +1,4 @@
-"""A mask and a score mod together, as one attention has them."""
+"""CallProgram: the mask and the score mod of one attention, and their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of attention as users write it."""
+"""Request: the arguments of a call of attention, as users write them."""
 
 from __future__ import annotations
 

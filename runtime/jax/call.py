@@ -1,7 +1,7 @@
-"""A call of JAX without its arrays: what a primitive carries until a platform is known, and what runs there.
+"""JaxCall: a call of JAX without its arrays. A primitive carries it until a platform is known, where it runs.
 
-Operands go by name: "q", "k", "v", "sinks", the plan's names of what gradients flow to, numbers of leaves for all
-others, and, in a shard, where it is.
+Arrays go by name: "q", "k", "v", "sinks"; slots and tables that gradients flow to by their names in the plan; others by
+the numbers of their leaves; in a shard, SHARD. `_BackendRun` puts them into the arguments of an executor.
 """
 
 from __future__ import annotations
@@ -45,106 +45,43 @@ SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 @dataclass(frozen=True, eq=False)
 class JaxCall:
-    """`source` is a plan of the host, or the key of a flat one. `leaves` are the numbers beside the arrays, None where
-    an operand stands, in a tree of "slots", "tables", "drawn", "origin", "sizes", "spans" and "given". `backend` is
-    empty where the platform chooses. The call is `times` (batches, heads) its source, and one of `shards`."""
+    """A call without its arrays: `op` makes it, `Task` runs `forward` or `backward`. Equal calls are lowered once."""
 
     plan: LoopPlan
-    source: Plan | PlanKey
+    source: Plan | PlanKey  # the plan of the host, or the key of a flat one
     geometry: Geometry  # without its origin
-    backend: str
+    backend: str  # empty where the platform chooses
     tile: tuple[int, int] | None
-    leaves: tuple[Any, ...]
-    tree: Any
-    places: Mapping[str, int]  # of what gradients flow to
+    leaves: tuple[Any, ...]  # the numbers beside the arrays, by `tree`; None where an operand stands
+    tree: Any  # of "slots", "tables", "drawn", "origin", "sizes", "spans" and "given"
+    places: Mapping[str, int]  # the leaf of each slot and table that gradients flow to
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
-    times: tuple[int, int] = (1, 1)
-    shards: tuple[int, int] = (1, 1)
+    times: tuple[int, int] = (1, 1)  # so many of the source's batches and heads beside one another, under jax.vmap
+    shards: tuple[int, int] = (1, 1)  # the call is one of so many parts of the batches and heads, on several devices
     rows: Rows | None = None  # where the arrays have queries and keys
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        """Equal calls are lowered once. Arrays of the host are equal where they are the same."""
-        kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
-        source = self.source if isinstance(self.source, PlanKey) else id(self.source)
-        kind = self.plan, source, self.geometry, self.backend, self.tile
-        return *kind, kept, self.tree, self.times, self.shards, self.rows
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, JaxCall) and self._hash == other._hash and self._key == other._key)
-
-    def __str__(self) -> str:
-        return "; ".join((self.plan.text or "everything visible").splitlines())
-
-    __repr__ = __str__
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the call, equal in every process and different for another kernel or other values in it."""
-        chosen = self.backend, self.tile, self.times, self.shards
-        rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
-        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
-        content = frisket.__version__, str(self.plan), self.geometry, chosen, held
-        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property
     def stored(self) -> bool:
-        """Whether keys and values are, in pages, in 8 bits or beside scales: then there are no gradients."""
+        """Whether keys and values are stored, in pages, in 8 bits or beside scales: there are no gradients then."""
         return bool(self.geometry.kv_dtype or any(t.source in LIVE for t in self.plan.tables))
-
-    # -- others like it --
-
-    def alike(self, axis: int) -> bool:
-        """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
-        origin = self.tree.unflatten(self.leaves)["origin"]
-        own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
-        return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
-
-    def beside(self, n: int, axis: int, shared: bool = False) -> JaxCall:
-        """One call of `n` instances side by side, in the batch or as more heads, which must be alike. With
-        `shared` the heads of keys stay what they are."""
-        g, (b, h) = self.geometry, self.times
-        if axis == 0:
-            return replace(self, geometry=replace(g, batch=n * g.batch), times=(n * b, h))
-        wider = replace(g, heads=n * g.heads, kv_heads=g.kv_heads * (1 if shared else n))
-        return replace(self, geometry=wider, times=(b, n * h))
-
-    def shard(self, batches: int, heads: int) -> JaxCall:
-        """One of batches * heads equal parts; operands say which."""
-        g = self.geometry
-        part = replace(g, batch=g.batch // batches, heads=g.heads // heads, kv_heads=g.kv_heads // heads)
-        return replace(self, geometry=part, shards=(batches, heads))
-
-    def own(self, plan: LoopPlan) -> LoopPlan:
-        """The plan of a shard: its scales are read from 0 on, and positions count over the whole."""
-        apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
-        return _from_zero(plan, apart) if apart and self.stored else plan
 
     # -- running --
 
     def backend_on(
         self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
     ) -> str:
-        """The backend that runs it there, or makes the gradients that are wanted, or an error that says why none."""
-        plan, shapes = self.own(self.plan), dict(self.shapes)
+        """The backend that runs the call on a platform, or makes its gradients; raises if none does."""
+        plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
         name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, wanted)
         if self.backend or self.tile or wanted:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
-    def _how(self, backend: str, platform: str) -> dict[str, Any]:
+    def _keywords(self, backend: str, platform: str) -> dict[str, Any]:
         how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}
         return how | ({"platform": platform} if RECORDS[backend].accelerated else {})
 
-    def _moves(self, backend: str) -> Rows | None:
+    def _rows_around(self, backend: str) -> Rows | None:
         """The rows by which arrays are put in order, around kernels that do not read them by tables."""
         return None if RECORDS[backend].executors["jax"].rows else self.rows
 
@@ -152,17 +89,17 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top), with `low` what a backward takes beside lse: its rounding error, and, [batch, heads,
-        q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
-        hand, and keeps what is made of it."""
-        if (rows := self._moves(backend)) is not None:
+        """(out, lse, top); with `low` also the rounding error of lse, and norm [batch, heads, q_len, 2], which native
+        kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and keeps what is
+        made of it."""
+        if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
             results = bare.forward(backend, platform, _in_order(rows, arrays), plan, low)
             return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
             return self._by_engine(backend, platform, arrays, low)
-        run, how = _BackendRun(self, backend, arrays, plan), self._how(backend, platform)
-        offset = RECORDS[backend].rows == "offset"
+        run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
+        offset = RECORDS[backend].beside_lse == "offset"
         if low and not offset:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
@@ -173,7 +110,7 @@ class JaxCall:
                     sinks=arrays.get("sinks"), **how,
                 )  # fmt: skip
         except BuildError as error:
-            return self.forward(self._instead(error), platform, arrays, plan, low)
+            return self.forward(self._library_instead(error), platform, arrays, plan, low)
         if not low:
             return result[:3]
         import jax.numpy as jnp
@@ -202,7 +139,7 @@ class JaxCall:
         found = out, lse, jnp.full_like(lse, jnp.nan)
         return (*found, jnp.zeros_like(lse), jnp.zeros((*lse.shape, 2), lse.dtype)) if low else found
 
-    def _instead(self, error: BuildError) -> str:
+    def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
         if self.backend:
             raise error
@@ -212,7 +149,7 @@ class JaxCall:
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of; an engine's are generated kernels'."""
-        if (rows := self._moves(backend)) is not None:
+        if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
             moved = bare.backward(backend, platform, _in_order(rows, arrays), wanted)
             return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in moved.items()}
@@ -222,9 +159,9 @@ class JaxCall:
             return other.backward(
                 other.backend_on(platform, str(arrays["q"].dtype), False, wanted), platform, arrays, wanted
             )
-        run, how = _BackendRun(self, backend, arrays), self._how(backend, platform)
+        run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        if RECORDS[backend].rows != "offset":
+        if RECORDS[backend].beside_lse != "offset":
             how["low"] = arrays.get("low")
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
@@ -236,8 +173,71 @@ class JaxCall:
                 wanted=wanted, sinks=arrays.get("sinks"), **how,
             )  # fmt: skip
         except BuildError as error:
-            return self.backward(self._instead(error), platform, arrays, wanted)
+            return self.backward(self._library_instead(error), platform, arrays, wanted)
         return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+
+    # -- others like it --
+
+    def alike(self, axis: int) -> bool:
+        """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
+        parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
+        origin = self.tree.unflatten(self.leaves)["origin"]
+        own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
+        return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
+
+    def repeated(self, n: int, axis: int, shared: bool = False) -> JaxCall:
+        """One call of `n` instances side by side, in the batch or as more heads, which must be alike. With
+        `shared` the heads of keys stay what they are."""
+        g, (b, h) = self.geometry, self.times
+        if axis == 0:
+            return replace(self, geometry=replace(g, batch=n * g.batch), times=(n * b, h))
+        wider = replace(g, heads=n * g.heads, kv_heads=g.kv_heads * (1 if shared else n))
+        return replace(self, geometry=wider, times=(b, n * h))
+
+    def shard(self, batches: int, heads: int) -> JaxCall:
+        """One of batches * heads equal parts; operands say which."""
+        g = self.geometry
+        part = replace(g, batch=g.batch // batches, heads=g.heads // heads, kv_heads=g.kv_heads // heads)
+        return replace(self, geometry=part, shards=(batches, heads))
+
+    def shard_plan(self, plan: LoopPlan) -> LoopPlan:
+        """The plan as a shard reads it: scales and pages from 0 on, positions of the whole."""
+        apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
+        return _from_zero(plan, apart) if apart and self.stored else plan
+
+    # -- as a key, and in words --
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """The parts by which calls are equal. Arrays of the host are equal where they are the same."""
+        kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
+        source = self.source if isinstance(self.source, PlanKey) else id(self.source)
+        kind = self.plan, source, self.geometry, self.backend, self.tile
+        return *kind, kept, self.tree, self.times, self.shards, self.rows
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, JaxCall) and self._hash == other._hash and self._key == other._key)
+
+    def __str__(self) -> str:
+        return "; ".join((self.plan.text or "everything visible").splitlines())
+
+    __repr__ = __str__
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the call, equal in every process and different for another kernel or other values in it."""
+        chosen = self.backend, self.tile, self.times, self.shards
+        rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
+        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
+        content = frisket.__version__, str(self.plan), self.geometry, chosen, held
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
 def _in_order(rows: Rows, arrays: Arrays) -> Arrays:
@@ -268,9 +268,7 @@ def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
     def moved(e: Expr | None) -> Expr | None:
-        if e is None:
-            return None
-        return substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
+        return None if e is None else substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
 
     return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
 
@@ -303,12 +301,12 @@ class _BackendRun:
             made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
             self.plan, slots, tables = made.plan, made.slots, made.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
-        self.plan = call.own(self.plan)
+        self.plan = call.shard_plan(self.plan)
         drawn = numbers["drawn"] | {
             n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
-        if RECORDS[backend].rows == "offset" and isinstance(call.source, PlanKey):  # native: has 64 bits without x64
+        if RECORDS[backend].int64 and isinstance(call.source, PlanKey):
             ints = {t.name: tables[t.name].dtype for t in self.plan.every_table if t.type is INT}
             ints = {n: x for n, x in ints.items() if x.itemsize > 2 and not isinstance(tables[n], np.ndarray)}
             self.plan = self.plan.holding({n: float(np.iinfo(x).max) for n, x in ints.items()})

@@ -1,7 +1,11 @@
-"""Runs a plan on JAX arrays, with gradients. `attend.py` checks a call, `execute` runs it.
+"""Runs a call on JAX arrays, with gradients: `attend` of `attend.py` checks it, `execute` runs it.
 
-What runs is chosen when a call is lowered, by the platform (`platforms.py`); until then it is a primitive
-(`primitives.py`), which is neither differentiated nor mapped through the loops of executors.
+1. `_divided_plan` takes the call apart: a `JaxCall` without arrays, the arrays that gradients flow to, and the others.
+   A plan of the host keeps all three in `plan.ready` for later calls.
+2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
+3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
+   (`primitives.py`) and is differentiated and mapped as a whole. When JAX lowers it, `Task.run` asks for the platform's
+   backend (`platforms.py`) and calls the forward or the backward of the `JaxCall`.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from .task import Task
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
 
-Arrays = dict[str, Any]  # by name; see jax_call
+Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
@@ -142,19 +146,19 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
-    learned, fixed = alike(learned, fixed)
+    learned, fixed = varying_alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 
 
-def alike(*groups: Arrays) -> tuple[Arrays, ...]:
+def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
     """Arrays under `jax.shard_map`, all varying over the same mesh axes, as the carry of a loop must be."""
     axes = {a for arrays in groups for x in arrays.values() for a in varying_axes(x)}
 
-    def alike(x: Any) -> Any:
+    def varying(x: Any) -> Any:
         missing = tuple(sorted(axes - {*varying_axes(x)}))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple({n: alike(x) for n, x in arrays.items()} for arrays in groups)
+    return tuple({n: varying(x) for n, x in arrays.items()} for arrays in groups)
 
 
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:

@@ -38,7 +38,7 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
 
 
 def _fold(task: Task, where: dict[str, int]) -> int | None:
-    """0 in the batch, 1 among the heads, None in turn."""
+    """The place of mapped instances: 0, the batch; 1, the heads; None: they run one after another."""
     call, names = task.call, set(task.names)
     if (
         task.levels
@@ -71,7 +71,7 @@ def _beside(
             x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], n, *x.shape[at:]))
         return x.reshape(*x.shape[:at], n * x.shape[at + 1], *x.shape[at + 2 :])
 
-    call = task.call.beside(n, axis, shared)
+    call = task.call.repeated(n, axis, shared)
     found = primitive.bind(*map(joined, task.names, operands), task=replace(task, call=call))
     back = [places[name] for name in task.results]
     return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(found, back, strict=True)], back

@@ -42,10 +42,10 @@ def deal(
 ) -> Deal:
     """`deal("causal & same(doc)", 65536, ranks=8, doc=doc)`: the tokens of a sequence over ranks.
 
-    Tokens go in tiles of `tile`, every rank holds the same number of tiles, and queries, keys and values of a token are
-    on one rank. The result is the deal that sends least of those whose busiest rank has below 1.05 times the mean of
-    visible pairs, over `batch` entries and `heads` heads. If there is none, it is the most even deal; `.imbalance` says
-    how even. Work is O(ranks * tiles + length), never pairs.
+    Every rank holds the same number of tiles of `tile` tokens; queries, keys and values of a token are on one rank. Of
+    the deals whose busiest rank has less than 1.05 times the mean of visible pairs, over `batch` entries and `heads`
+    heads, the result sends least. Without such a deal it is the most even one; `.imbalance` says how even. Work is
+    O(ranks * tiles + length), never pairs.
 
     >>> deal("causal & same(doc)", 1024, ranks=2, doc=np.arange(1024) // 300).imbalance < 1.05
     True
@@ -96,18 +96,18 @@ class Deal:
     Ranges are half-open, in tokens.
     """
 
-    length: int
-    tile: int
+    length: int  # tokens of the sequence
+    tile: int  # tokens
     ranks: int
-    batch: int
+    batch: int  # batch entries and heads that costs are counted over
     heads: int
     tiles: NDArray[np.int64] = field(repr=False)  # [ranks, tiles per rank], rising on a rank
     mask: Mask
-    layout: Layout = field(repr=False)
+    layout: Layout = field(repr=False)  # of the mask, with tiles of `tile` x `tile`
 
     def under(self, mask: MaskLike, **params: Any) -> Deal:
-        """A deal with equal tokens on each rank, under the mask of another layer or of other documents. Needs and costs
-        are those of that mask."""
+        """A deal with the same tokens on each rank, and the needs and costs of another mask: that of another layer, or
+        of other documents."""
         what = as_mask(mask, **params)
         layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
         return Deal(self.length, self.tile, self.ranks, self.batch, self.heads, self.tiles, what, layout)

@@ -25,7 +25,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.jax.op import LSE, OUT, alike, of_sinks
+from frisket.runtime.jax.op import LSE, OUT, of_sinks, varying_alike
 from frisket.runtime.jax.reverse import reverse_only
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.sharding.mesh import split_as
@@ -100,7 +100,8 @@ def attend(
     if seed is not None:
         arrays["seed"] = jnp.asarray(seed)
     flow = {"q", "k", "v", "sinks", *shard.learnable}
-    learned, fixed = alike(*({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False)))
+    groups = ({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False))
+    learned, fixed = varying_alike(*groups)
     out, lse = _differentiable(shard)(reverse_only(learned), fixed)
     return (out, lse) if return_lse else out
 
@@ -172,7 +173,7 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     """(out, lse) of a shard, with a backward. `learned` are the arrays that gradients flow to, by name: q, k, v, sinks
     and tables; `fixed` are the others. `low` is the rounding error of lse."""
-    run = _Gathered(shard) if shard.whole else _NeededRing(shard)
+    run = _AllGather(shard) if shard.all_keys else _Ring(shard)
 
     @jax.custom_vjp
     def attended(learned: Arrays, fixed: Arrays) -> Any:
@@ -206,16 +207,16 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
     made = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
-    made = alike(made | {"low": jnp.zeros_like(lse)})[0]
+    made = varying_alike(made | {"low": jnp.zeros_like(lse)})[0]
     return made["out"], made["lse"], made["low"]
 
 
-class _NeededRing:
+class _Ring:
     """A ring in which every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.steps = shard, steps(shard.deal)
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is sent -> its axis of keys
+        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is sent -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _beside(learned | fixed)
@@ -293,12 +294,12 @@ class _NeededRing:
         return sums
 
 
-class _Gathered:
+class _AllGather:
     """The all-gather: all keys on every device, in the order of the sequence."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # array that is gathered -> its axis of keys
+        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is gathered -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed
@@ -339,7 +340,7 @@ def _beside(arrays: Arrays) -> Arrays:
 def _zeros(arrays: Arrays, like: Any, dtype: Any = None) -> Arrays:
     """Zeros as different between devices as `like` is."""
     made = {n: jnp.zeros(x.shape, dtype or x.dtype) for n, x in arrays.items()}
-    return {n: x for n, x in alike({**made, "like of zeros": like})[0].items() if n in made}
+    return {n: x for n, x in varying_alike({**made, "like of zeros": like})[0].items() if n in made}
 
 
 def _tiles(x: Any, order: Any, tile: int, axis: int) -> Any:

@@ -18,13 +18,13 @@ from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.request import Request
 from frisket.runtime.jax.arrays import narrowed
-from frisket.runtime.jax.op import alike, prepared
+from frisket.runtime.jax.op import prepared, varying_alike
 from frisket.runtime.jax.primitives import bound
 from frisket.runtime.jax.task import Task
 from frisket.runtime.plans.device import divided
 
 from .deal import Deal
-from .shards import AT, ShardAttention, ShardTable, Where, check_names, placed
+from .shards import AT, ShardAttention, ShardPlace, ShardTable, check_names, on_shard
 
 Arrays = dict[str, Any]
 Axes = str | tuple[str, ...] | None
@@ -36,13 +36,14 @@ def size(axes: Axes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A call as one device of a mesh axis computes it."""
+    """A call as one device of a mesh axis computes it. `shard_of` makes it; the rings of `jax_ring` call its `forward`
+    and `backward` with the keys that have come."""
 
-    att: Attention  # the caller's, with the values that the host knows
+    att: Attention  # the caller's attention, with the values that the host knows
     deal: Deal
     axis: str  # the mesh axis of the tokens
-    whole: bool  # keys are all those of the sequence, in its order; else they are distributed as queries are
-    axes: tuple[Axes, Axes]  # of the mesh, over which batch entries and heads are split
+    all_keys: bool  # keys are those of the sequence, in its order; else they are distributed as queries are
+    axes: tuple[Axes, Axes]  # mesh axes over which batch entries and heads are split
     split: Mapping[str, tuple[int, ...]]  # table -> axes of which a device has a part
     given: Arrays  # the caller's tables and numbers that gradients or traces may depend on
     lengths: tuple[int, int]  # batch entries and heads of this device
@@ -55,11 +56,13 @@ class Shard:
 
     @cached_property
     def local(self) -> ShardAttention:
-        """The attention as a device computes it."""
+        """The attention rewritten for this device."""
         batch, heads = self.whole_sizes
-        moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + ("q" if self.whole else "qk")
-        where = Where(self.deal.length, len(self.deal.order), batch, heads, moved, self.split)
-        return placed(self.att, where, {n: x.shape for n, x in self.given.items() if n not in self.split})
+        moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + (
+            "q" if self.all_keys else "qk"
+        )
+        where = ShardPlace(self.deal.length, len(self.deal.order), batch, heads, moved, self.split)
+        return on_shard(self.att, where, {n: x.shape for n, x in self.given.items() if n not in self.split})
 
     @property
     def learnable(self) -> frozenset[str]:
@@ -75,10 +78,10 @@ class Shard:
     def positions(self, shift: int = 0) -> Any:
         return self.of_rank(self.deal.positions(), shift)
 
-    def first(self, place: int) -> Any:
-        """How many batch entries (0) or heads (1) there are before its own."""
-        axes = self.axes[place]
-        return jnp.int32(0) if axes is None else lax.axis_index(axes).astype(jnp.int32) * self.lengths[place]
+    def first(self, which: int) -> Any:
+        """The first batch entry (0), or head (1), of this device."""
+        axes = self.axes[which]
+        return jnp.int32(0) if axes is None else lax.axis_index(axes).astype(jnp.int32) * self.lengths[which]
 
     # -- attention to some keys -------------------------------------------------------------------
 
@@ -115,13 +118,13 @@ class Shard:
         return jnp.broadcast_to(value(substitute(table.expr, change)), tuple(len(at[c]) for c in table.axes))
 
     def _call(self, q: Any, keys: Arrays, tables: Arrays, k_at: Any, seed: Any) -> Any:
-        """The call of a pair without its arrays, those that gradients flow to, and the others."""
+        """(JaxCall, its arrays that gradients flow to, other arrays) of this device's queries and some keys."""
         att = self.local.attention
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
         call = att.call(Request(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
-        return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
+        return inner, *varying_alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
     def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any, Any]:
         """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks."""

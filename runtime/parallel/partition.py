@@ -1,7 +1,7 @@
 """Partition of the sequence's tiles over ranks: as few bytes as possible among the partitions that are balanced.
 
-A deal is an int array [ranks, tiles per rank] of tile numbers, ascending in a row. The work is on tiles and runs of
-tiles: O(ranks * tiles) for each deal that is tried.
+A partition is an int array [ranks, tiles per rank] of tile numbers, ascending in a row. The work is on tiles and runs
+of tiles: O(ranks * tiles) for each partition that is tried.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ class TileCosts:
     def mean(self) -> float:
         return float(self.cost.sum()) / self.ranks
 
-    def imbalance(self, deal: Array) -> float:
-        return float(self.cost[deal].sum(axis=1).max()) / self.mean if self.mean else 1.0
+    def imbalance(self, partition: Array) -> float:
+        return float(self.cost[partition].sum(axis=1).max()) / self.mean if self.mean else 1.0
 
-    def reads(self, deal: Array) -> NDArray[np.bool_]:
+    def reads(self, partition: Array) -> NDArray[np.bool_]:
         """bool [reader, holder, place]: the tiles that queries of a rank may see, by the rank that holds them."""
         owner = np.empty(len(self.cost), np.int64)
-        owner[deal] = np.arange(self.ranks)[:, None]
+        owner[partition] = np.arange(self.ranks)[:, None]
         wide = len(self.cost) + 1
         steps = np.zeros(self.ranks * wide, np.int64)
         line = owner[self.row] * wide
         np.add.at(steps, line + self.start, 1)
         np.add.at(steps, line + self.stop, -1)
-        return np.asarray(np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, deal] > 0)
+        return np.asarray(np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, partition] > 0)
 
-    def needs(self, deal: Array) -> Array:
+    def needs(self, partition: Array) -> Array:
         """int64 [ranks, ranks, 2]: of the tiles that rank s holds, the places that rank r reads lie in a range."""
-        read = self.reads(deal)
+        read = self.reads(partition)
         hi = self.per_rank - read[..., ::-1].argmax(axis=2)
         return np.asarray(np.stack([read.argmax(axis=2), hi], axis=-1) * np.any(read, axis=2, keepdims=True))
 
-    def sent(self, deal: Array) -> int:
+    def sent(self, partition: Array) -> int:
         """Tiles of keys that ranks send."""
-        needs = self.needs(deal)
+        needs = self.needs(partition)
         size = needs[..., 1] - needs[..., 0]
         return int(size.sum() - np.trace(size))
 
 
 def best(work: TileCosts) -> Array:
-    """The deal that sends least among the balanced ones, and of several that send about as little the most even one;
-    where none is balanced, the most even of all. Ranks are in the order of their first tiles."""
+    """The balanced partition that sends least; of several that send about as little, the most even one. Where none is
+    balanced, the most even of all. Ranks are in the order of their first tiles."""
     found: list[tuple[float, int, Array]] = []
-    for deal in _candidates(work):
-        found.append((work.imbalance(deal), work.sent(deal), deal))
+    for partition in _candidates(work):
+        found.append((work.imbalance(partition), work.sent(partition), partition))
         if found[-1][0] >= BALANCED:
-            mended = _mended(work, deal)
+            mended = _mended(work, partition)
             found.append((work.imbalance(mended), work.sent(mended), mended))
         elif len(found) == 1 and 2 * found[0][1] <= len(work.cost):
             break  # contiguous, balanced, and a rank is sent less than half of what it holds
     balanced = [x for x in found if x[0] < BALANCED]
     if balanced:
         least = min(sent for _, sent, _ in balanced)
-        deal = min((x for x in balanced if x[1] <= _ABOUT * least), key=lambda x: x[:2])[2]
+        partition = min((x for x in balanced if x[1] <= _ABOUT * least), key=lambda x: x[:2])[2]
     else:
-        deal = min(found, key=lambda x: x[:2])[2]
-    return deal[np.argsort(deal[:, 0])]
+        partition = min(found, key=lambda x: x[:2])[2]
+    return partition[np.argsort(partition[:, 0])]
 
 
 def contiguous(work: TileCosts) -> Array:
@@ -136,27 +136,27 @@ def _candidates(work: TileCosts) -> Iterator[Array]:
             yield layered(work, n)
 
 
-def _mended(work: TileCosts, deal: Array) -> Array:
-    """`deal` after exchanges of equal stretches between the rank with most to do and the rank with least, each the
+def _mended(work: TileCosts, partition: Array) -> Array:
+    """`partition` after exchanges of equal stretches between the rank with most to do and the rank with least, each the
     shortest stretch that brings one of them to the mean."""
-    deal = deal.copy()
-    load = work.cost[deal].sum(axis=1).astype(np.float64)
+    partition = partition.copy()
+    load = work.cost[partition].sum(axis=1).astype(np.float64)
     for _ in range(8 * work.ranks):
         a, b = int(load.argmax()), int(load.argmin())
         if load[a] <= _AIM * work.mean:
             break
         wanted = min(load[a] - work.mean, work.mean - load[b])
-        swap = _exchange(work.cost[deal[a]], work.cost[deal[b]], wanted, load[a] - load[b])
+        swap = _exchange(work.cost[partition[a]], work.cost[partition[b]], wanted, load[a] - load[b])
         if swap is None:
             break
         n, i, j, gain = swap
-        mine, theirs = deal[a, i : i + n].copy(), deal[b, j : j + n].copy()
-        deal[a, i : i + n], deal[b, j : j + n] = theirs, mine
-        deal[a].sort()
-        deal[b].sort()
+        mine, theirs = partition[a, i : i + n].copy(), partition[b, j : j + n].copy()
+        partition[a, i : i + n], partition[b, j : j + n] = theirs, mine
+        partition[a].sort()
+        partition[b].sort()
         load[a] -= gain
         load[b] += gain
-    return deal
+    return partition
 
 
 def _exchange(a: Array, b: Array, wanted: float, most: float) -> tuple[int, int, int, float] | None:

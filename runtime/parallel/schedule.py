@@ -1,9 +1,4 @@
-"""The steps of a ring in one program: at step s, rank r sends rank r + s the keys that it needs, all at one length.
-
->>> import frisket as fk
->>> [(s.shift, s.length, s.pairs) for s in steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))]
-[(0, 256, ()), (1, 128, ((0, 1), (1, 2), (2, 3)))]
-"""
+"""The steps of a ring in one program: at step s, rank r sends rank r + s the keys that it needs, all at one length."""
 
 from __future__ import annotations
 

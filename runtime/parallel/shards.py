@@ -5,7 +5,7 @@ alone becomes a table of places, `doc[q]` the table `doc_of_q`. The flat planner
 ascend with positions, so a sorted table stays sorted.
 
 >>> import frisket as fk
->>> made = placed(fk.compile("causal & same(doc)"), Where(1024, 1024), {"doc": (1024,)})
+>>> made = on_shard(fk.compile("causal & same(doc)"), ShardPlace(1024, 1024), {"doc": (1024,)})
 >>> made.attention
 Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
 >>> [(t.name, t.expr, t.axes) for t in made.tables]
@@ -37,14 +37,14 @@ AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # parame
 
 
 @dataclass(frozen=True)
-class Where:
-    """The place of a shard in the whole problem."""
+class ShardPlace:
+    """The place of a shard in the whole problem: `on_shard` rewrites an attention by it."""
 
     length: int  # tokens of the sequence, without padding
     places: int  # tokens of all ranks, with padding
     batch: int = 1  # batch entries of all devices
     heads: int = 1  # heads of all devices
-    moved: str = "qk"  # coordinates that differ in a shard: q, k by a table of positions, b, h by those before it
+    moved: str = "qk"  # coordinates that differ in a shard: q, k by a table of positions, b, h by an offset
     split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # table -> axes of which a rank has a part
 
 
@@ -59,27 +59,27 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class ShardAttention:
-    """An attention rewritten for one shard."""
+    """An attention rewritten for one shard, by `on_shard`. A shard makes its tables and calls it."""
 
     attention: Attention
-    tables: tuple[ShardTable, ...]  # that it reads beside those of AT
-    travels: Mapping[str, int]  # the caller's tables that are split along keys, and sent with them -> that axis
+    tables: tuple[ShardTable, ...]  # tables that the attention reads beside AT
+    sent_with_keys: Mapping[str, int]  # tables of the caller that are split along keys -> the axis of keys
 
 
 def place(coordinate: str) -> Expr:
     return make("var", (), f"place of {coordinate}", INT)
 
 
-def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
-    """`att` on a shard. `shapes` are those of the tables that a call brings, whole. Raises `ParameterError` where a
-    split table is read at other coordinates than its own."""
+def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
+    """`att` on a shard. `shapes`: of the tables that every call brings whole. Raises `ParameterError` where a split
+    table is read at other coordinates than its own."""
     program = att.program
     if taken := sorted(program.names & set(AT.values())):
         raise ParameterError(
             f"`{taken[0]}` is a name of context parallel's own; rename it, for example `my_{taken[0]}`"
         )
     known = {**program.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
-    made = _Maker(program, where, known)
+    made = _Rewriter(program, where, known)
     seen = None if program.mask is None else made.moved(program.mask)
     padding = [made.at[c] < where.length for c in "qk" if c in where.moved] if where.places > where.length else []
     if padding:
@@ -96,7 +96,7 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
     given = (*(BoundExpr(var(c)) for c in "bhqk"[: 4 - len(given)]), *given) if att.options.dropout else ()
     places = tuple(bound(BoundExpr, made.moved(x)) for x in given) or None
     program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
-    return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.travels)
+    return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.sent_with_keys)
 
 
 def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], batch: int, heads: int) -> None:
@@ -144,13 +144,13 @@ def check_sides(read: Expr, own: tuple[int, ...]) -> None:
         )
 
 
-class _Maker:
-    """A maker of a shard's program, shared by mask and score mod: one table for one thing that is read."""
+class _Rewriter:
+    """Rewrites mask, score mod and places of dropout for a shard; whatever both read becomes one table."""
 
-    def __init__(self, program: CallProgram, where: Where, known: Mapping[str, Any]) -> None:
+    def __init__(self, program: CallProgram, where: ShardPlace, known: Mapping[str, Any]) -> None:
         self.program, self.where, self.known = program, where, known
         self.tables: dict[Expr, ShardTable] = {}  # by the lookup that each replaces
-        self.travels: dict[str, int] = {}  # as in `ShardAttention`
+        self.sent_with_keys: dict[str, int] = {}  # as in `ShardAttention`
         self.declared: dict[str, Declared] = {}  # of the tables and numbers that a shard adds
         self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in "bhqk"}
 
@@ -239,5 +239,5 @@ class _Maker:
                         f"`{n.name}` is split along axis {i} and read there at `{n.args[i]!r}`, maybe on another "
                         f"device\n  give it whole: split= without `{n.name}`"
                     )
-                if n.args[i].name == "k" and self.travels.setdefault(n.name, i) != i:
+                if n.args[i].name == "k" and self.sent_with_keys.setdefault(n.name, i) != i:
                     raise ParameterError(f"`{n.name}` is split along two axes of keys; give it whole")

@@ -181,9 +181,7 @@ def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(found: tuple[Tensor, ...], step: RankStep) -> Tensor:
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([found[i][:, :, a:b] for i, a, b in step.parts], 2)
+    return found[0] if len(found) == 1 else torch.cat([found[i][:, :, a:b] for i, a, b in step.parts], 2)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -205,7 +203,7 @@ class _RingFunction(torch.autograd.Function):
                     continue
                 ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
                 given = q, keys, vals, None, *(named[n] for _, n in ready.live)
-                mine, *rows = ready.parted(job.seed, *given)
+                mine, *rows = ready.run_part(job.seed, *given)
                 own[i] = rows
                 both = torch.logaddexp(lse, rows[0])
                 out = _share(lse, both).to(wide).unsqueeze(-1) * out
@@ -218,7 +216,7 @@ class _RingFunction(torch.autograd.Function):
         kept: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
         for i in range(len(job.steps)):  # (norm of rows, the share of their weights that a step has)
             its, norm = own.get(i, (None, None))
-            by_lse = its is not None and ctx.ready[i].rows == "low"
+            by_lse = its is not None and ctx.ready[i].beside_lse == "low"
             kept += [low if by_lse else norm, None if its is None else _share(its, lse).to(wide)]
         ctx.job = job
         out = out.to(q.dtype)

@@ -1,4 +1,4 @@
-"""One call of an attention, checked."""
+"""Call: one call of an attention, checked, with its plan and its backend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plans without the values of tables that live on a device, are traced, or learned: where the mask reads one, a printed
-planner plans there, without a copy.
+"""FlatPlan: a plan without the values of tables that live on a device, are traced, or learned. Where the mask reads
+one, a printed planner makes the spans there, without a copy.
 
 Under `jax.jit` a plan may be made from traced tables, handed to every layer, and carried through transforms: it is
 a pytree whose leaves are the tables and the spans.

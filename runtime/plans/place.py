@@ -1,4 +1,4 @@
-"""The request for the spans of a call, and its arrays on a device."""
+"""SpanRequest: the arguments of a planner beside its tables, and arrays on a device."""
 
 from __future__ import annotations
 

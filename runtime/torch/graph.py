@@ -1,4 +1,4 @@
-"""A call of attention as graphs of torch hold it: one operator, and the values beside it. Imports torch."""
+"""Writes a call into a graph of torch, as one operator: under Dynamo, make_fx or torch.func. Imports torch."""
 
 from __future__ import annotations
 

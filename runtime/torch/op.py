@@ -4,8 +4,8 @@
    `att.repeats` or with `plan=` in `plan.ready`, takes the addresses and strides of the three. Checked at each call:
    their types, shapes, dtypes and device, the plan, positions and numbers that come with them, settings of the
    environment, and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_kept`
-   finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
+   of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
    copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
 3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
@@ -60,21 +60,9 @@ from .ready import ChangingTables, Ready, readable
 from .take import around, gradients_around
 
 Tensor = Any
-
-
-def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
-    return q, k, v
-
-
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
-TABLED = 4  # calls with tables of the host, each with copies of them
+KEPT_TABLES = 4  # calls with tables of the host, each with copies of them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -91,13 +79,13 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _kept(att, key, tables, request, kept)
+    ready = _remembered(att, key, tables, request, kept)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
-        if ready.turned:
+        if ready.bshd:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
         return ready.again(q, k, v, found, request.seed, att.options, request.sinks, request.top, saving)
     call = att.call(request._replace(q=q, k=k, v=v))
@@ -114,21 +102,29 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     return run(call, ready, saving)
 
 
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
 def repeated(
     att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None,
     params: Mapping[str, Any], lse: bool,
 ) -> Any:  # fmt: skip
-    """The output of such a call, with `lse` (out, lse), if an earlier call differs from it in the entries of its
-    arrays alone, else None."""
+    """The output of `att(q, k, v, ...)`, with `lse` (out, lse), if an earlier call differs from it only in the entries
+    of its arrays, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
-    beside: tuple[Any, ...] | None = ()
-    if not (plan is sinks is origin is sizes is layout is None) or params:
-        beside = _beside(att, plan, sinks, origin, sizes, layout, params)
-        if beside is None:
-            return None
+    bare = plan is sinks is origin is sizes is layout is None and not params
+    if (beside := () if bare else _beside(att, plan, sinks, origin, sizes, layout, params)) is None:
+        return None
     learning = _learning(q, k, v)
-    found = like_one(att, q, k, v, "learning" if learning else "plain", plan, beside)
+    found = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, beside)
     if found is None:
         return None
     _, run, ready = found
@@ -136,7 +132,7 @@ def repeated(
         if learning:
             return AttendAgain.apply(run, ready, q, k, v) if run.fits(q, k, v) else None  # type: ignore[no-untyped-call]
         return run.forward(q, k, v, False)
-    if ready.turned:
+    if ready.bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not learning:
         found = run.forward(q, k, v, lse, sinks, [params[n] for _, n in ready.live])
@@ -147,14 +143,14 @@ def repeated(
     if found is None:
         return None
     out = found[0] if lse else found
-    out = out.transpose(1, 2) if ready.turned else out
+    out = out.transpose(1, 2) if ready.bshd else out
     return (out, found[1]) if lse else out
 
 
-def like_one(
+def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
-    """(settings, what runs it, its `Ready`) of an earlier call that differs from such a call in the arrays alone.
+    """(settings, what runs it, its `Ready`) of an earlier call that differs from this one in the arrays alone.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
@@ -174,8 +170,8 @@ def like_one(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The part of a key that tells such calls apart, () where they have q, k and v alone. None of calls that bring
-    tables of their mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
+    """The part of a call's key beside q, k and v; () for a call of these alone. None for a call that brings tables of
+    its mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
     said: list[Any] = []
     if sinks is not None:
         if not (_readable(sinks) and sinks.is_contiguous()):
@@ -212,14 +208,14 @@ def _readable(x: Any) -> bool:
 
 
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Remember for `like_one` how calls like this one are run, if they have nothing new but q, k and v."""
+    """Remember for `earlier_call` how calls like this one are run, if they have nothing new but q, k and v."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
         return
     if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
         return
-    if ready.live and (ready.turned or any(source not in params or source not in LIVE for _, source in ready.live)):
+    if ready.live and (ready.bshd or any(source not in params or source not in LIVE for _, source in ready.live)):
         return
     beside = _beside(att, plan, sinks, origin, sizes, layout, params)
     if beside is None or not (plan is None or isinstance(plan, Plan)):
@@ -237,29 +233,29 @@ def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, k
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
-    found = _kept(att, key, tables, request, att.ready)
+    found = _remembered(att, key, tables, request, att.ready)
     return found or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _kept(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
-    """The remembered answer for a call of this key and these entries of tables of the host.
+def _remembered(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
+    """The `Ready` of an earlier call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
-        return _kept_by_key(att, key, request.plan, request.params, kept)
+        return _remembered_by_key(att, key, request.plan, request.params, kept)
     ready: Ready | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
             return ready
-    if type(steps := kept.get(key)) is not ChangingTables:
+    if type(changing := kept.get(key)) is not ChangingTables:
         return None
-    return None if (ready := steps(entries)) is None else _keep_by_tables(att, key, entries, ready)
+    return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
 
 def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
-    att.by_tables = ((key, have, ready), *att.by_tables)[:TABLED]  # assigned once: other threads read it
+    att.by_tables = ((key, have, ready), *att.by_tables)[:KEPT_TABLES]  # assigned once: other threads read it
     return ready
 
 
@@ -273,20 +269,20 @@ def _bits(x: Any) -> Any:
     return None
 
 
-def _kept_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
-    """The remembered `Ready` of a key, with the plan of this call if the mask reads tables of a device."""
+def _remembered_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
+    """The `Ready` of an earlier call of a key, with the plan of this call if the mask reads tables of a device."""
     ready: Ready | None = kept.get(key)
     if plan is None:
-        if ready is None or ready.step is None:
+        if ready is None or ready.template is None:
             return ready
-        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.step.key.given}
-        return ready.for_step(ready.step.again(given))
+        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.given}
+        return ready.for_step(ready.template.again(given))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
-            own = plan.stored_as(first.step.host_program.stored)
+            own = plan.stored_as(first.template.host_program.stored)
             ready = kept[key] = first.for_step(own).with_plan(None)  # for the layers to come
-    return ready.with_plan(plan) if ready is not None and ready.loaded else ready
+    return ready.with_plan(plan) if ready is not None and ready.loads else ready
 
 
 def _prepare_and_keep(
@@ -296,21 +292,21 @@ def _prepare_and_keep(
     ready = prepare(call, att.options, defers)
     if ready.awaits:
         return ready
-    if tables and not ready.loaded:
+    if tables and not ready.loads:
         entries = [x.tobytes() for x in tables]
         _keep_by_tables(att, key, entries, ready)
-        if type(steps := kept.get(key)) is not ChangingTables:
-            remember(kept, key, steps := ChangingTables(call.plan, request.params), KEPT)
+        if type(changing := kept.get(key)) is not ChangingTables:
+            remember(kept, key, changing := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
             made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
-            steps.planned(att, call, request.params, ready, made, entries)
+            changing.host_planned(att, call, request.params, ready, made, entries)
     if key is None or tables:
         return ready
-    if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
+    if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
         ready = ready.with_plan(call.plan.again({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(kept, key, ready if plan is None or not ready.loaded else ready.with_plan(None), KEPT)
-    if ready.loaded and call.plan.common is not None:
+        remember(kept, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
+    if ready.loads and call.plan.common is not None:
         remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
     return ready
 
@@ -338,7 +334,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
             said.append((name, kind_of(x), x))
         elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
             said.append((name, x.shape, x.dtype, x.device))
-        elif plan is None and _stays(x, qkv[0].device):
+        elif plan is None and _on_accelerator(x, qkv[0].device):
             said.append((name, x.shape, x.dtype, "planned there"))
         elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
             tables.append(bits)
@@ -368,7 +364,7 @@ def _learned(att: Any, name: str, x: Any) -> bool:
     return x.is_floating_point() and x.layout is torch.strided
 
 
-def _stays(x: Any, device: Any) -> bool:
+def _on_accelerator(x: Any, device: Any) -> bool:
     """Whether this is a table on the queries' device, an accelerator, where it is planned."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
@@ -442,8 +438,8 @@ def _prepared(call: Call, options: Options) -> Ready:
     return Ready(
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.rows,
-        _checking(backend, options.deterministic),
+        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.beside_lse,
+        _gradient_check(backend, options.deterministic),
     )  # fmt: skip
 
 
@@ -463,7 +459,7 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
     return forward, backward
 
 
-def _checking(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
+def _gradient_check(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
     """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
     found = backend.executors["torch"].checks_gradients
     return None if found is None else partial(found.function, deterministic=deterministic)

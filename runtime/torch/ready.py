@@ -33,7 +33,7 @@ from .autograd import Attend
 
 Tensor = Any
 Array = NDArray[Any]
-KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8")
+TAKEN = ("bool", "int8", "int16", "int32", "int64", "uint8")  # dtypes of tables, by planners in C++
 CHANGES = 8, 16, 32  # plans of the host for tables in one order, after which a planner in C++ is tried
 LARGEST = 1 << 28  # Ints from here on need a plan of the host: the kernels of `TablePlanner` have 32 bits
 
@@ -45,26 +45,136 @@ RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A prepared call: everything but its tensors. `live` names the tables and slots of the plan that come with every
-    call, and whose values they are."""
+    """A call without its tensors, prepared by `op.prepare`. `op.attend` runs it, and so do operators in graphs
+    (`running`), steps over a KV cache (`DecodeCall`), and ranks of context parallelism (`torch_ring`).
+
+    `again` calls `__call__`, which ends in `run`, or in `saving` where a backward follows; that ends in `gradients`."""
 
     plan: LoopPlan
-    spans: Any
+    spans: Any  # the tiles that kernels visit; where they load their tables, the `CallPlan` that makes these
     geometry: Geometry
     target: Target
-    slots: Mapping[str, Any]  # read-only, as `tables` is: executors may remember what they make of them
+    slots: Mapping[str, Any]  # numbers of the plan; read-only, as `tables` is: executors keep what they make of them
     tables: Mapping[str, Tensor]
-    live: tuple[tuple[str, str], ...]
-    loaded: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
+    live: tuple[tuple[str, str], ...]  # slots and tables whose values come with every call: (name in the plan, source)
+    loads: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
     seed: str | None  # the slot of dropout's seed
-    turned: bool  # whether the axes of the arrays are (batch, length, heads, dim)
+    bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    rows: str  # what the backward knows of each row beside lse: see `Backend.rows`
+    beside_lse: str  # see `Backend.beside_lse`; the tensor of these numbers is called `norm`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
-    step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
+    template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
+
+    def again(
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """A call as users write it, of arrays that are known to fit."""
+        sinks = options.sinks if sinks is None else sinks
+        seed = seed_of(seed, options.dropout, "torch")
+        if sinks is not None:
+            sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
+        return self(q, k, v, values, seed, sinks, top, saving)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. All get gradients."""
+        if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
+            with torch._C.DisableTorchFunction():
+                return self(q, k, v, values, seed, sinks, top, saving)
+        if self.bshd:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        given = q, k, v, sinks, *values
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            if self.stored:
+                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
+            if self.check is not None:
+                wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
+                self.check_gradients(q.device, seed, values, wanted)
+            out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
+        else:
+            out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
+        return out.transpose(1, 2) if self.bshd else out, *rest
+
+    def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
+        slots, tables = self.inputs(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
+
+    def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
+        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing, and
+        where in a graph the backward may be the native one, which counts rows another way."""
+        if self.awaits or (not self.beside_lse and sinks is None):
+            return *self.run(seed, top, q, k, v, sinks, *values), None
+        slots, tables = self.inputs(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*given, sinks=sinks, top=top, norm=True)
+
+    def run_part(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
+        slots, tables = self.inputs(values[0].device, seed, values[4:])
+        common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
+        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
+        if self.beside_lse != "offset":
+            return out, lse.double() + norm, None
+        return out, lse_of(self.plan, norm, lse), norm
+
+    def gradients(
+        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        share: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
+        `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
+        of each row's weights."""
+        q, k, v, sinks, out, lse, norm, *values = saved
+        slots, tables = self.inputs(q.device, seed, values)
+        more = {"norm": norm} if self.beside_lse else {}
+        if share is not None and self.beside_lse != "low":  # there lse and norm say all
+            more["share"] = share
+        found: dict[str, Tensor] = self.backward(
+            self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
+            wanted=wanted, sinks=sinks, **more,
+        )  # fmt: skip
+        return found
+
+    def inputs(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Slots and tables, as kernels take them."""
+        slots, tables = self.slots, self.tables
+        if self.seed is not None:
+            slots = {**slots, self.seed: seed}
+        if self.live:
+            slots, tables = dict(slots), dict(tables)
+            for (name, source), x in zip(self.live, values, strict=True):
+                if source in LIVE:
+                    tables[name] = x
+                elif self.loads:
+                    (tables if x.ndim else slots)[name] = x.to(device)
+                elif x.ndim:
+                    tables[name] = x.to(device, self.real)
+                else:
+                    slots[name] = float(x)
+        return slots, tables
+
+    def check_gradients(self, device: Any, seed: Any, values: Any, wanted: frozenset[str]) -> None:
+        """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
+        if self.check is not None:
+            slots, tables = self.inputs(device, seed, values)
+            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, wanted=wanted)
+
+    @property
+    def double(self) -> bool:
+        return "float64" in str(self.real)
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
+        plan = self.plan
+        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
     @property
     def generated(self) -> Ready:
@@ -74,17 +184,6 @@ class Ready:
     def taking(self, sinks: Tensor | None, top: bool) -> Ready:
         """The prepared call for such sinks and `top`: generated kernels where an engine lacks them, else itself."""
         return self
-
-    @property
-    def normed(self) -> bool:
-        """Whether its backward knows more of each row than lse, which rounds away what large scores differ by."""
-        return self.rows != ""
-
-    @property
-    def stored(self) -> bool:
-        """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
-        plan = self.plan
-        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
     def for_step(self, plan: FlatPlan) -> Ready:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
@@ -99,112 +198,10 @@ class Ready:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
         return self._with(plan, self.tables, None)
 
-    def _with(self, spans: Any, tables: Mapping[str, Any], step: FlatPlan | None) -> Ready:
+    def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> Ready:
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, spans=spans, tables=tables, step=step)
+        made.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
         return made
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
-        saving: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. All get gradients."""
-        if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
-            with torch._C.DisableTorchFunction():
-                return self(q, k, v, values, seed, sinks, top, saving)
-        if self.turned:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        given = q, k, v, sinks, *values
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-            if self.stored:
-                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
-            if self.check is not None:
-                wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
-                self.refuse(q.device, seed, values, wanted)
-            out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
-        else:
-            out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
-        return out.transpose(1, 2) if self.turned else out, *rest
-
-    def refuse(self, device: Any, seed: Any, values: Any, wanted: frozenset[str]) -> None:
-        """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
-        if self.check is not None:
-            slots, tables = self.values(device, seed, values)
-            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, wanted=wanted)
-
-    def again(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
-        saving: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """A call as users write it, of arrays that are known to fit."""
-        sinks = options.sinks if sinks is None else sinks
-        seed = seed_of(seed, options.dropout, "torch")
-        if sinks is not None:
-            sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
-        return self(q, k, v, values, seed, sinks, top, saving)
-
-    @property
-    def double(self) -> bool:
-        return "float64" in str(self.real)
-
-    def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
-        slots, tables = self.values(q.device, seed, values)
-        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
-
-    def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing, and
-        where in a graph the backward may be the native one, which counts rows another way."""
-        if self.awaits or (not self.normed and sinks is None):
-            return *self.run(seed, top, q, k, v, sinks, *values), None
-        slots, tables = self.values(q.device, seed, values)
-        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*given, sinks=sinks, top=top, norm=True)
-
-    def parted(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
-        slots, tables = self.values(values[0].device, seed, values[4:])
-        common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
-        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
-        if self.rows != "offset":
-            return out, lse.double() + norm, None
-        return out, lse_of(self.plan, norm, lse), norm
-
-    def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
-        share: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
-        `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
-        of each row's weights."""
-        q, k, v, sinks, out, lse, norm, *values = saved
-        slots, tables = self.values(q.device, seed, values)
-        more = {"norm": norm} if self.normed else {}
-        if share is not None and self.rows != "low":  # there lse and norm say all
-            more["share"] = share
-        found: dict[str, Tensor] = self.backward(
-            self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
-            wanted=wanted, sinks=sinks, **more,
-        )  # fmt: skip
-        return found
-
-    def values(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Slots and tables, as kernels take them."""
-        slots, tables = self.slots, self.tables
-        if self.seed is not None:
-            slots = {**slots, self.seed: seed}
-        if self.live:
-            slots, tables = dict(slots), dict(tables)
-            for (name, source), x in zip(self.live, values, strict=True):
-                if source in LIVE:
-                    tables[name] = x
-                elif self.loaded:
-                    (tables if x.ndim else slots)[name] = x.to(device)
-                elif x.ndim:
-                    tables[name] = x.to(device, self.real)
-                else:
-                    slots[name] = float(x)
-        return slots, tables
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
@@ -212,20 +209,20 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
 
 
 class ChangingTables:
-    """Calls of one kind that bring other tables each time: after some plans of the host, planners in C++ make spans.
+    """Prepared calls of one kind whose tables change from call to call, on the host. `op` asks here before it plans.
 
-    A planner belongs to the tables that ascend, which it searches. Of a range of the others it knows the least and the
-    greatest entry, and classes of ids. It is kept while the tiles that it reads beyond those of the host's plan cost
-    less time than a plan of the host."""
+    After CHANGES plans of the host a planner in C++ makes the spans. There is a planner for each set of tables that
+    ascend, its `order`: it searches these, and of a range of others it knows the least and the greatest entry and
+    classes of ids. So it may read more tiles; it is kept while these take less time than a plan of the host."""
 
     def __init__(self, plan: CallPlan, params: Mapping[str, Any]) -> None:
         tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
-        self.forms = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
+        self.kinds = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
         mask = plan.simplified[0]
         reads = [n for n in walk(*() if mask is None else (mask,)) if n.op in READS and n.name in tables]
         self.along = frozenset(n.name for n in reads if n.op != "lookup" or n.args[-1] not in (var("b"), var("h")))
-        self.possible = bool(reads) and all(kind in KINDS for kind, _ in self.forms.values())
-        self.seen: Counter[frozenset[str]] = Counter()
+        self.possible = bool(reads) and all(dtype in TAKEN for dtype, _ in self.kinds.values())
+        self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
 
     def __call__(self, entries: list[bytes]) -> Ready | None:
@@ -236,10 +233,10 @@ class ChangingTables:
         if (planner := self._planner(self._order(tables))) is None:
             return None
         planner.uses += 1
-        # ranges may say less of later tables: at 1, 2, 4, 8, ... uses the host plans, and `planned` compares
+        # ranges may say less of later tables: at 1, 2, 4, 8, ... uses the host plans, and `host_planned` compares
         return planner(tables) if planner.order == self.along or planner.uses & (planner.uses - 1) else None
 
-    def planned(
+    def host_planned(
         self, att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
         entries: list[bytes],
     ) -> None:  # fmt: skip
@@ -252,21 +249,22 @@ class ChangingTables:
         if found is not None and not _pays(found, tables, host):
             self.planners = {n: x for n, x in self.planners.items() if x is not found}
         if found is None or found.order != order:
-            made = _made(att, call, params, host, prepare, tables, order) if self.seen[order] in CHANGES else None
+            due = self.seen[order] in CHANGES
+            made = _planner_for(att, call, params, host, prepare, tables, order) if due else None
             self.seen[order] += 1
             if made is not None and _pays(made, tables, host):
                 self.planners = {**self.planners, order: made}
 
     def _tables(self, entries: list[bytes]) -> dict[str, Array]:
-        forms = zip(self.forms.items(), entries, strict=True)
-        return {n: np.frombuffer(content, kind).reshape(shape) for (n, (kind, shape)), content in forms}
+        given = zip(self.kinds.items(), entries, strict=True)
+        return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in given}
 
     def _order(self, tables: Mapping[str, Array]) -> frozenset[str]:
         """The tables that ascend along their last axis."""
         return frozenset(n for n in self.along if (tables[n][..., 1:] >= tables[n][..., :-1]).all())
 
     def _planner(self, order: frozenset[str]) -> TablePlanner | None:
-        """The one that makes most of the tables that ascend."""
+        """The planner that searches most of the tables that ascend."""
         return max((x for n, x in self.planners.items() if n <= order), key=lambda x: len(x.order), default=None)
 
 
@@ -274,15 +272,15 @@ class TablePlanner:
     """A call prepared for any entries of its tables, of which those in `order` ascend."""
 
     def __init__(self, run: Any, ready: Ready, plan: FlatPlan, order: frozenset[str]) -> None:
-        static, self.ready, self.order, self.own, self.uses = plan.static, ready, order, local(), 0
+        static, self.ready, self.order, self.thread, self.uses = plan.static, ready, order, local(), 0
         self.values, self.longest, self.slices = plan.values, max(static.full[2:]), static.slice_of
-        self.plan = replace(ready.plan, run_tables=())  # native kernels read none
-        self.width = np.int64 if self.plan.int64 else np.int32
+        self.kernel = replace(ready.plan, run_tables=())  # native kernels read none
+        self.width = np.int64 if self.kernel.int64 else np.int32
         assert static.planner is not None
         given = run, static.planner, static.at, static.full, self.values, plan.q_len, plan.kv_len
         block = ready.target.block_q, ready.target.block_k
         runs = None if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
-        self.planner = partial(Prepared, *given, block, ROOM, runs)
+        self.prepared = partial(Prepared, *given, block, ROOM, runs)
 
     def __call__(self, tables: Mapping[str, Array]) -> Ready | None:
         """The prepared call for these tables; None where kernels of 32 bits might not hold their entries."""
@@ -290,18 +288,18 @@ class TablePlanner:
             low, high = (x[..., 0], x[..., -1]) if n in self.order else (x, x)
             if x.itemsize > 2 and not -LARGEST < low.min() <= high.max() < LARGEST:
                 return None
-        plan: Prepared | None = getattr(self.own, "plan", None)
-        if plan is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
-            plan = self.own.plan = self.planner()
-        wide = {n: x.astype(DTYPES[plan.types[n]], copy=False) for n, x in tables.items() if n in plan.types}
-        plan({n: x.ctypes.data for n, x in wide.items()})
-        spans = Spans(plan.bounds.copy(), plan.count.copy(), self.slices)
+        run: Prepared | None = getattr(self.thread, "run", None)
+        if run is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
+            run = self.thread.run = self.prepared()
+        wide = {n: x.astype(DTYPES[run.types[n]], copy=False) for n, x in tables.items() if n in run.types}
+        run({n: x.ctypes.data for n, x in wide.items()})
+        spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
-        found = kernel_tables(self.plan, "torch", {**self.values, **read}, self.longest, None)
+        found = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
         return self.ready._with(spans, MappingProxyType(found), None)
 
 
-def _made(
+def _planner_for(
     att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
     tables: Mapping[str, Array], order: frozenset[str],
 ) -> TablePlanner | None:  # fmt: skip
@@ -331,15 +329,15 @@ def _made(
 
 
 def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: Ready) -> bool:
-    """Whether a planner reads few more tiles than the host's plan, or these cost less time than a plan of the host."""
+    """Whether a planner reads few more tiles than the host's plan, or tiles that take less time than such a plan."""
     if (found := planner(tables)) is None:
         return True  # the host plans for such entries
-    g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _read(host.spans)
+    g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _tiles_read(host.spans)
     spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
-    return _read(found.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    return _tiles_read(found.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
 
 
-def _read(spans: Spans) -> int:
+def _tiles_read(spans: Spans) -> int:
     """The tiles that all heads read; a partial one counts twice."""
     low, full_low, full_high, high = np.moveaxis(spans.bounds.astype(np.int64), -1, 0)
     of_slice = (2 * (high - low) - (full_high - full_low)).sum((1, 2))

@@ -1,4 +1,4 @@
-"""The operators of torch as they run on tensors with values. Imports torch."""
+"""Runs the operators of torch in a graph (`operators.py`) on tensors with values. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frisket.runtime.machine.settings import Settings
 
 from .autograd import gradients, gradients_again, no_second
 from .op import attend as attend_op
-from .op import kept_ready, like_one
+from .op import earlier_call, kept_ready
 from .spec import attention_of
 from .values import floats, learnable, names_of, reserved, wanted_of
 
@@ -66,7 +66,7 @@ def attend(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     bare = sinks is None and names in BARE
-    like = like_one(attention_of(spec, ()), q, k, v, "saving") if bare else None
+    like = earlier_call(attention_of(spec, ()), q, k, v, "saving") if bare else None
     if like is not None and (found := like[1].forward(q, k, v, True)) is not None:
         out, lse, norm = found
         return out, lse, lse.new_empty(0), norm
@@ -77,7 +77,7 @@ def attend(
         if checks and wanted is not None and q.numel() and k.numel():
             ready = kept_ready(att, request)
             learned = frozenset(n for n, source in ready.live if source in wanted)
-            ready.refuse(q.device, request.seed, [request.params[n] for _, n in ready.live], learned)
+            ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.live], learned)
         out, lse, top, norm = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     if norm is None:
@@ -92,7 +92,7 @@ def attend_alone(
     names: str,
 ) -> Tensor:  # fmt: skip
     bare = sinks is None and names in BARE
-    like = like_one(attention_of(spec, ()), q, k, v, "plain") if bare else None
+    like = earlier_call(attention_of(spec, ()), q, k, v, "plain") if bare else None
     if like is not None and (found := like[1].forward(q, k, v, False)) is not None:
         return found  # type: ignore[no-any-return]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
@@ -123,7 +123,7 @@ def attend_backward(
             zeros[3] = dlse.sum((0, 2)).to(sinks.dtype)
         return [g for g, need in zip(zeros, needed, strict=True) if need and g is not None]
     bare = sinks is None and names in BARE
-    if bare and (like := like_one(attention_of(spec, ()), q, k, v, "saving")) is not None:
+    if bare and (like := earlier_call(attention_of(spec, ()), q, k, v, "saving")) is not None:
         with torch.no_grad():
             saved = q, k, v, None, out, lse, norm
             found = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))

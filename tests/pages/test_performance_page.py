@@ -62,6 +62,7 @@ def test_readme_says_the_same_figures():
         for way, dim in (("forward", 128), ("backward", 128), ("forward", 256)) for pair in (flex, cudnn)
     ]  # fmt: skip
     all_masks = said("gpu", "speed", ".*, D (64|128), .*", flex)
+    library = said("cpu-torch", "forward", ".*", "flex / library")
     step = every["transformers-training"]["files"]["rows"]["training step"]["ratios"]
     for sentence in (
         f"{native} times the speed of torch's SDPA on an AMD EPYC",
@@ -70,6 +71,7 @@ def test_readme_says_the_same_figures():
         f"that is {causal[1]} and {causal[3]} times cuDNN's",
         f"{causal[4]} times the speed of flex_attention and {causal[5]} times cuDNN's",
         f"frisket has {all_masks} times the speed of flex_attention",
+        f"Library calls have {library} times the speed of compiled flex_attention",
         f"{step['sdpa / frisket'][0]:.1f} times as long with sdpa and {step['eager / frisket'][0]:.1f} times",
     ):
         assert sentence in readme
@@ -79,6 +81,83 @@ def test_readme_says_the_same_figures():
     assert f"| {ours} ms; grows with the tokens | {theirs} ms, looks at every pair |" in readme
     assert f"| {splash['process_mask']:,.0f} ms, looks at every pair |" in readme
     assert f"one core of an {PAGE.device(every['layout']['peers'])}, frisket's layout" in readme
+
+
+def test_other_pages_say_the_same_figures():
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+    pages = {n: (DOCS / f"{n}.md").read_text(encoding="utf-8") for n in ("caches", "engines", "pallas", "transformers")}
+
+    def ends(values, digits=2):
+        return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+
+    def ratios(part, rows, pair):
+        return ends([x[0] for x in PAGE.multiples(every["gpu"], part, rows, pair)])
+
+    def column(file, part, quantity, name):
+        rows = (row["figures"].get(quantity, {}) for _, row in PAGE.schema.leaves(every[file][part]["rows"]))
+        return [x[name] for x in rows if name in x]
+
+    jitted, eager = (ends(column("decode-overhead", part, "us", "overhead"), 0) for part in ("jax", "torch"))
+    assert f"a jitted step cost {jitted} µs, without attention" in pages["caches"]
+    assert f"step of torch on the CPU costs {eager} µs" in pages["caches"]
+
+    cudnn, sdpa = "frisket, cudnn / frisket", "frisket, sdpa / frisket"
+    causal, full = (
+        [ratios("speed", f"{way}: {mask}, D (64|128), .*", cudnn) for way in ("forward", "backward")]
+        for mask in ("causal", "full")
+    )
+    both = [x[0] for x in PAGE.multiples(every["gpu"], "speed", ".*ward: causal, D (64|128), .*", sdpa)]
+    library, native = (column("engines", "cpu", "us", n) for n in ("aten", "cpp"))
+    peer = column("engines", "cpu", "us", "sdpa")
+    library, native = ([x / y for x, y in zip(of, peer, strict=True)] for of in (library, native))
+    new = [x for n in ("a mask is made of parts", "a mask is not") for x in choice(every, n).values()]
+    values = choice(every, "parts have values")
+    for sentence in (
+        f"causal forward takes {causal[0]} of the time of generated kernels",
+        f"whose sums have no order, {causal[1]}; without a mask {full[0]} and {full[1]}",
+        f"it takes {ends(both, 1)} times as long as generated kernels under causal masks",
+        f"library calls take {min(library):.2f} to {max(library):.1f} times as long, C++ kernels {ends(native)} times",
+        f"| {ends(new, 0)} µs |",
+        f"| {values['median'] / 1000:.2f} ms more at the median |",
+        f"| up to {values['most'] / 1000:.1f} ms more |",
+    ):
+        assert sentence in pages["engines"]
+
+    rates = [column("gpu", part, "tflops", "pallas-mosaic-gpu")[:5] for part in ("jax-forward", "jax-backward")]
+    forward, backward = (
+        [ratios(part, "causal, D 128, .*", f"{peer} / pallas-mosaic-gpu") for peer in ("cudnn", "triton")]
+        for part in ("jax-forward", "jax-backward")
+    )
+    tables = dict(PAGE.schema.leaves(every["tpu-tables"]["tables"]["rows"]))
+    splash = [row["ratios"]["splash / frisket"][0] for row in tables.values() if "ratios" in row]
+    ms = {name: row["figures"]["ms"]["frisket"] for name, row in tables.items()}
+    short, long = (ends([x for n, x in ms.items() if n[-1].startswith(f"{m} ")], 1) for m in ("16,384", "1,048,576"))
+    bundles = {
+        n: row["figures"]["bundles"]["frisket"] for n, row in PAGE.schema.leaves(every["tpu-tables"]["v5e"]["rows"])
+        if "bundles" in row["figures"]
+    }  # fmt: skip
+    step, edge = (ends([x for n, x in bundles.items() if n[-1].endswith(part)], 0) for part in ("a step", "a row"))
+    for sentence in (
+        f"Beside its tile a step costs {step} bundles",
+        f"begin and end of a row cost {edge} ",
+        f"the forward runs at {ends(rates[0], 0)} TFLOP/s of visible work",
+        f"That is {forward[0]} times the rate of cuDNN as JAX calls it, and {forward[1]} times",
+        f"gradients alone run at {ends(rates[1], 0)} TFLOP/s, {backward[0]} times cuDNN's rate and {backward[1]} times",
+        f"frisket takes {short} ms at 16,384 tokens and {long} ms at a million",
+        f"take {ends(splash, 0)} times as long at 16,384 and 65,536 tokens",
+    ):
+        assert sentence in pages["pallas"]
+
+    for case, documents in (("files", "23 files of 178 tokens"), ("four", "4 of 1,024"), ("one", "1 of 4,096 tokens")):
+        row = every["transformers-training"][case]["rows"]["training step"]
+        sdpa, eager = (f"{row['ratios'][f'{peer} / frisket'][0]:.1f} times as long" for peer in ("sdpa", "eager"))
+        line = f" | {row['figures']['ms']['frisket']:,.0f} ms | {sdpa} | {eager} |"
+        assert any(x.startswith(f"| {documents}") and x.endswith(line) for x in pages["transformers"].splitlines())
+
+
+def choice(every, name):
+    """Microseconds to choose an engine."""
+    return every["engines"]["choose"]["rows"][name]["figures"]["us"]
 
 
 def test_the_table_of_context_parallelism():
@@ -102,6 +181,20 @@ def test_every_loss_is_at_the_top():
     ]
     assert "**slower**" in PAGE.marked(row, "flex / native")
     assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
+
+
+def test_rows_are_counted_by_table():
+    every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
+    head = ["cpu-torch, forward"]
+    one, two = [*head, "a", "flex / library", "0.50 (0.40 to 0.60)"], [*head, "b", "flex / library", "0.90"]
+    lines = [*PAGE.counted([one, two], every)][2:-1]
+    link = "[Attention on the CPU, torch](#attention-on-the-cpu-torch): forward"
+    assert lines == [f"| {link} | AMD EPYC, 2 threads | 2 of 9 rows | flex / library | 0.50 to 0.90 |"]
+    goals = [[*row, f"at least {bound}"] for row, bound in ((one, 1), (two, 1.3))]
+    assert [*PAGE.counted(goals, every)][2].endswith("| 0.50 to 0.90 | at least 1 to 1.3 |")
+    assert [*PAGE.counted(goals[:1], every)][2].endswith("| a | flex / library | 0.50 (0.40 to 0.60) | at least 1 |")
+    lost = [row for row in PAGE.losses(every) if row[0] == "cpu-dims, avx2"]  # it has a goal, too
+    assert [row[1] for row in lost] == ["no mask, 4096 x 256, forward and backward"]
 
 
 def test_no_ratio_to_a_peer_is_left_out():

@@ -28,7 +28,8 @@ register(Backend(
     platforms=("cpu",),
     rank=1,
     optional=True,
-    rows="offset",
+    beside_lse="offset",
+    int64=True,
     plans="host",
     operators=("frisket-cpp",),
 ))  # fmt: skip

@@ -86,13 +86,13 @@ class DecodeCall:
             if not self.native:  # other executors remember what they make of spans
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
         sinks = self.options.sinks if sinks is None else sinks
-        if self.repeat is not None and sinks is None and not top:
+        if self.repeat is not None and sinks is None and not top and not q.is_neg():
             arrays = [live[source] for _, source in ready.live] + [tables[source] for _, source in self.names]
             repeated = self.repeat.forward(q, k, v, lse, None, arrays)
             if repeated is not None:
                 return (*repeated[:2], None) if lse else (repeated, None, None)
         values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
-        slots, held = ready.values(q.device, None, values)
+        slots, held = ready.inputs(q.device, None, values)
         held = {**held, **{name: tables[source] for name, source in self.names}}
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)

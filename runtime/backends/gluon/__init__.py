@@ -42,6 +42,6 @@ register(Backend(
     },
     guarded=True,
     loads=True,
-    rows="low",
+    beside_lse="low",
     reports=Lazy(f"{HERE}.report:compile_reports"),
 ))  # fmt: skip

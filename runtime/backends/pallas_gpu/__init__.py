@@ -46,6 +46,6 @@ register(Backend(
     rank=1,
     interpreter=Interpreter("Pallas'", 4.0, interpreted),
     guarded=True,
-    rows="low",
+    beside_lse="low",
     operators=("frisket-pallas-mosaic-gpu",),
 ))  # fmt: skip

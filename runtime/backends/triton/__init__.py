@@ -86,7 +86,7 @@ register(Backend(
     }),
     guarded=True,
     loads=True,
-    rows="low",
+    beside_lse="low",
     plans="device",
     reports=Lazy(f"{HERE}.report:compile_reports"),
     operators=("frisket-triton",),

@@ -12,6 +12,6 @@ register(Backend(
                                 Lazy("frisket.lowering.xla.backward:backward"))},
     order=20,
     tier=LIBRARY,
-    rows="low",
+    beside_lse="low",
     operators=("frisket-xla", "vanilla"),
 ))  # fmt: skip

@@ -217,7 +217,7 @@ PLANNING = """
     for _ in range(CHANGES[0] + 1):
         call()
     (steps,) = next(x for x in att.ready.values() if type(x) is ChangingTables).planners.values()
-    planner, begun, over = steps.planner, threading.Event(), threading.Event()
+    planner, begun, over = steps.prepared, threading.Event(), threading.Event()
     def slow():
         made = planner()
         def plan(tables):
@@ -226,11 +226,11 @@ PLANNING = """
             return made(tables)
         plan.types, plan.bounds, plan.count = made.types, made.bounds, made.count
         return plan
-    steps.planner = slow
+    steps.prepared = slow
     thread = threading.Thread(target=call)
     thread.start()
     begun.wait()
-    steps.planner = planner
+    steps.prepared = planner
     pid = os.fork()
     if pid == 0:
         call()

@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.show import show
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.parallel.shards import Where, check_covered, placed
+from frisket.runtime.parallel.shards import ShardPlace, check_covered, on_shard
 
 HERE = Path(__file__).parent
 FEW = ["bytes: even"]
@@ -122,7 +122,7 @@ def names(made):
 
 def test_lookups_become_tables_of_places():
     att = fk.compile("causal & document(off)", "score + bias[h, q, k] + slope[h] * (k - q)")
-    made = placed(att, Where(100, 100), {"off": (5,), "bias": (2, 100, 100), "slope": (2,)})
+    made = on_shard(att, ShardPlace(100, 100), {"off": (5,), "bias": (2, 100, 100), "slope": (2,)})
     assert names(made) == {
         "off_of_k": ("segment(off, k)", "k"), "off_of_q": ("segment(off, q)", "q"),
         "bias_of_hqk": ("bias[h, q, k]", "hqk"),
@@ -136,9 +136,9 @@ def test_lookups_become_tables_of_places():
 
 
 def test_padding_and_sizes_are_the_problems():
-    made = placed(fk.compile("q + KV_LEN - Q_LEN >= k"), Where(100, 128), {})
+    made = on_shard(fk.compile("q + KV_LEN - Q_LEN >= k"), ShardPlace(100, 128), {})
     assert str(made.attention.mask) == "q_at[q] + 100 - 100 >= k_at[k] & q_at[q] < 100 & k_at[k] < 100"
-    only_queries = placed(fk.compile("causal"), Where(100, 128, moved="q"), {})
+    only_queries = on_shard(fk.compile("causal"), ShardPlace(100, 128, moved="q"), {})
     assert str(only_queries.attention.mask) == "q_at[q] >= k & q_at[q] < 100"
 
 
@@ -148,23 +148,23 @@ def test_padding_and_sizes_are_the_problems():
 ])  # fmt: skip
 def test_a_table_of_places_is_sorted_where_that_is_known(text, sorted_):
     att = fk.compile(text, doc=np.arange(9) // 2)
-    declared = placed(att, Where(9, 9), {}).attention.mask.origin.declared
+    declared = on_shard(att, ShardPlace(9, 9), {}).attention.mask.origin.declared
     assert declared["doc_of_q"].fact == sorted_
-    unsorted = placed(fk.compile(text, doc=np.arange(9) % 4), Where(9, 9), {}).attention.mask.origin.declared
+    unsorted = on_shard(fk.compile(text, doc=np.arange(9) % 4), ShardPlace(9, 9), {}).attention.mask.origin.declared
     assert unsorted["doc_of_q"].fact is None
 
 
 def test_split_tables_are_read_at_their_own_places():
-    where = Where(64, 64, split={"rel": (0, 1)})
+    where = ShardPlace(64, 64, split={"rel": (0, 1)})
     with pytest.raises(ParameterError, match="`rel` is split along axis 0 and read there at `q - k`"):
-        placed(fk.compile("causal", "score + rel[q - k]"), where, {})
+        on_shard(fk.compile("causal", "score + rel[q - k]"), where, {})
     plane = fk.compile("causal", "score + rel[q, k]")
     for own, travels, read in ((0,), {}, "rel[place of q, k]"), ((1,), {"rel": 1}, "rel[q, place of k]"):
-        made = placed(plane, Where(64, 64, split={"rel": own}), {})
-        assert made.travels == travels
+        made = on_shard(plane, ShardPlace(64, 64, split={"rel": own}), {})
+        assert made.sent_with_keys == travels
         assert repr(made.tables[0].expr).splitlines()[-1] == read
     with pytest.raises(ParameterError, match="`rel` is split along queries and along keys"):
-        placed(plane, where, {})
+        on_shard(plane, where, {})
     x, mesh = jnp.zeros((1, 64, 1, 8)), jax.make_mesh((1,), ("sp",))
     with pytest.raises(ParameterError, match="`rel` is split along queries and along keys"):
         fk.parallel.attend(

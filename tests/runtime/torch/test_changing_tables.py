@@ -63,7 +63,7 @@ def test_the_ends_of_tables_in_order_are_entries(text):
     for _ in range(CHANGES[-1] + 2):
         att(Q, K, V, doc=np.stack([documents(), documents()]) if "[b" in text else documents())
     (steps,) = planners(att)
-    _, planner, *_ = steps.planner.args
+    _, planner, *_ = steps.prepared.args
     assert not {n.op for n in walk(*planner.roots)} & {"range_min", "range_max"}
 
 

@@ -118,9 +118,9 @@ def test_equal_tables_prepare_nothing(dtype, monkeypatch):
 
 def test_few_are_kept():
     att = documents()
-    for n in range(2 * op.TABLED):
+    for n in range(2 * op.KEPT_TABLES):
         att(Q, K, V, doc=DOC + n * DOC)
-    assert len(att.by_tables) == op.TABLED
+    assert len(att.by_tables) == op.KEPT_TABLES
     last = weakref.ref(att.by_tables[0][2])
     del att
     assert last() is None

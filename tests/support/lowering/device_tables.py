@@ -24,7 +24,7 @@ def pose(patch: Any) -> None:
     patch.setattr(flat_triton, "runs", lambda device: True)
     patch.setattr(flat_plan, "_stays", lambda x, *more: isinstance(x, torch.Tensor))
     patch.setattr(flat_plan, "on_host", lambda x: False)
-    patch.setattr(torch_op, "_stays", lambda x, device: isinstance(x, torch.Tensor))
+    patch.setattr(torch_op, "_on_accelerator", lambda x, device: isinstance(x, torch.Tensor))
 
 
 class NoLook(TorchFunctionMode):
