@@ -51,8 +51,7 @@ class Reader:
         return self.table("table" if isinstance(value, jax.Array) else "", value)
 
     def table(self, source: str, array: Any, values: Any = None) -> Array:
-        """An array as a table, a scalar as a parameter; named when it is first read. An array that JAX traces has no
-        values yet, and is read element by element."""
+        """An array as a table, a scalar as a parameter, named when first read; traced arrays are read by elements."""
         import jax
 
         type = type_of(array.dtype)

@@ -69,8 +69,7 @@ def absorb(node: Expr) -> Expr | None:
 
 
 def resolve(node: Expr) -> Expr | None:
-    """Resolution: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): a term that its sibling decides is
-    replaced."""
+    """Resolution, where a sibling decides a term: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s)."""
     if len(node.args) > _VERY_MANY:
         return None
     join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)

@@ -1,5 +1,4 @@
-"""Captured gradients inside the loops of the XLA executor's backward: `dm * weight` summed over a tile into the buffer
-that `derive.Gradient` describes."""
+"""Captured gradients in loops of the XLA backward: `dm * weight` of a tile added to the buffer of `derive.Gradient`."""
 
 from __future__ import annotations
 

@@ -181,8 +181,7 @@ class Tiling:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """The exact number of visible (query, key) pairs over every batch entry and head; BudgetError when
-        counting costs too much."""
+        """The exact number of visible (query, key) pairs of all batch entries and heads; BudgetError if too costly."""
         if not (self.q_len and self.kv_len):
             return 0
         grid, slice_of = self._grid
@@ -198,8 +197,7 @@ class Tiling:
 
     @cached_property
     def lookups(self) -> tuple[Lookup, ...]:
-        """Every table lookup of the mask as written, and whether its index stays inside the table wherever
-        the rest of the mask does not decide."""
+        """Every table lookup of the mask, and whether its index stays inside where the rest does not decide."""
         grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
         return lookups(
             bind_in_part(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 27)
