@@ -116,8 +116,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to compute it. `missing` says why it does not run on this machine; `prepare` makes the call, and raises
-    `NoWordsError` where a contest cannot be told to it."""
+    """One way to compute it. `missing`: why it does not run here; `prepare` makes the call, or raises NoWordsError."""
 
     name: str
     prepare: Callable[[Contest], Call]
