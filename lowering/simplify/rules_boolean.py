@@ -96,9 +96,7 @@ def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
 
 def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
     # in a conjunction a sibling holds: parts it excludes go; in a disjunction it fails: parts it leaves true go
-    if op == "and":
-        return _implies(sibling, _negated(part))
-    return _implies(_negated(sibling), part)
+    return _implies(sibling, _negated(part)) if op == "and" else _implies(_negated(sibling), part)
 
 
 @memo(group="expressions")
