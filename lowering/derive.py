@@ -25,7 +25,7 @@ infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -75,6 +75,21 @@ class Gradient:
             env["q"] = along(q0, (geometry.q_len + geometry.kv_len - 1,)) - (geometry.kv_len - 1)
             env["k"] = along(k0, (1,))
         return env
+
+
+def by_source(
+    gradients: Sequence[Gradient], buffers: Sequence[Any], tables: Mapping[str, Any],
+    fold: Callable[[Gradient, Any, tuple[int, ...]], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
+
+    A value read at several places has one entry in `gradients` for each: their buffers are brought to the table's shape
+    by `fold` and added in the order given."""
+    found: dict[str, Any] = {}
+    for gradient, buffer in zip(gradients, buffers, strict=True):
+        part = fold(gradient, buffer, tuple(tables[gradient.source].shape) if gradient.index else ())
+        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
+    return found
 
 
 @dataclass(frozen=True)

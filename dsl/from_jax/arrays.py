@@ -345,8 +345,7 @@ class Reductions:
 
 
 def _first(op: str) -> Callable[..., Element]:
-    """argmax and argmin over few elements: the first of the extreme ones. Of Bools (jnp.select asks for the first that
-    holds) the result is the first True."""
+    """argmax and argmin over few elements: the first of the extreme ones; of Bools (jnp.select), the first True."""
 
     def meaning(p: Mapping[str, Any], x: Array) -> Element:
         (axis,) = p["axes"]

@@ -51,8 +51,7 @@ class Reader:
         return self.table("table" if isinstance(value, jax.Array) else "", value)
 
     def table(self, source: str, array: Any, values: Any = None) -> Array:
-        """An array as a table, a scalar as a parameter; named when it is first read. An array that JAX traces has no
-        values yet, and is read element by element."""
+        """An array as a table, a scalar as a parameter, named when first read; traced arrays are read by elements."""
         import jax
 
         type = type_of(array.dtype)
@@ -133,8 +132,7 @@ class Reader:
         return [_made("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
 
     def scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-        """A loop of few turns, written out. The carried values have the same shape inside and outside; values collected
-        or read turn by turn have one axis more outside."""
+        """A loop of few turns, written out. Values collected or read turn by turn have one axis more outside."""
         inner, length = eqn.params["jaxpr"], eqn.params["length"]
         if length > MAX_WRITTEN:
             raise Refused(f"a loop of {length} turns, more than {MAX_WRITTEN}; use a reduction or a table")

@@ -36,8 +36,7 @@ def type_of(dtype: Any) -> Type:
 
 
 def literal(value: Any, dtype: Any) -> Expr:
-    """A number as its writer meant it: JAX rounds `0.1` to float32, and the shortest decimal that rounds there
-    is 0.1 again; pi and e are themselves."""
+    """A number as its writer meant it: the shortest decimal that rounds to JAX's float32; pi and e are themselves."""
     type, number_ = type_of(dtype), np.asarray(value)
     if type is FLOAT:
         if str(dtype) != "float32" or number_.dtype == np.float64:

@@ -187,8 +187,7 @@ def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
 
 
 def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
-    """Search blocks of rows: a block that never sees a key ends the search, a block where every query sees the key at a
-    likely place is dropped, single rows are searched."""
+    """Search blocks of rows: one without keys ends the search, one whose queries all see a likely key is dropped."""
     at = {"b": int(one.b[0]), "h": int(one.h[0])}
     q0, k0 = int(one.q[0]), int(one.k[0])
     keys = (k0, k0 + one.kv_len - 1)

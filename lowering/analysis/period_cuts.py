@@ -36,8 +36,7 @@ def cuts(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
 
 
 def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) -> tuple[Array, dict[str, Array]]:
-    """The pieces of tiles: the tile of each piece, sorted, and the corners. A tile is cut until it has as many
-    pieces as allowed."""
+    """The pieces that tiles are cut into, as many as allowed: the tile of each piece, sorted, and the corners."""
     n = len(env["q0"])
     owner = np.arange(n)
     box = {name: env[name].copy() for name in ("q0", "q1", "k0", "k1")}

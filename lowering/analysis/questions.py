@@ -55,8 +55,7 @@ class System:
 
 
 def beyond(e: Expr) -> bool:
-    """Whether an expression is too large to reason about: nested more than DEEP, or of more than LARGE operators. Then
-    only its values at positions are known."""
+    """Whether an Expr is too large (depth over DEEP, operators over LARGE) to know more than values at positions."""
     return e.depth > DEEP or _size(e) > LARGE
 
 

@@ -21,8 +21,7 @@ BEYOND = 1 << 40  # further than any position; its products with lengths still f
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Facts of a whole table: runs and order along the last axis. `runs` counts the stretches of equal entries, None
-    where one value has several."""
+    """Facts of a table's last axis: order, and `runs`, stretches of equal entries (None where a value has several)."""
 
     low: float
     high: float

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient
+from frisket.lowering.derive import Gradient, by_source
 from frisket.lowering.plan import Geometry
 
 from .expr import TileProgram
@@ -21,17 +21,8 @@ def folded(
     gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
-
-    A value read at several places has one entry in `gradients` for each; their buffers (shapes: `derive.Gradient`)
-    are added in the order given. `slots` and `tables` are those of the forward, by plan name.
-    """
-    found: dict[str, Tensor] = {}
-    for gradient, buffer in zip(gradients, buffers, strict=True):
-        shape = tuple(tables[gradient.source].shape) if gradient.index else ()
-        part = fold(gradient, buffer, shape, geometry, slots, tables)
-        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
-    return found
+    """`derive.by_source` on torch; `slots` and `tables` are those of the forward, by plan name."""
+    return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, geometry, slots, tables))
 
 
 def fold(

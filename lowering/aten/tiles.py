@@ -168,8 +168,7 @@ class AtenTiles:
                     part.add_(cover)
 
     def _cover(self, block: Block, piece: KeyPiece, lo: int, hi: int) -> Tensor:
-        """The mask as the tensor that `hide` adds, or as the places it writes; remembered where another head or row
-        will ask again."""
+        """The mask as the tensor that `hide` adds, or as the places it writes; kept if it is asked for again."""
         assert self.mask is not None
         step = block.step
         still = self.still and block.slides(piece)
@@ -218,8 +217,7 @@ class AtenTiles:
         return s.view(block.batch, block.group, block.step.height, -1)
 
     def rows(self, x: Tensor, block: Block) -> Tensor:
-        """The block's rows [batch, group * height, ...] of x [batch, kv_heads, group, q_len, ...]; a copy where a group
-        is packed."""
+        """The block's rows [batch, group * height, ...] of x [batch, kv_heads, group, q_len, ...]; packed, a copy."""
         part = x[block.place]
         if block.by_row:
             part = part[0].unflatten(1, (block.step.count, block.step.height)).transpose(0, 1)

@@ -225,8 +225,7 @@ class _Binding:
         return asked if same else Flags(left, right, cu)
 
     def of_tokens(self, e: Expr, flags: Flags) -> Flags | str:
-        """The flags of documents of tokens that are queries and keys alike: a window is the same in each document, so
-        where values change is all that is looked at."""
+        """The flags of documents of tokens, queries and keys alike: windows are equal in each, so changes decide."""
         g = self.geometry
         at = self.value(e, b=self.batch[:, None], q=self.q + np.arange(g.q_len))
         at = np.broadcast_to(at, (g.batch, g.q_len))

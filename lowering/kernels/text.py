@@ -79,8 +79,7 @@ class Names:
 
 
 def skeleton(package: str, name: str) -> str:
-    """The text of skeletons/`name`.tpl of a package, with that of others where it says `$include other`, or of a
-    package beside it, `$include triton.other`."""
+    """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
     beside, _, name = name.rpartition(".")
     package = f"{package.rpartition('.')[0]}.{beside}" if beside else package
     text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")

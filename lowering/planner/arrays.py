@@ -188,9 +188,8 @@ class _ArrayBody:
         for i, name in enumerate(SIZES):
             if name in used:
                 page.line(f"{name} = scalar(sizes[{i}], Int, q)")
-        kinds = {"Int": "Int", "Float": "Float", "Bool": "Bool"}
         for name, type in self.plan.scalars.items():
-            page.line(f'{self.known[name]} = scalar(scalars["{name}"], {kinds[str(type)]}, q)')
+            page.line(f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)')
         page.line(*(f'{self.known[name]} = tables["{name}"]' for name in self.plan.tables))
         page.line(*(f"{name} = {text}" for text, name in self.built.items()))
         page.line(

@@ -33,8 +33,7 @@ _SUMS = frozenset({"add", "sub", "neg", "mul"})
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical Expr: `expr` has scalars called s0, s1, ... and tables t0, t1, ... in order of first appearance;
-    `names` gives the user's names."""
+    """A canonical Expr: scalars are s0, s1, ... and tables t0, t1, ... in order; `names` gives the user's names."""
 
     expr: Expr
     names: Mapping[str, str] = field(default_factory=dict)

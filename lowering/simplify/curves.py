@@ -84,8 +84,7 @@ def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[C
 
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
-    """An affine Expr that is never below (ge) or never above (le) a form, provided `needs` holds; None where an atom
-    of the form has no affine bound."""
+    """An affine Expr never below (ge) or above (le) a form, if `needs` holds; None if an atom has no affine bound."""
     conditions = needs.args if needs.op == "and" else (needs,)
     total = Linear((), form.const)
     for a, f in form.terms:

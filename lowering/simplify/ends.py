@@ -127,8 +127,7 @@ def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:
-    """The bounds that no other one implies: beside `k <= q`, `k <= last(q)` says nothing, as the run that holds q does
-    not end before q."""
+    """The bounds that no other one implies: beside `k <= q`, `k <= last(q)` says nothing, as q's run ends no sooner."""
     return [c for c in curves if not any(c is not other and _implied(c, other) for other in curves)]
 
 

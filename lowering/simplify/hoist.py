@@ -54,19 +54,15 @@ def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
     return e.op in ("mul", "div", "add") and all(positive(a, tables) for a in e.args)
 
 
-def hoist(score: Expr, tables: Mapping[str, bool] | None = None) -> tuple[Expr, Expr]:
-    """A score mod as (visible, rest), score == where(visible, rest, -inf): `rest` is what a FULL tile runs."""
-    return _hoist(score, tables or {})
-
-
-def _hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
+def hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
+    """A score mod as (visible, rest), e == where(visible, rest, -inf): `rest` is what a FULL tile runs."""
     if e is NEG_INF:
         return FALSE, e
     if e.depth > _DEEPEST:
         return TRUE, e
     if e.op == "where" and e.type is FLOAT and "score" not in uses(e.args[0]):  # no mask knows a score
         cond, yes, no = e.args
-        (seen_yes, yes2), (seen_no, no2) = _hoist(yes, tables), _hoist(no, tables)
+        (seen_yes, yes2), (seen_no, no2) = hoist(yes, tables), hoist(no, tables)
         seen = disj(conj(cond, seen_yes), conj(negate(cond), seen_no))
         if seen_yes is TRUE and seen_no is TRUE:
             return TRUE, e
@@ -84,14 +80,14 @@ def _hoist_binary(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
     left, right = e.args
     safe = finite if e.op in ("add", "sub") else positive
     if e.op == "add":
-        (seen_left, new_left), (seen_right, new_right) = _hoist(left, tables), _hoist(right, tables)
+        (seen_left, new_left), (seen_right, new_right) = hoist(left, tables), hoist(right, tables)
         if TRUE not in (seen_left, seen_right) and finite(new_left, tables) and finite(new_right, tables):
             return conj(seen_left, seen_right), _rest("add", new_left, new_right)
-    seen, new = _hoist(left, tables)
+    seen, new = hoist(left, tables)
     if seen is not TRUE and safe(right, tables):
         return seen, _rest(e.op, new, right)
     if e.op in ("add", "mul"):
-        seen, new = _hoist(right, tables)
+        seen, new = hoist(right, tables)
         if seen is not TRUE and safe(left, tables):
             return seen, _rest(e.op, left, new)
     return TRUE, e

@@ -69,8 +69,7 @@ def absorb(node: Expr) -> Expr | None:
 
 
 def resolve(node: Expr) -> Expr | None:
-    """Resolution: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): a term that its sibling decides is
-    replaced."""
+    """Resolution, where a sibling decides a term: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s)."""
     if len(node.args) > _VERY_MANY:
         return None
     join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)
@@ -97,9 +96,7 @@ def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
 
 def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
     # in a conjunction a sibling holds: parts it excludes go; in a disjunction it fails: parts it leaves true go
-    if op == "and":
-        return _implies(sibling, _negated(part))
-    return _implies(_negated(sibling), part)
+    return _implies(sibling, _negated(part)) if op == "and" else _implies(_negated(sibling), part)
 
 
 @memo(group="expressions")

@@ -19,7 +19,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from .captured import CapturedGradient, Plane, plane_of
 from .fold import folded
 from .promotion import usual_promotion
-from .tiles import Numbers, Static, TileRow, XlaTiles, dot, prepared
+from .tiles import Numbers, Static, XlaTiles, added, dot, prepared
 
 if TYPE_CHECKING:
     import jax
@@ -102,13 +102,13 @@ def _backward(
             dm = jnp.where(p == 0, 0, p * (dp - delta_tile))
             ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))
             ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
-            whole = dict(whole)
+            whole, place = dict(whole), (here.b, here.kv, chunk[0], jnp.int32(0))
             if "q" in static.wanted:
                 own = own + dot(ds, finite(k_tile), (3, 2))
             if "k" in static.wanted:
-                whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), here, chunk[0])
+                whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), place)
             if "v" in static.wanted:
-                whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), here, chunk[0])
+                whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), place)
             parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
             for c, name in zip(captured, names, strict=True):
                 whole[name] = c.tile(whole[name], p, dm, env, here, chunk[0])
@@ -121,10 +121,6 @@ def _backward(
         for c, name, part in zip(captured, names, parts, strict=True):
             sums[name] = c.put(sums[name], part, here)
         return sums
-
-    def added(whole: Array, tile: Array, here: TileRow, start: Array) -> Array:
-        place = (here.b, here.kv, start, jnp.int32(0))
-        return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
 
     def finite(x: Array) -> Array:
         """The finite value that may be multiplied with a hidden position's 0: 0 times NaN or infinity is NaN."""

@@ -1,16 +1,14 @@
-"""Captured gradients inside the loops of the XLA executor's backward: `dm * weight` summed over a tile into the buffer
-that `derive.Gradient` describes."""
+"""Captured gradients in loops of the XLA backward: `dm * weight` of a tile added to the buffer of `derive.Gradient`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import Geometry
 
-if TYPE_CHECKING:
-    from .tiles import TileRow, XlaTiles
+from .tiles import TileRow, XlaTiles, added
 
 Array = Any  # a jax.Array, traced or not
 LINES = ("head", "row")  # summed along a whole row of tiles before anything is written
@@ -20,8 +18,7 @@ Plane = tuple[tuple[str, int], ...]  # for each axis of a table the coordinate t
 
 
 def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], shape: tuple[int, ...]) -> Plane | None:
-    """The layout of tiles in a table that is indexed by coordinates one by one, as in bias[h, q, k], all inside it;
-    None where entries have to be looked up one at a time."""
+    """The layout of tiles in a table indexed by bare coordinates, as in bias[h, q, k], all inside it; else None."""
     lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
     origin = dict(zip("bhqk", geometry.origin))
     found: list[tuple[str, int]] = []
@@ -80,22 +77,16 @@ class CapturedGradient:
 
     def put(self, buffer: Array, part: Array | None, here: TileRow) -> Array:
         """The buffer after a row of tiles is finished: sums along the row are added."""
-        from jax import lax
-
         if part is None:
             return buffer
         if self.over == "row":
             return self.t.put_lines(buffer, part, here)
-        tile = part.reshape(part.shape[0], -1)
-        place = (here.b, here.h)
-        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
+        return added(buffer, part.reshape(part.shape[0], -1), (here.b, here.h))
 
     # -- tile by tile --
 
     def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: TileRow, start: Array) -> Array:
         """The buffer after a tile of keys that begins at `start` is added."""
-        from jax import lax
-
         if self.over in LINES:
             return buffer
         terms = self._terms(p, dm, env)
@@ -110,9 +101,7 @@ class CapturedGradient:
             flat = terms.reshape(-1, *terms.shape[3:])
             zeros = self.t.full((flat.shape[0], flat.shape[1] + width - 1), 0.0)
             tile, at = diagonals(flat, zeros), here.start - start + self.t.kv_len - width
-        tile = tile.reshape(terms.shape[0], -1, tile.shape[-1])
-        place = (here.b, here.h, at)
-        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
+        return added(buffer, tile.reshape(terms.shape[0], -1, tile.shape[-1]), (here.b, here.h, at))
 
     def _terms(self, p: Array, dm: Array, env: dict[str, Array]) -> Array:
         import jax.numpy as jnp
@@ -121,8 +110,6 @@ class CapturedGradient:
 
     def _laid(self, buffer: Array, terms: Array, here: TileRow, start: Array) -> Array:
         """The buffer with a tile added at its place."""
-        from jax import lax
-
         assert self.plane is not None
         names = [name for name, _ in self.plane]
         tile = terms.reshape(terms.shape[0], -1, *terms.shape[3:])
@@ -130,8 +117,7 @@ class CapturedGradient:
         kept = [name for name in "bhqk" if name in names]
         tile = tile.transpose([kept.index(name) for name in names])
         starts = dict(zip("bhqk", (here.b, here.h, here.start, start)))
-        place = tuple(starts[name] + first for name, first in self.plane)
-        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
+        return added(buffer, tile, tuple(starts[name] + first for name, first in self.plane))
 
     def _scattered(self, buffer: Array, terms: Array, env: dict[str, Array]) -> Array:
         import jax.numpy as jnp
@@ -154,7 +140,6 @@ def diagonals(x: Array, zeros: Array) -> Array:
 
     def step(i: Array, sums: Array) -> Array:
         row = lax.dynamic_slice(x, (0, i, 0), (n, 1, width))[:, 0]
-        place = (0, rows - 1 - i)
-        return lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, place, (n, width)) + row, place)
+        return added(sums, row, (0, rows - 1 - i))
 
     return lax.fori_loop(0, rows, step, zeros)[:, ::-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from frisket.lowering.derive import Gradient
+from frisket.lowering.derive import Gradient, by_source
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Geometry
 
@@ -17,18 +17,10 @@ def folded(
     gradients: Sequence[Gradient], buffers: Sequence[Array], geometry: Geometry, slots: Mapping[str, Any],
     tables: Mapping[str, Array], *, int64: bool = False, add: Add | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
-
-    A value read at several places has one entry in `gradients` for each; their buffers (shapes: `derive.Gradient`)
-    are added in the order given. `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
-    `add` is another sum by place, for devices where XLA's own adds in any order.
-    """
-    found: dict[str, Array] = {}
-    for gradient, buffer in zip(gradients, buffers, strict=True):
-        shape = tables[gradient.source].shape if gradient.index else ()
-        part = fold(gradient, buffer, shape, geometry, slots, tables, int64, add or in_order)
-        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
-    return found
+    """`derive.by_source` on JAX; `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
+    `add` is another sum by place, for devices where XLA's own adds in any order."""
+    more = geometry, slots, tables, int64, add or in_order
+    return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, *more))
 
 
 def fold(

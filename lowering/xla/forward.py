@@ -88,12 +88,8 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
         return _written(t, here, results, t.visit(r, step, empty), sinks)
 
     shape = (q.shape[0], q.shape[2], t.length)
-    empty = (
-        t.full((*q.shape[:3], v_dim), 0.0, q.dtype),
-        t.full(shape, -np.inf),
-        t.full(shape, -np.inf),
-        *[t.full(shape, 0.0)] * static.low,
-    )
+    lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.low)]
+    empty = (t.full((*q.shape[:3], v_dim), 0.0, q.dtype), *lines)
     out, *rows = lax.fori_loop(0, t.steps, row, empty)
     return out[:, :q_len], *(x[..., :q_len] for x in rows)
 

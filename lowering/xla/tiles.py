@@ -107,6 +107,13 @@ def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
     return lax.dot_general(x, y, axes, precision=lax.Precision.HIGHEST)
 
 
+def added(whole: Array, tile: Array, place: tuple[Any, ...]) -> Array:
+    """The array `whole` with a tile added at a place."""
+    from jax import lax
+
+    return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
+
+
 @dataclass(frozen=True)
 class TileRow:
     """One row of tiles: indices of its first batch entry, head, kv head and query, and what its mask reads."""

@@ -481,13 +481,9 @@ def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored
     numbers = all(type(x) in (bool, int, float) for x in host.values())
     if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
         return None
-    place = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
-    return (
-        place,
-        how,
-        tuple((n, kind_of(x), x) for n, x in host.items()),
-        tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items()),
-    )
+    told = tuple((n, kind_of(x), x) for n, x in host.items())
+    shapes = tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items())
+    return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, told, shapes
 
 
 register("program", Attention)

@@ -125,8 +125,7 @@ def target_of(
     backend: str, geometry: Any, dtype: str, options: Options, plan: CallPlan | None = None, device: Any = None,
     arch: str | None = None,
 ) -> Any:  # fmt: skip
-    """The tiles and warps of a backend for one call. Without a plan those that a call is likely to have. `arch` is a
-    GPU's, where it is not that of `device`."""
+    """The tiles and warps of a backend for a call, likely ones without a plan; `arch` is a GPU's if not `device`'s."""
     found = RECORDS[backend]
     if found.call_target is not None:
         return found.call_target(plan, geometry, dtype, options.tile, options.tuning, device, arch)

@@ -85,8 +85,7 @@ class Contest:
         return m.dense(s.q_len, s.kv_len, batch=batch, heads=heads)
 
     def window(self) -> int | None:
-        """How many keys a query sees up to its own, where the mask is plain causal (0: all of them) or a causal
-        window; None for all other masks."""
+        """How many keys a query sees up to its own under a causal window (0: all, plain causal); None otherwise."""
         s = self.sizes
         if self.mask is None or s.q_len != s.kv_len:
             return None
@@ -117,8 +116,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to compute it. `missing` says why it does not run on this machine; `prepare` makes the call, and raises
-    `NoWordsError` where a contest cannot be told to it."""
+    """One way to compute it. `missing`: why it does not run here; `prepare` makes the call, or raises NoWordsError."""
 
     name: str
     prepare: Callable[[Contest], Call]

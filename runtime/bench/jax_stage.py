@@ -95,10 +95,9 @@ def _attention(implementation: str | None, device: str, contest: Contest) -> Cal
     import jax
     import jax.numpy as jnp
 
+    more: dict[str, Any] = {}
     if contest.score is not None:
-        more: dict[str, Any] = {"bias": jnp.asarray(bias_of(contest, "dot_product_attention"), contest.sizes.dtype)}
-    else:
-        more = {}
+        more["bias"] = jnp.asarray(bias_of(contest, "dot_product_attention"), contest.sizes.dtype)
     window = contest.window()
     if window is not None:
         more |= {"is_causal": True} | ({"local_window_size": (window - 1, 0)} if window else {})

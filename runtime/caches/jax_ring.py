@@ -71,8 +71,7 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
-        """Empty the sequences with 0 in `lengths`; other sequences stay, because a ring has overwritten their old
-        tokens."""
+        """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         lengths = numbers("lengths", lengths, self.batch)
         partly = (lengths > 0) & (lengths < self.lengths)
         if not traced(partly) and bool(partly.any()):

@@ -71,8 +71,7 @@ class JaxCache:
 
     @usual_promotion()
     def truncate(self: Any, lengths: Any) -> Any:
-        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
-        another sequence."""
+        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer; 0 empties a row."""
         lengths = jnp.minimum(self.lengths, numbers("lengths", lengths, self.batch))
         return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
 

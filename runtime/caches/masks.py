@@ -115,8 +115,7 @@ def _placed(att: Attention, places: Places) -> Attention:
 
 
 def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
-    """Raise `ShapeError` unless a ring of `slots` tokens holds, with `new` ones written, whatever `att` lets them see;
-    `params` as a call has them."""
+    """Raise `ShapeError` unless a ring of `slots` tokens, `new` just written, holds all `att` with `params` sees."""
     if why := no_room(att, slots, new, params):
         raise ShapeError(why)
 

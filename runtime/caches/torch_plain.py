@@ -189,8 +189,7 @@ class TorchCache(nn.Module):
         return self
 
     def truncate(self, lengths: Any) -> Self:
-        """Keep the first `lengths` [batch] (or one number) tokens of every sequence, or all where there are fewer:
-        0 empties a row for another sequence."""
+        """Keep the first `lengths` [batch] (or one number) tokens of every sequence, or all it has; 0 empties a row."""
         told, known = numbers("lengths", lengths, self.batch), self.known()
         if told is not None and min(told) < 0:
             raise ShapeError(f"lengths are {told}; each is 0 or more")

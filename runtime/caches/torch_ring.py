@@ -108,8 +108,7 @@ class RingKVCache(TorchCache):
         raise ParameterError("a ring has overwritten its oldest tokens with the drafts; take a KVCache")
 
     def truncate(self, lengths: Any) -> Self:
-        """Empty the sequences with 0 in `lengths`; other sequences stay, because a ring has overwritten their old
-        tokens."""
+        """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         told = store.numbers("lengths", lengths, self.batch)
         known = self.known()
         if told is None or known is None or any(0 < n < have for n, have in zip(told, known, strict=True)):

@@ -88,8 +88,7 @@ def taken(counts: Tensor, new: int, most: int | None = None) -> Taken:
 
 
 def write(store: Tensor, at: Tensor, new: Tensor, real: Taken | None) -> None:
-    """`new` [batch, heads, n, ...] into `store`, at the places `at` int64 [batch * heads * n] of its vectors, all of
-    them counted in turn."""
+    """`new` [batch, heads, n, ...] into `store`, at the flat places `at` int64 [batch * heads * n] of its vectors."""
     width = new.shape[3:]
     flat = store.view(-1, *width)
     new = new.to(store.dtype)
@@ -127,8 +126,7 @@ def on(device: torch.device, x: Any, told: list[int] | None) -> Tensor:
 
 
 def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:
-    """How many of `new` tokens of every sequence are real, int32 [batch] on the device, and as numbers where the host
-    has them; those are checked."""
+    """How many of `new` tokens of each sequence are real: int32 [batch] on the device, and checked numbers if known."""
     told = numbers("counts", counts, batch)
     if told is not None and not 0 <= min(told) <= max(told) <= new:
         raise ShapeError(f"counts are {told}, of {new} new tokens; each is from 0 to {new}")

@@ -74,6 +74,17 @@ def rate_of(dropout: Any) -> float:
     return rate
 
 
+def rate_and_seed(rate: Any, key: Any) -> tuple[float, Any]:
+    """The rate of dropout of a layer of JAX, and a seed drawn from its key; None without dropout."""
+    if not (rate := rate_of(rate)):
+        return rate, None
+    if key is None:
+        raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
+    from jax.random import randint
+
+    return rate, randint(key, (), 0, SEEDS - 1)
+
+
 def seed_of(seed: Any, rate: float, framework: str) -> Any:
     """The seed of a call, 0 <= seed < 2**31: an int, or an array of JAX. None without dropout."""
     if not rate:

@@ -93,7 +93,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     if args.chart is not None:
         with extras():  # said before minutes of measuring, not after
             import matplotlib  # noqa: F401
-    sizes, rounds, families = sizes_of(args), rounds_of(args), families_of(args)
+    sizes, rounds, families = sizes_of(args), args.rounds or (3 if args.quick else 9), families_of(args)
     steps = firsts(args, sizes, families) if args.suite == "compile" else races(args, sizes, rounds, families)
     found = followed(steps)
     result = results(args.suite, found, sizes, 1 if args.suite == "compile" else rounds)
@@ -133,10 +133,6 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
         q_len, args.kv_len or q_len, args.batch, heads, kv_heads, args.head_dim or (128 if device else 64),
         args.dtype or ("bfloat16" if device else "float32"), args.backward,
     )  # fmt: skip
-
-
-def rounds_of(args: argparse.Namespace) -> int:
-    return args.rounds or (3 if args.quick else 9)
 
 
 def families_of(args: argparse.Namespace) -> set[str] | None:

@@ -170,15 +170,11 @@ def parser(*filled: str) -> Parser:
         usage = " ".join(filter(None, ("frisket", c.name, c.takes, "[options]")))
         p = sub.add_parser(c.name, help=c.help, usage=usage, description=c.help[0].upper() + c.help[1:] + ".")
         if c.name in filled:
-            fill(p, c)
+            module = import_module(f".{c.name}", __package__)
+            getattr(module, f"add_{c.name}")(p)
+            p.add_argument("--json", action="store_true", help="print one JSON object")
+            p.set_defaults(command=getattr(module, c.name), parser=p)
     return top
-
-
-def fill(p: Parser, c: Command) -> None:
-    module = import_module(f".{c.name}", __package__)
-    getattr(module, f"add_{c.name}")(p)
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.set_defaults(command=getattr(module, c.name), parser=p)
 
 
 def described() -> str:

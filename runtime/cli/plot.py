@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw.plot import SUFFIXES
@@ -57,12 +56,8 @@ def plot(args: argparse.Namespace, console: Console) -> CommandResult:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if program.score is not None:
         data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
-    lines: list[tuple[str, str | Text]] = [
-        ("written", f"{path}, {size(bytes_)}"),
-        ("tiles", tiles(layout)),
-        ("score", scored(program)),
-    ]
-    return CommandResult(data, rows(lines))
+    said = rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(program))])
+    return CommandResult(data, said)
 
 
 def titled(program: Program) -> str:

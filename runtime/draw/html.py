@@ -152,23 +152,15 @@ def _tiles(layout: Tiling) -> str:
     c = layout.counts
     total = c.full + c.partial + c.empty
     rows = []
-    for name, count, colour in (
-        ("full", c.full, LIGHT.full),
-        ("partial", c.partial, LIGHT.partial),
-        ("empty", c.empty, LIGHT.empty),
-    ):
+    for name in ("full", "partial", "empty"):
+        count, colour = getattr(c, name), getattr(LIGHT, name)
         square = (
             f'<span class="swatch {name}" style="display:inline-block;width:.85em;height:.85em;margin-right:.5em;'
             f'border:1px solid #8888;background:var(--{name},{colour})"></span>'
         )
-        cells = (
-            f"<td>{square}{name}</td>",
-            *(
-                f'<td style="text-align:right;padding-left:1em">{text}</td>'
-                for text in (f"{count:,}", percent(count, total))
-            ),
-        )
-        rows.append(f"<tr>{''.join(cells)}</tr>")
+        said = (f"{count:,}", percent(count, total))
+        cells = (f'<td style="text-align:right;padding-left:1em">{text}</td>' for text in said)
+        rows.append(f"<tr><td>{square}{name}</td>{''.join(cells)}</tr>")
     return "".join(rows)
 
 

@@ -47,8 +47,7 @@ class Panel:
 def panels(
     layout: Tiling, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: int, cells: int, most: int
 ) -> list[Panel]:
-    """The different pictures among these batch entries and heads, at most so many. `fine` is the side of a cell in
-    tokens, 0 for cells of whole tiles."""
+    """The different pictures of these heads, at most so many; `fine` is a cell's side in tokens, 0 for whole tiles."""
     named = uses(layout.written)
     by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
     found: dict[Any, Panel] = {}

@@ -41,8 +41,7 @@ def page(state: Mapping[str, Any], tables: Mapping[str, Any], nonce: str) -> str
 
 
 def token_classes() -> list[tuple[str, str]]:
-    """(TextMate scope, pattern) of every kind of token, in the order in which they are tried; "" for white space.
-    Every terminal of the grammar stands in one of them."""
+    """(TextMate scope, pattern) of every kind of token, all terminals of the grammar, in order; "" is white space."""
     tables = json.loads(html.file(grammar.__name__, "mask.json"))
     signs, patterns = tables["signs"], tables["patterns"]
     space, comment = patterns["SPACE"].split("|", 1)

@@ -179,8 +179,7 @@ def offsets(length: int, documents: int) -> Array:
 
 
 def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> tuple[int, ...]:
-    """How large a table has to be for what reads it: along an axis that other tables number, one for each document,
-    and one more where they are offsets."""
+    """The size of a table by what reads it: along an axis numbered by tables, one a document; for offsets one more."""
     found: dict[int, int] = {}
     for node in walk(e):
         if node.op == "segment" and node.name == name:

@@ -10,7 +10,7 @@ from frisket.runtime.machine.extras import extras
 with extras():
     # torch does not document these four; programs import them beside the public names
     from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE as _DEFAULT_SPARSE_BLOCK_SIZE
-    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions, noop_mask
     from torch.nn.attention.flex_attention import _identity as _identity
     from torch.nn.attention.flex_attention import _mask_mod_signature as _mask_mod_signature
     from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
@@ -18,14 +18,7 @@ with extras():
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
 from frisket.runtime.flex.attention import flex_attention
 from frisket.runtime.flex.block_mask import BlockMask
-from frisket.runtime.flex.create import (
-    and_masks,
-    create_block_mask,
-    create_mask,
-    create_nested_block_mask,
-    noop_mask,
-    or_masks,
-)
+from frisket.runtime.flex.create import and_masks, create_block_mask, create_mask, create_nested_block_mask, or_masks
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "and_masks", "create_block_mask", "create_mask",

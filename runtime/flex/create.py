@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks as torch_and_masks  # theirs, whoever replaces them there
 from torch.nn.attention.flex_attention import create_mask as torch_create_mask
-from torch.nn.attention.flex_attention import noop_mask
 from torch.nn.attention.flex_attention import or_masks as torch_or_masks
 
 from frisket.dsl import ir
@@ -233,6 +232,3 @@ def _accelerator() -> torch.device:
 
 
 _accelerator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
-
-
-__all__ = ["and_masks", "create_block_mask", "create_mask", "create_nested_block_mask", "noop_mask", "or_masks"]

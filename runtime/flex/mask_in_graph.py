@@ -20,7 +20,7 @@ from frisket.runtime.masks.mask import program
 from .errors import MaskModError
 from .live_mask import LiveMask
 from .slicing import Pick, picks
-from .tile_tensors import LISTS, TENSORS, Lists, kinds_of, ordered, with_columns, with_orders
+from .tile_tensors import LISTS, TENSORS, Lists, ordered, with_columns, with_orders
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -198,6 +198,3 @@ def packed(mask_mod: MaskMod, q_offsets: Tensor, kv_offsets: Tensor, q_len: int,
         return (mine == theirs) & mask_mod(mine, h, q - q_offsets[mine], k - kv_offsets[theirs])
 
     return shown
-
-
-__all__ = ["crop", "function_of", "function_or_text", "inverted", "joined", "kinds_of", "laid_out", "part", "there"]

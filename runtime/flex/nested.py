@@ -29,8 +29,7 @@ def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
 
 
 def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:
-    """Names for tables of positions, different from all names in a mask or score mod. Where `mod` reads `B`, the number
-    of sequences is a literal."""
+    """Names for tables of positions, unlike all names in a mask or score mod; `B` in `mod` becomes a literal."""
     number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
     return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
 

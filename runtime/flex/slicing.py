@@ -92,8 +92,7 @@ def _text(index: slice) -> str:
 
 
 def moved(mod: LiveMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple[LiveMask, int, bool]:
-    """The mask in positions of what was picked, the queries there are in it, and whether some before the last are
-    beyond the end: those are hidden."""
+    """The mask in positions of what was picked, its queries, and whether some before the last are past the end."""
     places: dict[Expr, Expr] = {}
     values: dict[str, Value] = {}
 

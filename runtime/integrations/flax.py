@@ -88,8 +88,7 @@ class Attention(nnx.Module):
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
-            found = self.operator(q, k, v, self.mask, score=self.score, **given).attention_outputs
-            return self._joined(found)
+            return self._joined(self.operator(q, k, v, self.mask, score=self.score, **given).attention_outputs)
         att = self.operator.compiled(self.mask, self.score)
         found, cache = cache.attention(att, q, k, v, counts, **given)
         return self._joined(found), cache

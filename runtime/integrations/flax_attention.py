@@ -26,7 +26,7 @@ with extras():
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.registry import check_name
-from frisket.runtime.calls.options import Options, rate_of
+from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
@@ -98,12 +98,10 @@ class AttentionFn:
         never made, so `sow_weights` is refused, and so are einsums of the caller's.
         """
         _refuse(module, "sow_weights=True", "attention weights are never made, so that there is nothing to sow")
-        for n, x in (
-            ("einsum_dot_general", einsum_dot_general),
-            ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-            ("attn_weights_value_einsum", attn_weights_value_einsum),
-        ):
-            _refuse(x, n, "the products are part of one kernel, and no einsum of their own")
+        fused = "the products are part of one kernel, and no einsum of their own"
+        _refuse(einsum_dot_general, "einsum_dot_general", fused)
+        _refuse(qk_attn_weights_einsum, "qk_attn_weights_einsum", fused)
+        _refuse(attn_weights_value_einsum, "attn_weights_value_einsum", fused)
         query, key, value = _promoted(dtype, query, key, value)
         lead, lengths = _lengths(query, key, value)
         values = dict(mask) if isinstance(mask, Mapping) else {}
@@ -128,7 +126,8 @@ class AttentionFn:
             where, tables[BIAS] = _table(BIAS, jnp.asarray(bias), lead, lengths)
             added = as_score(f"score + {where}")
             mod = added if mod is None else mod.then(added)
-        options, seed = self._drop(0.0 if deterministic else dropout_rate, dropout_rng)
+        rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
+        options = Options(self.options.scale, backend=self.options.backend, dropout=rate)
         att = attention_for(text, mod, options, {**values, **tables})
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
@@ -137,14 +136,6 @@ class AttentionFn:
             sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
         )  # fmt: skip
         return out.reshape(*lead, *out.shape[1:])
-
-    def _drop(self, rate: Any, key: Any) -> tuple[Options, Any]:
-        """Options with dropout, and its seed."""
-        rate = rate_of(rate)
-        if rate and key is None:
-            raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
-        options = Options(self.options.scale, backend=self.options.backend, dropout=rate)
-        return options, jax.random.randint(key, (), 0, 2**31 - 1) if rate else None
 
     def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
         """Raise for names without a value, in the words of a layer."""

@@ -86,8 +86,7 @@ def attention(
         found = paged(
             module, query, key, value, given, rest, options, softcap, s_aux, frisket_params, sinks is not None
         )
-        out = found if sinks is None else _beside(found[0], found[1], sinks)
-        return out.transpose(1, 2).contiguous(), None
+        return _finished(found, sinks)
     refuse_without_cache()
     _refuse(rest, given)
     if indices is not None:
@@ -106,13 +105,13 @@ def attention(
         att = attention_for(text, score, Options(scaling, dropout=rate_of(dropout)), values)
         plan = _plan(att, given, query, values)
         found = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
-    out = found if sinks is None else _beside(found[0], found[1], sinks)
+    return _finished(found, sinks)
+
+
+def _finished(found: Any, sinks: Tensor | None) -> tuple[Tensor, None]:
+    """The result of a layer; of the softmax, `sinks` (logits without values, one a query) leave the scores a share."""
+    out = found if sinks is None else found[0] * torch.sigmoid(found[1][..., None] - sinks).to(found[0].dtype)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _beside(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention with one more logit for every query, that has no value: the scores' share of the softmax is left."""
-    return out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
 
 
 def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
@@ -158,16 +157,13 @@ def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     return kept[key][1]
 
 
-REFUSED = {
-    "head_mask": "prune heads with the model's own means, or leave out head_mask",
-    "layer_head_mask": "prune heads with the model's own means, or leave out head_mask",
-}
-
-
 def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
-    for name, way_out in REFUSED.items():
+    for name in ("head_mask", "layer_head_mask"):
         if rest.get(name) is not None and rest[name] is not False:
-            raise ParameterError(f"attn_implementation='frisket' does not take {name}\n  {way_out}")
+            raise ParameterError(
+                f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
+                "leave out head_mask"
+            )
     if rest.get("output_attentions"):
         warnings.warn(
             "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n  "

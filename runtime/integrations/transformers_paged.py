@@ -40,8 +40,7 @@ ELSEWHERE = "use `generate`, or attn_implementation='sdpa' for `generate_batch`"
 
 
 def allow(name: str) -> None:
-    """Let transformers' continuous batching run the implementation `name`, which it refuses unless it knows it. A
-    second call changes nothing."""
+    """Make the implementation `name` known to transformers' continuous batching. A second call changes nothing."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
 
     plain = Manager.switch_to_cb_friendly_attn

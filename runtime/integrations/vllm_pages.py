@@ -26,21 +26,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.caches.masks import (
-    APPENDED,
-    AT,
-    END,
-    HIGH,
-    LONGEST,
-    LOW,
-    REQUESTS,
-    SHIFT,
-    START,
-    Places,
-    no_room,
-    not_served,
-    placed,
-)
+from frisket.runtime.caches import masks
 from frisket.runtime.calls.options import Options
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -71,7 +57,7 @@ class PagedBatch:
         lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
         decode = rest = None
         if steps:
-            decode = blocks[:steps], {START: lengths[:steps] - 1, END: lengths[:steps]}
+            decode = blocks[:steps], {masks.START: lengths[:steps] - 1, masks.END: lengths[:steps]}
         if tokens > steps:
             rest = _row(starts[steps:], lengths[steps:], blocks[steps:], steps, tokens, page)
         return cls(tokens, steps, slots[:tokens], decode, rest)
@@ -92,10 +78,10 @@ def _row(
     """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
-    if n * width * page >= LONGEST:
+    if n * width * page >= masks.LONGEST:
         raise ShapeError(
             f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
-            f"{LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len"
+            f"{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len"
         )
     used = (lengths + (page - 1)) // page
     ends = used.cumsum(0, dtype=torch.int32)
@@ -107,7 +93,7 @@ def _row(
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
     low, length = begins[request] * page, lengths[request]
     at = length - (starts[request + 1] - token)
-    found = {LOW: low, HIGH: low + length, SHIFT: low, AT: at}
+    found = {masks.LOW: low, masks.HIGH: low + length, masks.SHIFT: low, masks.AT: at}
     return row[None], {name: x.to(torch.int32) for name, x in found.items()}
 
 
@@ -141,9 +127,9 @@ class ServedLayer:
         values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in given.items()}
         self.values = {n: x for n, x in values.items() if n in names or not spare}
         self.attention = attention_for(text, mod, Options(scale), self.values)
-        if why := not_served(self.attention, self.values):
+        if why := masks.not_served(self.attention, self.values):
             raise ParameterError(why)
-        if mask is not None and window is not None and (why := no_room(self.attention, window, 1, self.values)):
+        if mask is not None and window is not None and (why := masks.no_room(self.attention, window, 1, self.values)):
             raise ParameterError(
                 f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
                 f"`& window({window})`"
@@ -157,19 +143,19 @@ class ServedLayer:
                 self.values[name] = x.to(q.device)
         n, found = batch.steps, []
         if batch.decode is not None:
-            out = self._part(APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
+            out = self._part(masks.APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
             found.append(out[:, :, 0])
         if batch.rest is not None:
-            out = self._part(REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks)
+            out = self._part(masks.REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks)
             found.append(out[0].transpose(0, 1))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _part(
-        self, places: Places, q: Tensor, pool: Tensor, batch: PagedBatch, part: tuple[Tensor, dict[str, Tensor]],
+        self, places: masks.Places, q: Tensor, pool: Tensor, batch: PagedBatch, part: tuple[Tensor, dict[str, Tensor]],
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         pages, tables = part
-        here, (n, heads, q_len, _) = placed(self.attention, places), q.shape
+        here, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
         k, v = (x.transpose(1, 2) for x in pool.unbind(0))
         key = here, heads, *((name, id(x)) for name, x in self.values.items())
         if key not in batch.plans:  # once for the layers that are alike

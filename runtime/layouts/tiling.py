@@ -181,8 +181,7 @@ class Tiling:
 
     @cached_property
     def visible_pairs(self) -> int:
-        """The exact number of visible (query, key) pairs over every batch entry and head; BudgetError when
-        counting costs too much."""
+        """The exact number of visible (query, key) pairs of all batch entries and heads; BudgetError if too costly."""
         if not (self.q_len and self.kv_len):
             return 0
         grid, slice_of = self._grid
@@ -198,8 +197,7 @@ class Tiling:
 
     @cached_property
     def lookups(self) -> tuple[Lookup, ...]:
-        """Every table lookup of the mask as written, and whether its index stays inside the table wherever
-        the rest of the mask does not decide."""
+        """Every table lookup of the mask, and whether its index stays inside where the rest does not decide."""
         grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
         return lookups(
             bind_in_part(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 27)
@@ -239,14 +237,10 @@ class Tiling:
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
         named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
         return Facts(
-            max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)),
-            contiguous=not gaps.any(),
-            closed_form=self.analysis.bounds is not None,
-            uses=tuple(named),
-            method=self.analysis.method,
-            settled=self.analysis.settled,
-            layout=self,
-        )
+            max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)), contiguous=not gaps.any(),
+            closed_form=self.analysis.bounds is not None, uses=tuple(named), method=self.analysis.method,
+            settled=self.analysis.settled, layout=self,
+        )  # fmt: skip
 
     @overload
     def explain(self, q: int, k: int, b: int | None = None, h: int | None = None) -> Explanation: ...
@@ -254,14 +248,9 @@ class Tiling:
     def explain(self, *, tile: tuple[int, int], b: int | None = None, h: int | None = None) -> TileExplanation: ...
 
     def explain(
-        self,
-        q: int | None = None,
-        k: int | None = None,
-        b: int | None = None,
-        h: int | None = None,
-        *,
+        self, q: int | None = None, k: int | None = None, b: int | None = None, h: int | None = None, *,
         tile: tuple[int, int] | None = None,
-    ) -> Explanation | TileExplanation:
+    ) -> Explanation | TileExplanation:  # fmt: skip
         """Explain why query q may or may not see key k, in global positions: the clause of the mask and its values.
 
         `explain(tile=(i, j))` says why the tile in row i and column j of this layout is empty, partial or full.

@@ -126,8 +126,7 @@ class Layout(Tiling):
 
     @of_something
     def to_slices(self) -> Slices:
-        """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or there are more
-        slices than queries."""
+        """MagiAttention's query ranges, key ranges, kinds. `ExportError` where heads differ, slices exceed queries."""
         from frisket.runtime.export.slices import to_slices
 
         return to_slices(self)

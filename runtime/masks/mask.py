@@ -111,17 +111,10 @@ class Mask(BoundExpr):
 
     @counting
     def layout(
-        self,
-        q_len: int,
-        kv_len: int,
-        batch: int = 1,
-        heads: int = 1,
-        block: tuple[int, int] = (128, 128),
-        origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
-        sizes: tuple[int, int, int, int] | None = None,
-        exact: bool = True,
-        budget: int | None = None,
-    ) -> Layout:
+        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] = (128, 128),
+        origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0), sizes: tuple[int, int, int, int] | None = None,
+        exact: bool = True, budget: int | None = None,
+    ) -> Layout:  # fmt: skip
         """Lay out the tiles that hold visible positions: `frisket.Layout`.
 
         >>> mask("causal & window(256)").layout(1024, 1024).counts

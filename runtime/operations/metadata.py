@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
@@ -48,22 +48,11 @@ class Platform(StrEnum):
     PALLAS = "pallas"
 
 
-DEFAULTS: dict[str, tuple[Any, str]] = {  # field -> its value where nobody gives one, and its name in a config
-    "runtime_dtype": (None, "attn_dtype"),
-    "runtime_softmax_dtype": (jnp.dtype("float32"), "attn_softmax_dtype"),
-    "sequence_axis_name": ("sp", "sequence_axis_name"),
-    "mesh": (None, "mesh"),
-    "platform": (None, "platform"),
-    "backend": (None, "backend"),
-    "partition_axis": (None, "partition_axis"),
-    "partition_manager": (None, "partition_manager"),
-    "scan_ring_attention": (True, "scan_ring_attention"),
-    "softmax_scale": (None, "softmax_scale"),
-    "dropout_prob": (0.0, "dropout_prob"),
-    "blocksize_q": (None, "blocksize_q"),
-    "blocksize_k": (None, "blocksize_k"),
-    "blocksize_b": (1, "blocksize_b"),
-}
+DEFAULTS: dict[str, Any] = {  # of fields that are not None where nobody gives a value
+    "runtime_softmax_dtype": jnp.dtype("float32"), "sequence_axis_name": "sp", "scan_ring_attention": True,
+    "dropout_prob": 0.0, "blocksize_b": 1,
+}  # fmt: skip
+IN_CONFIG = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}  # other names of fields
 
 
 @dataclass(eq=False)
@@ -137,8 +126,8 @@ class AttentionMetadata(Record):
             # what is given goes before the manager of a config
             self.partition_manager = None  # type: ignore[assignment]
         given = self.partition_manager not in (EMPTY_VAL, None) and self.partition_axis not in (EMPTY_VAL, None)
-        for name, (default, pickup) in DEFAULTS.items():
-            self.set_attrs_carefully(name, default, pickup)
+        for f in fields(self):
+            self.set_attrs_carefully(f.name, DEFAULTS.get(f.name), IN_CONFIG.get(f.name))
         if self.partition_axis is None or isinstance(self.partition_axis, dict):
             self.partition_axis = PartitionAxis(**(self.partition_axis or {}))
         manager = self.partition_manager or PartitionManager(self.partition_axis)

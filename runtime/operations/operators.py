@@ -5,14 +5,13 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.base import Backend, backends_of
-from frisket.runtime.calls.options import Options, rate_of
+from frisket.runtime.calls.options import Options, rate_and_seed
 
 from .attention import AttentionImpl
 from .base import AttentionRegistry
@@ -62,7 +61,9 @@ class FrisketAttention(AttentionImpl):
 
         A keyword that nothing reads is a `ParameterError`.
         """
-        scale, rate, seed = self.asked(softmax_scale, dropout_prob, deterministic, dropout_rng)
+        scale = self.metadata.softmax_scale if softmax_scale is None else softmax_scale
+        rate = self.metadata.dropout_prob if dropout_prob is None else dropout_prob
+        rate, seed = rate_and_seed(0.0 if deterministic else rate, dropout_rng)
         if init_bias is not None and mask is None and bias is None:
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
@@ -85,14 +86,6 @@ class FrisketAttention(AttentionImpl):
 
     def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         return call.attention(options)(query, key, value, sinks=call.sinks, layout="bshd", **how, **call.params)
-
-    def asked(self, scale: Any, rate: Any, deterministic: bool, key: Any) -> tuple[Any, float, Any]:
-        """(scale, rate, seed) of a call."""
-        scale = self.metadata.softmax_scale if scale is None else scale
-        rate = 0.0 if deterministic else rate_of(self.metadata.dropout_prob if rate is None else rate)
-        if rate and key is None:
-            raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
-        return scale, rate, jax.random.randint(key, (), 0, 2**31 - 1) if rate else None
 
     def specs(self, query: Any) -> Any:
         return self.metadata.get_shardings(self.get_mode(query))

@@ -205,8 +205,7 @@ def _work(
 def _decode_work(
     base: CompiledProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
 ) -> Work:  # fmt: skip
-    """The work of a call with few queries: every step of decoding has other positions, and their kernel stays the same.
-    So integers have room to grow."""
+    """The work of a call with few queries. Integers have room to grow: later steps of decoding take the same kernel."""
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)

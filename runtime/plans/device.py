@@ -109,8 +109,7 @@ class FlatPlan:
 
     @property
     def by_table(self) -> bool:
-        """Whether another step's tables need another plan: they decide the spans, or are not the learned Floats
-        that every call brings."""
+        """Whether another step's tables need another plan: they decide spans, or are no Floats every call brings."""
         return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def __reduce__(self) -> tuple[Any, ...]:

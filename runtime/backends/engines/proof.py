@@ -147,8 +147,7 @@ def asked_for(options: Options) -> bool:
 
 
 def allowed(options: Options) -> bool | tuple[str, ...]:
-    """The engines that calls are offered: all that have run on the platform, none, or names. FRISKET_ENGINES says it
-    where the keyword does not."""
+    """The engines offered to calls, by keyword or FRISKET_ENGINES: all that ran on the platform, none, or names."""
     return Settings.read().engines if options.engines is True else options.engines
 
 
@@ -156,8 +155,7 @@ def engines_for(
     plan: Any, geometry: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options,
     named: bool,
 ) -> EngineChoice | None:  # fmt: skip
-    """The choice among engines for a plan of the host, beside the backend that would run otherwise; None where
-    generated kernels are asked for."""
+    """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
     if not record.is_engine and (named or asked_for(options)):
         return None

@@ -109,8 +109,7 @@ def _functions(call: FlashCall) -> dict[str, Callable[..., Any]]:
 
 @memo(group="kernels", weigh=5000)
 def _loaded(text: str, body: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a text. The engine knows its kernels by `__cute_hash__`, otherwise by the source of a function
-    without what that calls."""
+    """The functions of a text. `__cute_hash__` names kernels: else the engine hashes a source without what it calls."""
     made = load(text)
     found = {n: f for n, f in made.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
     for name, function in found.items():

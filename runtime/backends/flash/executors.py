@@ -29,8 +29,7 @@ def forward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False, norm: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(out, lse, None) of a call, with `norm` another None: the engine tells neither largest scores nor what rounding
-    took from lse."""
+    """(out, lse, None) of a call, with `norm` another None: the engine gives no largest scores, nor lse's rounding."""
     if top:
         raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
     g = geometry

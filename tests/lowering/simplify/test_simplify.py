@@ -212,7 +212,7 @@ def test_hidden_masks_are_hoisted(name):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_does_not_keep_minus_infinity_stays(name):
-    assert hoist(simplify(KEPT[name]))[0] is TRUE
+    assert hoist(simplify(KEPT[name]), {})[0] is TRUE
     assert prepare(None, KEPT[name])[0] is None
 
 
