@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, build, lookup, make, param, random, renamed, uses, var, walk
+from frisket.dsl.ir import Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -127,9 +127,11 @@ class LoopPlan:
         return self.tables + self.run_tables
 
     def holding(self, limits: Mapping[str, float]) -> LoopPlan:
-        """The plan in 64 bits, if the mask or score may leave 32 where tables have numbers up to `limits`."""
+        """The plan for slots and tables with Ints up to `limits`: in 64 bits, if mask or score may leave 32."""
         parts = [e for e in (self.mask, self.score, self.weight) if e is not None]
-        return replace(self, int64=self.int64 or needs_int64(parts, limits, np.inf))
+        if self.int64 or needs_int64(parts, limits, np.inf):
+            return replace(self, int64=True)
+        return replace(self, by_query=_near(self.by_query, limits), by_key=_near(self.by_key, limits))
 
     @property
     def rate(self) -> str | None:
@@ -335,8 +337,10 @@ class _Names:
                 done[e] = self._table(e, tuple(done[a] for a in e.args), e.op)
             elif e.op in _LIFTED and e.args[0].type is INT:
                 args = (
-                    self._slot(("lit", a.name), INT, value=a.name) if _liftable(a, units) else done[a] for a in e.args
-                )
+                    self._slot(("lit", a.name), INT, value=a.name)
+                    if a.op == "lit" and a.type is INT and a.name != 0 and (units or abs(a.name) != 1) else done[a]
+                    for a in e.args
+                )  # fmt: skip
                 done[e] = build(e.op, *args)
             elif e.args:
                 done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type)
@@ -384,10 +388,6 @@ class _Names:
 _LIFTED = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne", "min", "max"})
 
 
-def _liftable(e: Expr, units: bool) -> bool:
-    return e.op == "lit" and e.type is INT and e.name != 0 and (units or abs(e.name) != 1)
-
-
 def derived_table(table: Any, derived: str) -> Any:
     """The table that a kernel reads, of the user's on the host."""
     if not derived:
@@ -424,6 +424,20 @@ def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
 # -- widths ---------------------------------------------------------------------------------------
 
 
+def _near(ends: Ends | None, limits: Mapping[str, float]) -> Ends | None:
+    """Ends that stay in 32 bits: a number far past all positions stands for any further one. None where an end reads
+    several numbers, or by other operators."""
+    found = [] if ends is None else [e for e in (ends.first, ends.last) if e is not None]
+    if ends is None or not needs_int64(found, {n: x + 1 for n, x in limits.items()}, np.inf):
+        return ends
+    leaves = [{n for n in walk(e) if n.op in ("param", "lookup") and n.name in limits} for e in found]
+    linear = {"add", "sub", "min", "max", "lit", "var", "param", "lookup"}
+    if max(map(len, leaves)) > 1 or not {n.op for n in walk(*found)} <= linear:
+        return None
+    near = {n: build("max", build("min", n, lit(2 * FAR)), lit(-2 * FAR)) for n in set().union(*leaves)}
+    return replace(ends, **{n: substitute(e, near) for n in ("first", "last") if (e := getattr(ends, n)) is not None})
+
+
 def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float = 2.0**63) -> bool:
     """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits, or `most`, is an error."""
     size: dict[Expr, float] = {}
@@ -450,6 +464,8 @@ def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float
         return float(FAR)
     if e.op in ("add", "sub"):
         return args[0] + args[1]
+    if e.op in ("neg", "abs"):  # the least number of a dtype has none
+        return args[0] + 1
     if e.op == "mul":
         return args[0] * args[1]
     if e.op == "mod":  # of the sign of the divisor, and smaller

@@ -174,16 +174,11 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
             cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
             for first, last in itertools.pairwise(cuts):
                 known = found.setdefault(row[first], [])
-                one = Heads(b, kv, 1, first, last)
-                if known and _follows(known[-1], one):
-                    known[-1] = Heads(b, known[-1].kv, known[-1].count + 1, first, last)
+                if known and (a := known[-1]) == Heads(b, kv - a.count, a.count, first, last):
+                    known[-1] = Heads(b, a.kv, a.count + 1, first, last)
                 else:
-                    known.append(one)
+                    known.append(Heads(b, kv, 1, first, last))
     return found
-
-
-def _follows(a: Heads, b: Heads) -> bool:
-    return a.batch == b.batch and a.kv + a.count == b.kv and (a.first, a.last) == (b.first, b.last)
 
 
 def moved(step: RowStep, by: int, count: int) -> RowStep:

@@ -33,11 +33,9 @@ TAME = frozenset(
 @memo(group="programs")
 def tame(score: Expr | None) -> bool:
     """Whether a score mod makes no NaN or +inf of finite values."""
-    return score is None or all(n.op in TAME or _safe_division(n) for n in walk(score))
-
-
-def _safe_division(n: Expr) -> bool:
-    return n.op == "div" and n.args[1].op == "lit" and n.args[1].name != 0
+    return score is None or all(
+        n.op in TAME or (n.op == "div" and n.args[1].op == "lit" and n.args[1].name != 0) for n in walk(score)
+    )
 
 
 def finite(torch: Any, top: Tensor) -> Tensor:

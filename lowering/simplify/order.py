@@ -78,7 +78,8 @@ def _look(e: Expr, args: list[_Known]) -> _Known:
     shape = digest(e.op, str(e.type), own, *(a.shape for a in args))
     name = str(e.name[0] if e.op == "extent" else e.name) if named else ""
     literal = _bits(e.name) if e.op == "lit" else b""
-    literals = (_comparable(e.name),) if e.op == "lit" else _gather(a.literals for a in args)
+    comparable = (0, 0) if e.name != e.name else (1, e.name)
+    literals = (comparable,) if e.op == "lit" else _gather(a.literals for a in args)
     names = _gather([(name,) if named else (), *(a.names for a in args)])
     whole = digest(shape, literal, name, *(a.whole for a in args))
     numbered = tuple(by_length(n) for n in names)
@@ -112,10 +113,6 @@ def _gather(parts: Any) -> tuple[Any, ...]:
 def by_length(name: str) -> tuple[int, str]:
     """A sort key of names by which s2 comes before s10."""
     return len(name), name
-
-
-def _comparable(value: Any) -> tuple[int, Any]:
-    return (0, 0) if value != value else (1, value)
 
 
 def _bits(value: Any) -> bytes:

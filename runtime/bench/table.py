@@ -30,16 +30,13 @@ def lines(races: Iterable[Race], columns: int | None = None) -> list[Text]:
             out.append(Text(f"  {'':{wide}}  {HEAD}{spread}".rstrip(), "dim"))
         longest = max(medians.values(), default=0.0)
         for name, t in sorted(medians.items(), key=lambda x: x[1]):
-            bar = _bar(t / longest, BAR if columns is None else columns - wide - len(HEAD) - 22)
+            room = BAR if columns is None else min(BAR, columns - wide - len(HEAD) - 22)
+            bar = "█" * max(1, round(room * (t / longest))) if room >= LEAST else ""
             out.append(_line(race, name, t, wide, bar))
         out += [line for name, why in race.out.items() for line in away(name, why, wide, columns)]
         if race.doing:
             out.append(Text(f"  {race.doing} ...", "dim"))
     return out[1:]
-
-
-def _bar(part: float, room: int) -> str:
-    return "█" * max(1, round(min(BAR, room) * part)) if room >= LEAST else ""
 
 
 def away(name: str, why: str, wide: int, columns: int | None) -> list[Text]:

@@ -6,6 +6,7 @@ anything is written. `keep` cannot change the pool: `jax.jit` has no host to cal
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +25,7 @@ NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # the numbers of a row, int32 [5, batch
 # token on pages that no other sequence shares. LOW: the first token that was dropped or moved since. PEAK: the longest
 # length before a `truncate`; `keep` lowers it to the length after it.
 NEVER = (1 << 31) - 1  # LOW of a row that has dropped and moved no token
-_NUMBERS = count()
+_NUMBERS = count(secrets.randbits(31))  # from anywhere on: a process may load pools and rows of another
 
 Rows = NDArray[np.int32]
 
@@ -33,7 +34,7 @@ Rows = NDArray[np.int32]
 class Known:
     """The record that a pool keeps of one sequence beside its pages and its length."""
 
-    number: int  # no other sequence of the process has it
+    number: int  # no other sequence has it
     cuts: int = 0  # how often the pool has truncated it
     stored: int | None = None  # tokens written at most; None while it sits in a row, and before it ever did
     waits: tuple[int, int, int] | None = None

@@ -111,7 +111,7 @@ def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     tables: dict[str, Any] = {n: t.array for n, t in layout.tables.items()}
     values: dict[Expr, Expr] = {var(n): lit(int(s)) for n, s in zip(SIZES, layout.sizes, strict=True)}
     scalars, _ = free_names(layout.mask)
-    values |= {param(n, t): lit(_python(layout.params[n])) for n, t in scalars.items()}
+    values |= {param(n, t): lit(np.asarray(layout.params[n]).item()) for n, t in scalars.items()}
     for name, start in zip("bhqk", layout.origin, strict=True):
         if np.ndim(start):
             tables[f"{name}_start"] = np.asarray(start)
@@ -119,10 +119,6 @@ def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
         elif start:
             values[var(name)] = var(name) + int(start)
     return simplify(substitute(layout.mask, values)), tables
-
-
-def _python(x: Any) -> bool | int | float:
-    return x.item() if hasattr(x, "item") else x  # type: ignore[no-any-return]
 
 
 def _tensor(torch: Any, table: Any, type: Type, device: Any, own: Any = None) -> Any:

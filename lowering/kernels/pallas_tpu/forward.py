@@ -178,7 +178,9 @@ def emit(
         given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
         specs=pallas_inputs.specs(inputs),
         scratch=pallas_inputs.scratch(inputs),
-        operands=", ".join(["*scalars", "query", *_operands(parts), *blocks]),
+        operands=", ".join(
+            ["*scalars", "query", "key, value" if parts == 1 else "*[key] * PARTS, *[value] * PARTS", *blocks]
+        ),
     )  # fmt: skip
 
 
@@ -189,10 +191,6 @@ def _paged(plan: LoopPlan, target: Target, parts: int) -> list[str]:
     if parts == 1:
         return page
     return [*page, f"PARTS = {parts}  # pages in a tile of keys", "", "", *TEXT["together"].strip().splitlines()]
-
-
-def _operands(parts: int) -> list[str]:
-    return ["key", "value"] if parts == 1 else ["*[key] * PARTS", "*[value] * PARTS"]
 
 
 def _lengths(plan: LoopPlan) -> list[str]:

@@ -30,7 +30,7 @@ from frisket.grammar.memo import beside, memo
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, needs_int64
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.fold import folded
 from frisket.lowering.xla.tiles import int64_enabled
@@ -99,13 +99,17 @@ def _folded(
 ) -> dict[str, Any]:  # fmt: skip
     import jax.numpy as jnp
 
-    if plan.int64 and not int64_enabled() and any(g.index and g.over != "scatter" for g in captured):
+    limits: dict[str, float] = {n: abs(x) for n, x in slots.items() if isinstance(x, int)}
+    kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if hasattr(x, "dtype")}
+    limits |= {n: float(np.iinfo(x).max) for n, x in kinds.items() if x.kind in "iu"}
+    indices = (i for g in captured if g.over != "scatter" for i in g.index)
+    if (wide := plan.int64 and needs_int64(indices, limits, np.inf)) and not int64_enabled():
         raise LoweringError(
             "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
         )
     arrays = {name: jnp.asarray(table) for name, table in tables.items()}
-    return folded(captured, sums, geometry, slots, arrays, int64=plan.int64)
+    return folded(captured, sums, geometry, slots, arrays, int64=wide)
 
 
 # -- what is known of rows -------------------------------------------------------------------------
@@ -165,7 +169,7 @@ def _form(
     dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = (),
 ) -> tuple[int, ...]:  # fmt: skip
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
-    origins = (_count(x) for x in geometry.origin[2:])
+    origins = (int(np.prod(np.shape(x))) for x in geometry.origin[2:])
     floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
     flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks, rows)))
     ranks = (t.rank for t in plan.tables)
@@ -173,10 +177,6 @@ def _form(
     return (
         *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks, *map(int, wanted),
     )  # fmt: skip
-
-
-def _count(x: Any) -> int:
-    return 1 if isinstance(x, int) else int(np.prod(np.shape(x)))
 
 
 def _values(

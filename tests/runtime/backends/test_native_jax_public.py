@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,17 @@ def test_gradients_of_what_a_table_points_to():
         "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
         'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
     )
+
+
+def test_gradients_of_a_table_under_a_mask_in_64_bits():
+    """Where the mask of traced tables needs 64 bits, and the index of the learned table does not."""
+
+    def gradient(name, n):
+        call = fk.compile("causal & k < n[b] + 1", "score + t[h, q - k]", backend=name)
+        return jax.grad(lambda t: (call(Q, K, V, n=n, t=t) ** 2).sum())(jnp.ones((Q.shape[2], 9)))
+
+    n = np.array([70, 2**31 - 1][: len(Q)], np.int32)
+    close(jax.jit(partial(gradient, "cpp"))(jnp.asarray(n)), gradient("cpp", n), 1e-4)
 
 
 def test_gradients_have_the_bits_of_torch():

@@ -1,6 +1,9 @@
 """Pages handed out to sequences, beside a model that holds every token of every sequence by itself."""
 
+import pickle
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -123,6 +126,22 @@ def test_a_pool_as_it_was():
     for i in range(300, 600):
         step(stored, draw, i)
         stored.check()
+
+
+ELSEWHERE = """
+import pickle, sys
+from frisket.caches import PagePool
+pool = PagePool(8, 16)
+pool.allocate("a", 16)
+sys.stdout.buffer.write(pickle.dumps(pool))
+"""
+
+
+def test_pools_of_two_processes_number_sequences_apart():
+    """A pool that was pickled gave a new sequence the number of one in a row of its cache, which took it for that."""
+    runs = [subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, check=True) for _ in range(2)]
+    one, other = (pickle.loads(run.stdout).ledger.known["a"].number for run in runs)
+    assert one != other
 
 
 UNFIT = [([0, 1], 4), ([0], 5), ([0, 0], 8), ([4], 4), ([-1], 4), ([], -3), ([0.5], 1)]

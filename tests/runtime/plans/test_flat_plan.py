@@ -389,6 +389,30 @@ def test_traced_entries_may_be_any_that_their_dtype_holds(text, dtype):
     np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
 
 
+FAR_NUMBERS = {
+    "window(w)": lambda w, at: abs(at[:, None] - at) < w,
+    "causal & k < w": lambda w, at: (at <= at[:, None]) & (at < w),
+    "k > w": lambda w, at: at + 0 * at[:, None] > w,
+    "k <= w + 2": lambda w, at: at + 0 * at[:, None] <= w + 2,
+    "k <= q + w": lambda w, at: at <= at[:, None] + w,
+    "k < w + u": lambda w, at: at + 0 * at[:, None] < w + 9,
+}
+
+
+@pytest.mark.skipif(bool(reason()), reason="no compiler")
+@pytest.mark.parametrize("text", FAR_NUMBERS)
+def test_traced_numbers_may_be_any_that_their_dtype_holds(text):
+    """`window(w)` with w = 2**31 - 1 hid keys that it shows: native kernels added positions to it in 32 bits."""
+    q, v = jnp.ones((1, 64, 1, 8)), jnp.eye(64)[None, :, None]
+    att, more = fk.compile(text, backend="cpp"), {"u": jnp.int32(9)} if "u" in text.split() else {}
+    call = jax.jit(lambda w: jax.vjp(lambda v: att(q, q, v, w=w, **more), v))
+    for w in (2**31 - 1, 2**31 - 9, 7, -(2**31) + 1):
+        out, pull = call(jnp.int32(w))
+        seen = FAR_NUMBERS[text](w, np.arange(64))
+        np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, seen)
+        np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
+
+
 RUNS = {
     "same(x)": np.repeat([0, 1, 2, 5, 9], [3, 40, 1, 100, 6]),
     "causal & same(x)": np.zeros(150),
