@@ -1,21 +1,22 @@
 // -- up to 16 rows beside keys and values of int8, on a matrix unit ------------------------------------------------
 //
 // The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of weights
-// of a tile, becomes whole numbers: its largest magnitude is 127 * 65536, and others are rounded, by 2^-24 of the
-// largest at most. Such a number is three bytes, the high one first, and each byte has a column of its own in a square.
-// Sums of the three are joined as floats. Weights whose result is rounded to 16 bits are two bytes: 2^-16 of the largest
-// is less than that rounding. Numbers that are not tame are multiplied by vectors.
+// of a tile, becomes whole numbers of N bytes: its largest magnitude is 127 * 256^(N - 1), and others are rounded, by
+// 2^(-8 N) of the largest at most. The high byte is first, and each byte has a column of its own in a square. Sums of
+// the bytes are joined as floats. A query is three bytes. A weight is four, also beside queries of 16 bits: where one
+// key takes nearly all weight and its value is 0, the result is that of the small weights. Numbers that are not tame are
+// multiplied by vectors.
 
 #if BYTES
-const int OF_QUERY = 3, OF_WEIGHT = HALF ? 2 : 3;  // bytes of a number
-const int TOGETHER_BYTES = 16 / OF_QUERY;         // rows of queries in a square
-constexpr Real largest_whole(int bytes) { return bytes == 3 ? 127 * 65536 : 127 * 256; }
-// Calls put(n, bytes) for each byte n of 64 numbers times `factor`, which are N bytes each. Byte 16 a + 4 b + c is of
-// number 16 b + 4 a + c.
-template <int N, class Number, class Put> INLINE void as_bytes(Number number, Real factor, Put put) {
+const int OF_QUERY = 3, OF_WEIGHT = 4;     // bytes of a number
+const int TOGETHER_BYTES = 16 / OF_QUERY;  // rows of queries in a square
+// Calls put(n, bytes) for each byte n of 64 numbers, which are N bytes each; `most` is the largest magnitude in their
+// row. Byte 16 a + 4 b + c is of number 16 b + 4 a + c.
+template <int N, class Number, class Put> INLINE void as_bytes(Number number, Real most, Put put) {
+    const Real factor = most == 0 ? 0 : 127 / most;
     Bits whole[4];
     UNROLLED for (int i = 0; i < 4; i++) {
-        const Vec x = number(i) * factor;
+        const Vec x = number(i) * factor * (Real)(1 << 8 * (N - 1));
         asm("vcvtps2dq %1, %0" : "=v"(whole[i]) : "v"(x));
     }
     UNROLLED for (int n = N - 1; n >= 0; n--) {
@@ -29,10 +30,10 @@ template <int N, class Number, class Put> INLINE void as_bytes(Number number, Re
 }
 constexpr int place_of(int four) { return four % 4 * 4 + four / 4; }  // where four neighbours are in such bytes
 
-// The sums of N bytes as one number, of LANES rows or columns.
+// The sums of N bytes as one number, of LANES rows or columns; the high byte counts 1.
 template <int N, class Sum> INLINE Vec joined(Sum sum) {
-    Vec x = cast<Vec>((Bits)sum(0));
-    UNROLLED for (int n = 1; n < N; n++) x = x * 256 + cast<Vec>((Bits)sum(n));
+    Vec x = cast<Vec>((Bits)sum(N - 1));
+    UNROLLED for (int n = N - 2; n >= 0; n--) x = x * (Real)0x1p-8 + cast<Vec>((Bits)sum(n));
     return x;
 }
 
@@ -40,11 +41,10 @@ template <int N, class Sum> INLINE Vec joined(Sum sum) {
 static bool take_query(Whole &to, int row, const Entry *from, Real unit) {
     const Real most = most_of<HEAD_DIM>(Lines<const Entry>{from, 0, nullptr}, 1) * magnitude(unit);
     if (!tame(most)) return false;
-    to.unit[row] = most / largest_whole(OF_QUERY);
-    const Real factor = most == 0 ? 0 : largest_whole(OF_QUERY) / most;
+    to.unit[row] = most / 127;
     for (int step = 0; step < BYTE_STEPS; step++) {
         const auto number = [&](int i) { return load_reals(from + step * DEEP + i * LANES, HEAD_DIM - step * DEEP - i * LANES) * unit; };
-        as_bytes<OF_QUERY>(number, factor, [&](int n, Bits bytes) {
+        as_bytes<OF_QUERY>(number, most, [&](int n, Bits bytes) {
             auto *square = to.queries[row / TOGETHER_BYTES][step];
             for (int i = 0; i < 16; i++) square[i][OF_QUERY * (row % TOGETHER_BYTES) + n] = bytes[place_of(i)];
         });
@@ -161,10 +161,9 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
         }
         const Real most = largest_of(sizes);
         if (!tame(most)) return false;
-        own.share[i] = most / largest_whole(OF_WEIGHT);
-        const Real factor = most == 0 ? 0 : largest_whole(OF_WEIGHT) / most;
+        own.share[i] = most / 127;
         for (int g = first; g < last; g++)
-            as_bytes<OF_WEIGHT>([&](int j) { return weights_at(4 * g + j); }, factor, [&](int n, Bits bytes) {
+            as_bytes<OF_WEIGHT>([&](int j) { return weights_at(4 * g + j); }, most, [&](int n, Bits bytes) {
                 const int column = OF_WEIGHT * i + n;
                 store(own.weights[column / 16][g][column % 16], bytes);
             });
