@@ -465,7 +465,6 @@ class Attention:
 
 
 @memo(2)
-@memo(2)
 def _operators(framework: str) -> Any:
     """The module that runs checked calls: the one place where a framework is chosen."""
     if framework == "torch":
