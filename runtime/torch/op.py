@@ -220,7 +220,8 @@ def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, k
     beside = _beside(att, plan, sinks, origin, sizes, layout, params)
     if beside is None or not (plan is None or isinstance(plan, Plan)):
         return
-    if sinks is not None and (sinks.ndim != 1 or sinks.dtype != (torch.float64 if ready.double else torch.float32)):
+    real = torch.float64 if ready.double else torch.float32
+    if sinks is not None and (sinks.shape != (ready.geometry.heads,) or sinks.dtype != real):
         return
     kept = att.repeats if plan is None else plan.ready
     kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *beside

@@ -1,25 +1,26 @@
 // -- up to 16 rows beside keys and values of int8, on a matrix unit ------------------------------------------------
 //
-// The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of weights
-// of a tile, becomes whole numbers: its largest magnitude is 127 * 65536, and others are rounded, by 2^-24 of the
-// largest at most. Such a number is three bytes, the high one first, and each byte has a column of its own in a square.
-// Sums of the three are joined as floats. Weights whose result is rounded to 16 bits are two bytes: 2^-16 of the largest
-// is less than that rounding. Numbers that are not tame are multiplied by vectors.
+// The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of
+// weights of a tile, becomes whole numbers: its largest magnitude is 127 * 2^24, and others are rounded, by 2^-32 of the
+// largest at most. Such a number is four bytes, the high one first, and each byte has a column of its own in a square.
+// Sums of the four are joined as floats. Fewer bytes are too few, also beside queries of 16 bits: where one key takes
+// nearly all weight and its value is 0, the result is that of the small weights. Numbers that are not tame are
+// multiplied by vectors.
 
 #if BYTES
-const int OF_QUERY = 3, OF_WEIGHT = HALF ? 2 : 3;  // bytes of a number
-const int TOGETHER_BYTES = 16 / OF_QUERY;          // rows of queries in a square
-constexpr Real largest_whole(int bytes) { return bytes == 3 ? 127 * 65536 : 127 * 256; }
+const int NUMBER = 4;  // bytes
+const int QUERIES = 16 / NUMBER;  // rows of queries in a square
 
-// Calls put(n, bytes) for each byte n of 64 numbers times `factor`, which are N bytes each. Byte 16 a + 4 b + c is of
-// number 16 b + 4 a + c.
-template <int N, class Number, class Put> INLINE void as_bytes(Number number, Real factor, Put put) {
+// Calls put(n, bytes) for each byte n of 64 numbers; `most` is the largest magnitude in their row. Byte 16 a + 4 b + c
+// is of number 16 b + 4 a + c.
+template <class Number, class Put> INLINE void as_bytes(Number number, Real most, Put put) {
+    const Real factor = most == 0 ? 0 : 127 / most;
     Bits whole[4];
     UNROLLED for (int i = 0; i < 4; i++) {
-        const Vec x = number(i) * factor;
+        const Vec x = number(i) * factor * (Real)(1 << 24);
         asm("vcvtps2dq %1, %0" : "=v"(whole[i]) : "v"(x));
     }
-    UNROLLED for (int n = N - 1; n >= 0; n--) {
+    UNROLLED for (int n = NUMBER - 1; n >= 0; n--) {
         Bits low[4], left, right, all;
         UNROLLED for (int i = 0; i < 4; i++) low[i] = whole[i] & 255, whole[i] = (whole[i] + 128) >> 8;
         asm("vpackusdw %2, %1, %0" : "=v"(left) : "v"(low[0]), "v"(low[1]));
@@ -30,10 +31,10 @@ template <int N, class Number, class Put> INLINE void as_bytes(Number number, Re
 }
 constexpr int place_of(int four) { return four % 4 * 4 + four / 4; }  // where four neighbours are in such bytes
 
-// The sums of N bytes as one number, of LANES rows or columns.
-template <int N, class Sum> INLINE Vec joined(Sum sum) {
-    Vec x = cast<Vec>((Bits)sum(0));
-    UNROLLED for (int n = 1; n < N; n++) x = x * 256 + cast<Vec>((Bits)sum(n));
+// The sums of four bytes as one number, of LANES rows or columns; the high byte counts 1.
+template <class Sum> INLINE Vec joined(Sum sum) {
+    Vec x = cast<Vec>((Bits)sum(NUMBER - 1));
+    UNROLLED for (int n = NUMBER - 2; n >= 0; n--) x = x * (Real)0x1p-8 + cast<Vec>((Bits)sum(n));
     return x;
 }
 
@@ -41,16 +42,15 @@ template <int N, class Sum> INLINE Vec joined(Sum sum) {
 static bool take_query(Whole &to, int row, const Entry *from, Real unit) {
     const Real most = most_of<HEAD_DIM>(Lines<const Entry>{from, 0, nullptr}, 1) * magnitude(unit);
     if (!tame(most)) return false;
-    to.unit[row] = most / largest_whole(OF_QUERY);
-    const Real factor = most == 0 ? 0 : largest_whole(OF_QUERY) / most;
+    to.unit[row] = most / 127;
     for (int step = 0; step < BYTE_STEPS; step++) {
         const auto number = [&](int i) {
             const int d = step * DEEP + i * LANES;
             return load_reals(from + d, HEAD_DIM - d) * unit;
         };
-        as_bytes<OF_QUERY>(number, factor, [&](int n, Bits bytes) {
-            auto *square = to.queries[row / TOGETHER_BYTES][step];
-            for (int i = 0; i < 16; i++) square[i][OF_QUERY * (row % TOGETHER_BYTES) + n] = bytes[place_of(i)];
+        as_bytes(number, most, [&](int n, Bits bytes) {
+            auto *square = to.queries[row / QUERIES][step];
+            for (int i = 0; i < 16; i++) square[i][NUMBER * (row % QUERIES) + n] = bytes[place_of(i)];
         });
     }
     return true;
@@ -87,7 +87,7 @@ static void multiply_bytes(Whole &own, const int8_t *keys, int64_t stride, int64
 static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi) {
     Whole &own = w.whole;
     const int64_t stride = tile.k.stride;
-    const int squares = (rows + TOGETHER_BYTES - 1) / TOGETHER_BYTES;
+    const int squares = (rows + QUERIES - 1) / QUERIES;
     for (int first = lo; first < hi; first += 4) {
         const int last = first + 4 < hi ? first + 4 : hi;
         for (int j = first; j < last; j++)
@@ -101,10 +101,10 @@ static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi) {
                 UNROLLED for (int i = 0; i < LANES; i++)
                     square[i] = load<Vec>(own.products + (j - first) * 1024 + n * 256 + i * 16);
                 transpose(square);
-                UNROLLED for (int i = 0; i < TOGETHER_BYTES; i++) {
-                    const int row = n * TOGETHER_BYTES + i;
+                UNROLLED for (int i = 0; i < QUERIES; i++) {
+                    const int row = n * QUERIES + i;
                     if (row >= rows) break;
-                    const Vec score = joined<OF_QUERY>([&](int byte) { return square[OF_QUERY * i + byte]; });
+                    const Vec score = joined([&](int byte) { return square[NUMBER * i + byte]; });
                     store(w.strips->scores + row * BLOCK_K + j * LANES, score * own.unit[row]);
                 }
             }
@@ -161,7 +161,7 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
     Whole &own = w.whole;
     const Strip &strip = *w.strips;
     const int first = w.from[0] * LANES / DEEP, last = (w.to[0] * LANES + DEEP - 1) / DEEP;  // groups of keys
-    const int squares = (OF_WEIGHT * rows + 15) / 16;
+    const int squares = (NUMBER * rows + 15) / 16;
     const auto pack = [&](int column) {
         for (int g = first; g < last; g++) pack_bytes<PARTIAL>(tile, g * DEEP, column, own.values[g]);
     };
@@ -178,20 +178,19 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
         }
         const Real most = largest_of(sizes);
         if (!tame(most)) return false;
-        own.share[i] = most / largest_whole(OF_WEIGHT);
-        const Real factor = most == 0 ? 0 : largest_whole(OF_WEIGHT) / most;
+        own.share[i] = most / 127;
         for (int g = first; g < last; g++)
-            as_bytes<OF_WEIGHT>([&](int j) { return weights_at(4 * g + j); }, factor, [&](int n, Bits bytes) {
-                const int column = OF_WEIGHT * i + n;
+            as_bytes([&](int j) { return weights_at(4 * g + j); }, most, [&](int n, Bits bytes) {
+                const int column = NUMBER * i + n;
                 store(own.weights[column / 16][g][column % 16], bytes);
             });
     }
     const auto add = [&](int column) {
         for (int i = 0; i < rows; i++) {
-            const int32_t *from = own.products + OF_WEIGHT * i * 64;
+            const int32_t *from = own.products + NUMBER * i * 64;
             Vec sums[4];
             UNROLLED for (int b = 0; b < 4; b++)
-                sums[b] = joined<OF_WEIGHT>([&](int byte) { return load<Bits>(from + byte * 64 + b * 16); });
+                sums[b] = joined([&](int byte) { return load<Bits>(from + byte * 64 + b * 16); });
             turn_fours(sums);
             UNROLLED for (int a = 0; a < 4; a++) {
                 Real *acc = w.acc + i * V_WIDE + column + a * LANES;

@@ -112,7 +112,7 @@ def step_of(
     settings, shape = Settings.read(), q.shape
     if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
         return None
-    if torch._C._is_torch_function_mode_enabled():
+    if torch._C._is_torch_function_mode_enabled() or q.is_neg() or q._is_zerotensor():
         return None
     if q.requires_grad and torch.is_grad_enabled():
         return None

@@ -49,7 +49,7 @@ def repeat(
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*made.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
-    versions = [(x, x._version) for x in tables.values()]
+    versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
     kept: list[Any] = []
     built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
 

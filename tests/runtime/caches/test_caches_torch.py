@@ -282,6 +282,20 @@ def test_tables_and_numbers_may_be_written_to(backend, inference):
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=NATIVE), "aten"])
+@pytest.mark.parametrize("kept", [lambda q: q, torch._neg_view, lambda q: torch._efficientzerotensor(q.shape)])
+@torch.inference_mode()
+def test_steps_in_inference_mode_with_a_table_of_the_attention(kept, backend):
+    """Of queries that a view negates and zeros without memory too."""
+    att = fk.compile("causal", fk.score("score - slope[h] * (q - k)", slope=[0.5, 0.25, 0.1, 0.0]), backend=backend)
+    cache, dense, (q, k, v) = made("plain", torch.float32), fk.compile(att.mask, att.score, backend="aten"), streams()
+    for i in range(3):
+        asked = kept(q[:, :, i : i + 1].contiguous())
+        out = cache.attention(att, asked, k[:, :, i : i + 1], v[:, :, i : i + 1])
+        want = dense(asked.clone(), k[:, :, : i + 1], v[:, :, : i + 1], origin=(0, 0, i, 0))
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
 def test_too_many_tokens():
     _, k, v = streams()
     cache = made("plain", torch.int8).append(k[:, :, :70], v[:, :, :70])

@@ -256,6 +256,14 @@ def test_sinks_that_learn_after_some_that_do_not(asked):
     same(att(*arrays(0), sinks=torch.arange(8.0)[::2]), att(*arrays(0), sinks=torch.tensor([0.0, 2, 4, 6])))
 
 
+def test_sinks_of_another_shape_are_refused_at_every_call():
+    att, how, arrays = made("sinks")
+    for _ in range(3):
+        att(*arrays(0), **how)
+        with pytest.raises(fk.ShapeError, match="sinks are"):
+            att(*arrays(0), sinks=torch.ones(1))
+
+
 def test_dropout_and_sinks_of_the_attention_are_asked_for_again():
     arrays = drawn()
     dropped = attention(dropout=0.5)

@@ -323,6 +323,16 @@ def test_bytes_are_about_as_near_as_vectors(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_weights_beside_a_large_one_whose_value_is_zero(dtype, variant):
+    """As that of a first token that takes nearly all weight: the result is that of the others."""
+    made = test_native_stored.Problem(OF_BYTES["eight rows"].but(dtype=dtype))
+    made.tables[test_native_stored.V_SCALE][:, :, 0] *= 2**15
+    made.v[:, :, 0] = made.known[1][:, :, 0] = 0
+    made.check(made.run(variant=variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("factor", [0, 2.0**-120, 2.0**-100, 2.0**40, np.nan])
 @pytest.mark.parametrize("of", ["q", "v_scale"])
 def test_queries_and_weights_that_bytes_do_not_hold(of, factor, variant):
