@@ -1,9 +1,9 @@
 """Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
 
-1. `repeated`: native kernels, of calls that differ from two earlier ones in q, k and v alone. A runner, in
-   `att.repeats` or with `plan=` in `plan.ready`, takes the addresses and strides of the three. Checked at each call:
-   their types, shapes, dtypes and device, the plan, positions and numbers that come with them, settings of the
-   environment, and modes of torch (autocast, forward mode, function modes).
+1. `repeated`: native kernels, of calls that differ from two earlier ones in the entries of q, k, v, sinks, scales and
+   pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
+   call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
+   and modes of torch (autocast, forward mode, function modes).
 2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_kept`
    finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
@@ -154,7 +154,7 @@ def repeated(
 def like_one(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
-    """(settings, what runs it, its `Ready`) of an earlier call that differs from such a call in the arrays alone.
+    """(settings, what runs it, its `Ready`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
@@ -174,8 +174,8 @@ def like_one(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The part of a key that tells such calls apart, () where they have q, k and v alone. None of calls that bring
-    tables of their mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
+    """What a key of `repeated` holds beside q, k and v; () for a call of these alone. None where a call is not to be
+    repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
     said: list[Any] = []
     if sinks is not None:
         if not (_readable(sinks) and sinks.is_contiguous()):
@@ -212,7 +212,7 @@ def _readable(x: Any) -> bool:
 
 
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Remember for `like_one` how calls like this one are run, if they have nothing new but q, k and v."""
+    """Remember for `like_one` how such calls are run, if they differ in the entries of their arrays alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
