@@ -76,7 +76,7 @@ class Attention:
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
-        self.repeats: dict[Any, Any] = {}  # shapes and dtypes of q, k and v -> a runner of calls of these three alone
+        self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, and `jagged`
         learned = {n: x for n, x in program.captured.items() if learns(x)}

@@ -92,8 +92,8 @@ class Attend(torch.autograd.Function):
 
 
 class AttendAgain(torch.autograd.Function):
-    """out of (repeat, ready, q, k, v): a call of these arrays alone, like one before. It saves what `Attend` saves,
-    in that order: with torch.utils.checkpoint either may run what the other one ran."""
+    """out of (repeat, ready, q, k, v): a call like one before, in which no other array learns. It saves what `Attend`
+    saves, in that order: with torch.utils.checkpoint either may run what the other one ran."""
 
     @staticmethod
     def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -1,11 +1,11 @@
 """Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
 
-1. `repeated`: native kernels, of calls that differ from two earlier ones in q, k and v alone. A runner, in
-   `att.repeats` or with `plan=` in `plan.ready`, takes the addresses and strides of the three. Checked at each call:
-   their types, shapes, dtypes and device, the plan, positions and numbers that come with them, settings of the
-   environment, and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
-   of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
+1. `repeated`: native kernels, of calls that differ from two earlier ones in the entries of q, k, v, sinks, scales and
+   pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
+   call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
+   and modes of torch (autocast, forward mode, function modes).
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_remembered`
+   finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
    copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
 3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
@@ -150,7 +150,7 @@ def repeated(
 def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
-    """(settings, what runs it, its `Ready`) of an earlier call that differs from this one in the arrays alone.
+    """(settings, what runs it, its `Ready`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
@@ -170,8 +170,8 @@ def earlier_call(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The part of a call's key beside q, k and v; () for a call of these alone. None for a call that brings tables of
-    its mask or score mod, or arrays that a kernel cannot read where they are, or that learn."""
+    """What a key of `repeated` holds beside q, k and v; () for a call of these alone. None where a call is not to be
+    repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
     said: list[Any] = []
     if sinks is not None:
         if not (_readable(sinks) and sinks.is_contiguous()):
@@ -208,7 +208,7 @@ def _readable(x: Any) -> bool:
 
 
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
-    """Remember for `earlier_call` how calls like this one are run, if they have nothing new but q, k and v."""
+    """Remember for `earlier_call` how such calls are run, if they differ in the entries of their arrays alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
     if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):

@@ -27,8 +27,8 @@ class Repeat(NamedTuple):
     """Calls that differ from one in the entries of their arrays alone."""
 
     fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
-    # (q, k, v, saving, sinks=None, live=()): out, with `saving` (out, lse, norm); None where arrays must be copied
-    # first, and where a table of the plan was written to. `live`: tables that come with the call
+    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, norm). None where arrays must be
+    # copied first, or a table of the plan was written to
     forward: Callable[..., Any]
     gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
     kept: list[Any]  # the memory that records point to
