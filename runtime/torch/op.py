@@ -4,8 +4,8 @@
    pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
    call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
    and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). `_remembered`
-   finds the `Ready` of that call, which holds all but its tensors: in `att.ready`; in `plan.ready` with `plan=`; in
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
+   of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
    copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
 3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
@@ -170,7 +170,7 @@ def earlier_call(
 def _beside(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What a key of `repeated` holds beside q, k and v; () for a call of these alone. None where a call is not to be
+    """The part of a key of `repeated` beside q, k and v; () for a call of these alone. None where a call is not to be
     repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
     said: list[Any] = []
     if sinks is not None:
