@@ -307,11 +307,12 @@ class _BackendRun:
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         if RECORDS[backend].int64 and isinstance(call.source, PlanKey):  # without x64
-            ints = {x.name for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
+            ints = {x.name: x.source for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
             kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
             # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits
             most = {n: float(np.iinfo(x).max) - (n in slots) for n, x in kinds.items() if x.itemsize > 2}
-            self.plan = self.plan.holding(most)
+            known = dict(call.source.most)  # positions of a cache, say
+            self.plan = self.plan.holding({n: min(x, known.get(ints[n], x)) for n, x in most.items()})
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
         placed = RepeatedSpans(source, call, at)

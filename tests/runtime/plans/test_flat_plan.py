@@ -12,8 +12,9 @@ import torch
 from support.matrix import some
 
 import frisket as fk
+from frisket.caches.jax import KVCache
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
-from frisket.lowering.plan import derived_table
+from frisket.lowering.plan import LoopPlan, derived_table
 from frisket.lowering.spans import from_records
 from frisket.runtime.attention import checking as module
 from frisket.runtime.machine.cpp_build import reason
@@ -411,6 +412,18 @@ def test_traced_numbers_may_be_any_that_their_dtype_holds(text):
         seen = FAR_NUMBERS[text](w, np.arange(64))
         np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, seen)
         np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
+
+
+@pytest.mark.skipif(bool(reason()), reason="no compiler")
+@pytest.mark.parametrize("mask", ["causal & window(256)", "q - k < w"])
+def test_positions_of_a_cache_stay_in_32_bits(mask, monkeypatch):
+    """Kernels of 64 bits took up to twice the time: a cache knows that it has fewer than 2^28 tokens."""
+    found, holding = [], LoopPlan.holding
+    monkeypatch.setattr(LoopPlan, "holding", lambda *given: found.append(holding(*given)) or found[-1])
+    cache, given = KVCache.create(2, 64, 2, 16), {"w": 9} if mask.endswith("w") else {}
+    q, k, v = (jnp.ones((2, 1, heads, 16)) for heads in (4, 2, 2))
+    jax.jit(lambda cache: cache.attention(fk.compile(mask, backend="cpp"), q, k, v, **given))(cache)
+    assert [plan.int64 for plan in found] == [False]
 
 
 RUNS = {
