@@ -1519,10 +1519,10 @@ const int DEEP = 64, BYTE_STEPS = (HEAD_DIM + DEEP - 1) / DEEP, BYTE_GROUPS = (B
 struct Whole {
     alignas(64) int32_t queries[4][BYTE_STEPS][16][16];  // right operands: four entries of a row at a time
     int8_t keys[16][BYTE_STEPS * DEEP];                  // of which the unit cannot read whole rows in place
-    int8_t weights[3][BYTE_GROUPS][16][DEEP];            // left operands, for each group of 64 keys
+    int8_t weights[4][BYTE_GROUPS][16][DEEP];            // left operands, for each group of 64 keys
     int8_t values[BYTE_GROUPS][4][16][DEEP];             // right operands, of 64 columns of values
     int32_t products[16 * 256];
-    Real unit[16], share[16];  // what the numbers of a row of queries and of weights count
+    Real unit[16], share[16];  // what the high bytes of a row of queries and of weights count
 };
 #endif
 

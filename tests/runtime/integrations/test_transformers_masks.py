@@ -1,7 +1,6 @@
 """What transformers says of a mask as text; masks and score mods of users; what is refused."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,24 +83,6 @@ def test_padding(rows, names, stop):
     text = " & ".join(t for t in texts if t) or "full"
     want = np.pad(real.numpy(), ((0, 0), (0, stop - 6)))[:, None].repeat(stop, 1)
     np.testing.assert_array_equal(fk.mask(text, **values).dense(stop, stop, batch=2)[:, 0], want)
-
-
-def test_the_page_has_the_figures_that_were_measured():
-    root = Path(__file__).resolve().parents[3]
-    page = (root / "docs" / "transformers.md").read_text(encoding="utf-8")
-    found = json.loads((root / "benchmarks" / "results" / "transformers-training.json").read_text(encoding="utf-8"))
-    for case, what in (
-        ("files", "{documents} files of {shortest} tokens"),
-        ("four", "{documents} of {shortest:,} tokens"),
-        ("one", "{documents} of {shortest:,} tokens"),
-    ):
-        row = found["parts"][case]["rows"]["training step"]
-        ours = row["figures"]["ms"]["frisket"]
-        sdpa, eager = (row["ratios"][f"{peer} / frisket"][0] for peer in ("sdpa", "eager"))
-        line = (
-            f"| {what.format(**row['notes'])} | {ours:.0f} ms | {sdpa:.1f} times as long | {eager:.1f} times as long |"
-        )
-        assert line in page
 
 
 # -- masks of users ---------------------------------------------------------------------------------------------------
