@@ -1,4 +1,4 @@
-// -- up to 16 rows beside keys and values of int8, on a matrix unit ------------------------------------------------
+// -- some rows, up to 16, beside keys and values of int8, on a matrix unit -----------------------------------------
 //
 // The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of
 // weights of a tile, becomes whole numbers: its largest magnitude is 127 * 2^24, and others are rounded, by 2^-32 of the
@@ -94,8 +94,8 @@ static void score_bytes(Worker &w, const Tile &tile, int rows, int lo, int hi) {
             multiply_bytes(own, tile.k.row(j * LANES), stride, tile.present - j * LANES, squares,
                            own.products + (j - first) * 1024);
         for (int j = first; j < last; j++) {
-            const int8_t *next = tile.k.row((j + 4) * LANES);  // the unit waits for what is not in the first level
-            for (int i = 0; i < LANES; i++) fetch_row<HEAD_DIM, 3>(next + i * stride);
+            const int8_t *ahead = tile.k.row(j * LANES + FETCH);
+            for (int i = 0; i < LANES; i++) fetch_row<HEAD_DIM, 2>(ahead + i * stride);
             for (int n = 0; n < squares; n++) {
                 Vec square[LANES];
                 UNROLLED for (int i = 0; i < LANES; i++)
@@ -118,7 +118,7 @@ template <bool PARTIAL> INLINE void pack_bytes(const Tile &tile, int64_t start, 
     static const int8_t NONE[DEEP] = {};
     for (int i = 0; i < 16; i++) {
         const int64_t first = start + 4 * i;
-        const int8_t *from = tile.v.row(first) + column, *ahead = tile.v.row(first + 32) + column;
+        const int8_t *from = tile.v.row(first) + column, *ahead = tile.v.row(first + FETCH) + column;
         Raw row[4];
         UNROLLED for (int n = 0; n < 4; n++, from += tile.v.stride, ahead += tile.v.stride) {
             const bool there = BLOCK_K % DEEP == 0 || first + n < BLOCK_K;
@@ -126,7 +126,7 @@ template <bool PARTIAL> INLINE void pack_bytes(const Tile &tile, int64_t start, 
             const int left = V_DIM - column < DEEP ? V_DIM - column : DEEP;
             if (V_DIM % DEEP && left < DEEP) row[n] = Raw{}, __builtin_memcpy(&row[n], at, left);
             else row[n] = load<Raw>(at);
-            __builtin_prefetch(ahead, 0, 3);
+            __builtin_prefetch(ahead, 0, 2);
         }
         Raw pair[4];  // two keys, whose bytes take turns: the lower and the upper half of each 16 columns
         asm("vpunpcklbw %2, %1, %0" : "=v"(pair[0]) : "v"(row[0]), "v"(row[1]));

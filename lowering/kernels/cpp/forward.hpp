@@ -45,7 +45,8 @@ struct Strip {
 const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
 #if BYTES
-// Numbers as some bytes each: see bytes.hpp.
+// Numbers as four bytes each: see bytes.hpp. With fewer rows than FEWEST, vectors take no longer.
+const int FEWEST = PAIRS ? 1 : 5;
 const int DEEP = 64, BYTE_STEPS = (HEAD_DIM + DEEP - 1) / DEEP, BYTE_GROUPS = (BLOCK_K + DEEP - 1) / DEEP;
 struct Whole {
     alignas(64) int32_t queries[4][BYTE_STEPS][16][16];  // right operands: four entries of a row at a time
@@ -383,7 +384,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
 #if BYTES
-    if (SMALL && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
+    if (SMALL && rows >= FEWEST && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
 #endif
 #if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);

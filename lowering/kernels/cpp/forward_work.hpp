@@ -50,7 +50,7 @@ static void begin(Worker &w, const Item &item) {
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
         pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
 #if BYTES
-        for (int i = 0; i < item.count && item.rows() <= SQUARE; i++)
+        for (int i = 0; i < item.count && item.rows() >= FEWEST && item.rows() <= SQUARE; i++)
             w.tame_queries &= take_query(w.whole, row + i, q.row(i), PAIR == 1 ? unit : 1);
 #endif
         if (TERMS > 1 && !few) w.tame_queries &= tame(most_of<HEAD_DIM>(q, item.count) * magnitude(unit));
@@ -127,7 +127,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
 #if BYTES
-        if (add_bytes<PARTIAL>(w, tile, item.rows())) return;
+        if (item.rows() >= FEWEST && add_bytes<PARTIAL>(w, tile, item.rows())) return;
 #endif
 #if AMX && PAIRS
         if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());

@@ -1514,7 +1514,8 @@ struct Strip {
 const int STRIPS = AMX ? 2 : 1;  // a matrix unit multiplies the next rows while weights of these are computed
 
 #if BYTES
-// Numbers as some bytes each: see bytes.hpp.
+// Numbers as four bytes each: see bytes.hpp. With fewer rows than FEWEST, vectors take no longer.
+const int FEWEST = PAIRS ? 1 : 5;
 const int DEEP = 64, BYTE_STEPS = (HEAD_DIM + DEEP - 1) / DEEP, BYTE_GROUPS = (BLOCK_K + DEEP - 1) / DEEP;
 struct Whole {
     alignas(64) int32_t queries[4][BYTE_STEPS][16][16];  // right operands: four entries of a row at a time
@@ -1852,7 +1853,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     if (PACK == 2 && !SMALL) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
 #if BYTES
-    if (SMALL && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
+    if (SMALL && rows >= FEWEST && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
 #endif
 #if AMX && PAIRS
     if (SMALL && rows > FEW) return score_square(w, tile, rows, lo, hi);
@@ -2111,7 +2112,7 @@ static void begin(Worker &w, const Item &item) {
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
         pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
 #if BYTES
-        for (int i = 0; i < item.count && item.rows() <= SQUARE; i++)
+        for (int i = 0; i < item.count && item.rows() >= FEWEST && item.rows() <= SQUARE; i++)
             w.tame_queries &= take_query(w.whole, row + i, q.row(i), PAIR == 1 ? unit : 1);
 #endif
         if (TERMS > 1 && !few) w.tame_queries &= tame(most_of<HEAD_DIM>(q, item.count) * magnitude(unit));
@@ -2188,7 +2189,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
     if (SQUARE && item.rows() <= SQUARE) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
 #if BYTES
-        if (add_bytes<PARTIAL>(w, tile, item.rows())) return;
+        if (item.rows() >= FEWEST && add_bytes<PARTIAL>(w, tile, item.rows())) return;
 #endif
 #if AMX && PAIRS
         if (item.rows() > FEW) return add_square<PARTIAL>(w, tile, item.rows());
