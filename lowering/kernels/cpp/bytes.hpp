@@ -118,7 +118,7 @@ template <bool PARTIAL> INLINE void pack_bytes(const Tile &tile, int64_t start, 
     static const int8_t NONE[DEEP] = {};
     for (int i = 0; i < 16; i++) {
         const int64_t first = start + 4 * i;
-        const int8_t *from = tile.v.row(first) + column, *ahead = tile.v.row(first + FETCH) + column;
+        const int8_t *from = tile.v.row(first) + column, *ahead = tile.v.row(first % BLOCK_K + FETCH) + column;
         Raw row[4];
         UNROLLED for (int n = 0; n < 4; n++, from += tile.v.stride, ahead += tile.v.stride) {
             const bool there = BLOCK_K % DEEP == 0 || first + n < BLOCK_K;
