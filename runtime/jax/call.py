@@ -311,7 +311,7 @@ class _BackendRun:
             kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
             # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits
             most = {n: float(np.iinfo(x).max) - (n in slots) for n, x in kinds.items() if x.itemsize > 2}
-            most = {n: min(x, dict(call.source.most).get(ints[n], x)) for n, x in most.items()}  # a cache's, say
+            most = {n: min(x, dict(call.source.most).get(ints[n] or "", x)) for n, x in most.items()}  # a cache's, say
             self.plan = self.plan.holding(most)
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
