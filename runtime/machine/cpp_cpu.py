@@ -11,7 +11,7 @@ from frisket.grammar.memo import memo
 V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 SCALAR = ("-DFRISKET_SCALAR", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")  # the prelude's vectors have one lane
-MATRIX_UNIT = "-DFRISKET_AMX"  # multiply bfloat16 on the matrix unit
+MATRIX_UNIT = "-DFRISKET_AMX"  # multiply bfloat16 and int8 on the matrix unit
 
 # name: (flags of the compiler, what /proc/cpuinfo has to list). "native" is whatever this CPU has.
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {

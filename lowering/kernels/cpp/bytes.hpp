@@ -1,4 +1,4 @@
-// -- some rows, up to 16, beside keys and values of int8, on a matrix unit -----------------------------------------
+// -- FEWEST to 16 rows beside keys and values of int8, on a matrix unit ---------------------------------------------
 //
 // The unit multiplies bytes and sums products up as whole numbers, without rounding. So a row of queries, or of
 // weights of a tile, becomes whole numbers: its largest magnitude is 127 * 2^24, and others are rounded, by 2^-32 of the
@@ -8,7 +8,7 @@
 // multiplied by vectors.
 
 #if BYTES
-const int NUMBER = 4;  // bytes
+const int NUMBER = 4;             // bytes of a number
 const int QUERIES = 16 / NUMBER;  // rows of queries in a square
 
 // Calls put(n, bytes) for each byte n of 64 numbers; `most` is the largest magnitude in their row. Byte 16 a + 4 b + c
@@ -159,7 +159,6 @@ INLINE void turn_fours(Vec *x) {
 template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int rows) {
     if (w.from[0] == w.to[0]) return true;
     Whole &own = w.whole;
-    const Strip &strip = *w.strips;
     const int first = w.from[0] * LANES / DEEP, last = (w.to[0] * LANES + DEEP - 1) / DEEP;  // groups of keys
     const int squares = (NUMBER * rows + 15) / 16;
     const auto pack = [&](int column) {
@@ -167,10 +166,7 @@ template <bool PARTIAL> static bool add_bytes(Worker &w, const Tile &tile, int r
     };
     pack(0);
     for (int i = 0; i < rows; i++) {
-        const auto weights_at = [&](int j) {
-            const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]));
-            return none ? Vec{} : load<Vec>(strip.scores + i * BLOCK_K + j * LANES);
-        };
+        const auto weights_at = [&](int j) { return few_weights<PARTIAL>(w, i, j); };
         Raw sizes = {};
         for (int j = first * 4; j < last * 4; j++) {
             const Raw x = (Raw)weights_at(j) << 1;

@@ -192,6 +192,12 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
     if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
 }
 
+// Weights of a row and vector j of the keys, which are where scores were; zeros where no row sees the vector.
+template <bool PARTIAL> INLINE Vec few_weights(const Worker &w, int row, int j) {
+    const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !w.strips->open[j]));
+    return none ? Vec{} : load<Vec>(w.strips->scores + row * BLOCK_K + j * LANES);
+}
+
 #if AMX && PAIRS
 // -- up to 16 rows on a matrix unit -------------------------------------------------------------------------------
 
@@ -298,16 +304,12 @@ static void add_squares_of_columns(Worker &w, const Tile &tile, int lo, int hi, 
 template <bool PARTIAL> static void add_square(Worker &w, const Tile &tile, int rows) {
     const int lo = w.from[0] & ~1, hi = round_up(w.to[0], 2);
     if (w.from[0] == w.to[0]) return;
-    const Strip &strip = *w.strips;
     for (int i = 0; i < rows; i++) {
         for (int d = 0; d < V_WIDE && w.shrink[i] != 1; d += LANES) {
             Real *acc = w.acc + i * V_WIDE + d;
             store(acc, load<Vec>(acc) * w.shrink[i]);
         }
-        const auto weights_at = [&](int j) {
-            const bool none = j >= VECTORS || (PARTIAL && (j < w.from[0] || j >= w.to[0] || !strip.open[j]));
-            return none ? Vec{} : load<Vec>(strip.scores + i * BLOCK_K + j * LANES);
-        };
+        const auto weights_at = [&](int j) { return few_weights<PARTIAL>(w, i, j); };
         Operand *to = w.weights + i * WEIGHTS;
         for (int j = lo; j < hi; j += 2) store_operands(to + j / 2 * LANES, weights_at(j), weights_at(j + 1));
     }

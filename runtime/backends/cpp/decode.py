@@ -86,7 +86,7 @@ class DecodeCall:
             if not self.native:  # other executors remember what they make of spans
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
         sinks = self.options.sinks if sinks is None else sinks
-        if self.repeat is not None and sinks is None and not top and not q.is_neg():
+        if self.repeat is not None and sinks is None and not top:
             arrays = [live[source] for _, source in ready.live] + [tables[source] for _, source in self.names]
             repeated = self.repeat.forward(q, k, v, lse, None, arrays)
             if repeated is not None:

@@ -309,17 +309,17 @@ def test_few_rows_beside_int8(name, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bytes_are_about_as_near_as_vectors(variant):
-    """Their last bit is that of the largest of a row, so one large channel costs the others some of theirs."""
+def test_bytes_are_as_near_as_vectors(variant):
+    """Also where one channel is much larger than the others, as models have."""
     made = test_native_stored.Problem(OF_BYTES["eight rows"].but(batch=8, dim=64))
-    made.q[..., 3] *= 200  # a channel of its own size, as models have
+    made.q[..., 3] *= 200
     want = made.oracle()
 
     def off(variant):
         return [np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2)) for x, y in zip(made.run(variant=variant), want)]
 
     for one, other in zip(off(variant), off("avx512"), strict=True):
-        assert one <= 1.5 * other
+        assert one <= 1.2 * other
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -350,7 +350,7 @@ def test_queries_and_weights_that_bytes_do_not_hold(of, factor, variant):
 def test_the_largest_bytes(variant):
     """-128 beside the largest query and weight, 1,024 times: no sum overflows."""
     made = test_native_stored.Problem(
-        EIGHTS.but(heads=1, kv_heads=1, dim=1024, kv_len=512, tile=(1, 256), scales=False)
+        EIGHTS.but(heads=8, kv_heads=1, dim=1024, kv_len=512, tile=(1, 256), scales=False)
     )
     made.q[:], made.k[:], made.v[:] = 1 / 32, -128, -128
     out, lse, _ = made.run(variant=variant)
