@@ -19,7 +19,7 @@ from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
-from frisket.runtime.machine.parameters import as_value, learns, traced
+from frisket.runtime.machine.parameters import as_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
@@ -148,7 +148,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
         if (found := _compiled.get(text)) is not None:
             return found  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
-    if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the current graph
+    if any(traced(x) or (is_tensor(x) and x.grad_fn) for x in program.captured.values()):  # of the current graph
         return Attention(program, options)
     learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: their values change
     rest = program.without(learned.keys() & program.learnable)  # a mask keeps the values it was made with

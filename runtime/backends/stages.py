@@ -12,6 +12,7 @@ from frisket.lowering.pipeline import Exprs, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import there
+from frisket.runtime.machine.parameters import is_tensor
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
@@ -79,8 +80,7 @@ class PlanCompilation:
 
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
-    given = {n: x for n, x in call.plan.given.items() if hasattr(x, "is_floating_point")}
-    learned = [n for n, x in given.items() if x.is_floating_point()]
+    learned = [n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()]
     found = PlanCompilation(
         call.plan, call.backend, call.geometry, call.given.dtype, options, device, learned=learned,
         framework=call.given.framework,

@@ -41,9 +41,16 @@ def traced(value: Any) -> bool:
     return any(c.__name__ == "Tracer" for c in type(value).__mro__)
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether this is a tensor of torch. Only tensors are asked for torch's attributes: arrays of other frameworks
+    have attributes of the same names and other meanings, such as the `layout` of a tracer of JAX 0.11."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
 def learns(value: Any) -> bool:
     """Whether a value may change between calls: a torch tensor that requires a gradient, a module's parameter."""
-    return hasattr(value, "detach") and (value.requires_grad or type(value).__name__ == "Parameter")
+    return is_tensor(value) and (value.requires_grad or type(value).__name__ == "Parameter")
 
 
 def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def as_value(name: str, value: Any) -> Any:
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
     check_plain(name, value)
-    if hasattr(value, "detach"):
+    if is_tensor(value):
         value = value.detach().cpu()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
         value = (value.float() if narrow else value).resolve_neg().numpy()
@@ -99,18 +106,21 @@ def check_plain(name: str, value: Any) -> None:
     """Raise where entries are not there as numbers: in meta, sparse, nested, quantized, masked and wrapper arrays."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise ParameterError(f"`{name}` has masked entries; say what they are: {name}.filled(0)")
-    if getattr(value, "is_meta", False):
+    if not is_tensor(value):
+        return
+    if value.is_meta:
         raise ParameterError(
             f"`{name}` is a meta tensor, which has no values; give values, or q, k, v and every table on meta"
         )
-    if getattr(value, "is_nested", False):
+    if value.is_nested:
         raise ParameterError(f"`{name}` is a nested tensor; give a dense one, torch.nested.to_padded_tensor({name}, 0)")
-    if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
+    torch = sys.modules["torch"]
+    if value.layout is not torch.strided:
         raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
-    if getattr(value, "is_quantized", False):
+    if value.is_quantized:
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
-    own, torch = getattr(type(value), "__torch_dispatch__", None), sys.modules.get("torch")
-    if torch and own not in (None, torch.Tensor.__torch_dispatch__) and not torch._C._len_torch_dispatch_stack():
+    dispatch = getattr(type(value), "__torch_dispatch__", None)
+    if dispatch not in (None, torch.Tensor.__torch_dispatch__) and not torch._C._len_torch_dispatch_stack():
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 

@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
-from frisket.runtime.machine.parameters import check_plain, names_of, traced
+from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
 
 from .compiled import UNDRAWN
 from .device_static import PlanKey, StaticPlan, Values, host_layout, origin_of, static_plan
@@ -51,7 +51,7 @@ def divided(
 def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) -> bool:
     kind = framework_of(x)
     if flat is False:
-        return learnable and getattr(x, "requires_grad", False)
+        return learnable and is_tensor(x) and x.requires_grad
     if traced(x):
         return True
     if kind not in ("torch", "jax"):
@@ -302,7 +302,7 @@ def device_plan(
 def _more(x: Any) -> int:
     """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
-    x = x.resolve_neg() if seen and hasattr(x, "resolve_neg") else x
+    x = x.resolve_neg() if seen and is_tensor(x) else x
     most = max(abs(int(end(np.asarray(x)))) for end in (np.min, np.max)) if seen else 0
     return 1 << (most - 1).bit_length() if most >= FAR else 0
 

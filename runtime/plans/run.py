@@ -19,7 +19,7 @@ from frisket.runtime.jax.arrays import placed
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.generated import load
-from frisket.runtime.machine.parameters import traced, unsorted
+from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
 from frisket.runtime.machine.settings import Settings
 
 from . import run_cpp, run_triton
@@ -86,7 +86,7 @@ def _asked(framework: str, where: str, otherwise: bool) -> bool:
 
 def on_host(x: Any) -> bool:
     """Whether an array of numpy, torch or JAX has numbers in memory of the host."""
-    if hasattr(x, "detach"):
+    if is_tensor(x):
         return _plain(x, "cpu")
     return not traced(x) and all(d.platform == "cpu" for d in getattr(x, "devices", set)())
 

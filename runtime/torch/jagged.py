@@ -17,6 +17,7 @@ from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.bound import BoundExpr
+from frisket.runtime.machine.parameters import is_tensor
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def fresh(name: str, taken: Iterable[str]) -> str:
 
 
 def is_jagged(x: Any) -> bool:
-    return bool(getattr(x, "is_nested", False))
+    return is_tensor(x) and bool(x.is_nested)
 
 
 # -- nested tensors as packed ones ------------------------------------------------------------------------------------
