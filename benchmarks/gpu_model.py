@@ -103,9 +103,7 @@ def of_file(options: argparse.Namespace) -> None:
         print(f"{kernel.name}: {registers} registers, {stack} bytes spilled")
         if any(p.copies for p in specialised.programs(kernel)):
             whole = specialised.cycles(kernel, GPUS[options.arch], options.stages, options.tma_bytes)
-            print(
-                f"  {whole.border:.0f} cycles a border tile, {whole.full:.0f} a full one, {whole.fixed:.0f} beside them"
-            )
+            print(f"  {whole.border:.0f} cycles a partial tile, {whole.full:.0f} a full one, {whole.fixed:.0f} fixed")
             if options.causal:
                 causal(whole, GPUS[options.arch], *map(int, options.causal.split(",")))
             continue

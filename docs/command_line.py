@@ -64,7 +64,7 @@ for terminals: a pipe gets plain text, nothing is folded or cut, and `frisket â€
 colours away, `FORCE_COLOR=1` keeps them in a pipe, and a locale without `â–ˆ` gets `#`. `frisket completion bash` (or
 `zsh`, `fish`) prints the script that completes commands, options, files and the names of the library.
 
-`frisket check` is for continuous integration: it compares the backends that are installed with a float64 interpreter,
+`frisket check` is for continuous integration: it compares the backends that are installed with a float64 reference,
 and runs a failed case again by its name, `--case {case}`.
 Kernels for accelerators that are not there run in interpreters, which take minutes, and only where `--backend` names
 them.

@@ -447,7 +447,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
         ("figures", "Our kernels and flex_attention's"),
         ("mosaic", "Our kernels for Mosaic GPU and flex_attention's"),
         ("jax", "Triton's forward as JAX calls it, without tensor descriptors"),
-        ("masks", "The mask of a border tile"),
+        ("masks", "The mask of a partial tile"),
         ("validation", "flex_attention, as published"),
     ):
         for name in (n for n in parts if n.startswith(part)):
@@ -856,7 +856,7 @@ TOPICS = (
     Topic("gpu-model", "Predicted by a model",
           "Only *Beside an H100* has measured figures. Kernels, ours and flex_attention's alike, are compiled for "
           "an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is the loop of "
-          "full tiles alone at the nominal clock; `full model` adds border tiles, prologues, tails, waves over 132 "
+          "full tiles alone at the nominal clock; `full model` adds partial tiles, prologues, tails, waves over 132 "
           "SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the model "
           "is some 10 % too fast for the forward, and 7 % too slow to 73 % too fast for the backward. So compare "
           "two kernels by it, and do not rely on its TFLOP/s.",

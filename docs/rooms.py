@@ -42,7 +42,7 @@ ROWS = [
     [("simplify", "rules to one form")],
     [("from_torch", "mask_mod"), ("from_jax", "jaxpr")],
     [("from_python", "lambdas")],
-    [("dsl", "Expr, text, types, oracle")],
+    [("dsl", "Expr, text, types, reference")],
     [("grammar", "LALR tables, memo")],
 ]
 BANDS = [("runtime", 0, 14), ("lowering", 14, 21), ("dsl", 21, 24), ("grammar", 24, 25)]

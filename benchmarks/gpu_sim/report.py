@@ -99,7 +99,7 @@ def predicted() -> Iterator[tuple[str, Row]]:
     for mask, dim in BORDERS:
         costs = {"frisket": mask_cost("ours", mask, dim), "flex": mask_cost("flex", mask, dim)}
         yield (
-            f"mask of a border tile, {mask}, D{dim}",
+            f"mask of a partial tile, {mask}, D{dim}",
             {
                 "figures": {MASK: {n: round(x, 2) for n, x in costs.items()}},
                 "goals": {"at most": {MASK: {"frisket": MASK_COST}}},
@@ -108,7 +108,7 @@ def predicted() -> Iterator[tuple[str, Row]]:
 
 
 def masks() -> Iterator[tuple[str, Row]]:
-    """What the mask of a border tile takes, for each class of masks: `documents` are declared or known to stand
+    """What the mask of a partial tile takes, for each class of masks: `documents` are declared or known to stand
     together, `any order` are not, and nothing is known of `product`."""
     for mask in CLASSES:
         found = {
@@ -144,7 +144,7 @@ def tiles_of(direction: str, one: Case) -> str:
 
 
 def mask_cost(which: str, mask: str, dim: int) -> float:
-    """Instructions of a thread for a pair that a border tile of the forward has beyond those of a full one."""
+    """Instructions of a thread for a pair that a partial tile of the forward has beyond those of a full one."""
     if which == "ours":
         x = Ours("forward", mask, dim)
         tile = our_kernels.chosen(x)

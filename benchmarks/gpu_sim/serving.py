@@ -208,7 +208,7 @@ def tiles_of(length: int, queries: int, keys: int) -> tuple[int, int]:
 
 
 def rows_of(step: Step, chosen: Shares) -> list[tuple[int, int, int]]:
-    """(border tiles, full tiles, programs) of every row of tiles of one tile of heads, sequence by sequence."""
+    """(partial tiles, full tiles, programs) of every row of tiles of one tile of heads, sequence by sequence."""
     splits, own = chosen.target.splits, chosen.queries
     ends = [min(first + own, step.queries) for first in range(0, step.queries, own)]
     if is_forward(chosen):  # the longest first

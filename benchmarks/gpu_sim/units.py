@@ -49,11 +49,11 @@ def tiles() -> Iterator[tuple[str, Row]]:
             yield f"{name}, D{dim}, full tile", {"figures": {QUANTITY: full}}
             if plain != full:
                 yield f"{name}, D{dim}, full tile, exp2 on MUFU alone", {"figures": {QUANTITY: plain}}
-            yield f"{name}, D{dim}, border tile", {"figures": {QUANTITY: border}}
+            yield f"{name}, D{dim}, partial tile", {"figures": {QUANTITY: border}}
 
 
 def busy(name: str, dim: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The cycles of a border tile and of a full one, for all warps of a scheduler."""
+    """The cycles of a partial tile and of a full one, for all warps of a scheduler."""
     mask = MASKS[name]
     made = fk.compile(mask.text, mask.score, backend="gluon", **mask.tables).stages(
         backend="gluon", arch="sm_100", q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
@@ -74,7 +74,7 @@ def busy(name: str, dim: int) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def with_exponentials(kernel: Sass) -> list[Loop]:
-    """The loops over tiles, border tiles before full ones, of one group after the other."""
+    """The loops over tiles, partial tiles before full ones, of one group after the other."""
     return [x for x in kernel.loops if sum(i.op == "MUFU.EX2" for i in kernel.body(x)) >= 16]
 
 

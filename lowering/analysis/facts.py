@@ -79,7 +79,7 @@ def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
     tiles = int(width.sum())
     if tiles * (bq * bk * steps(mask) + _TILE) > scope.work:
         raise BudgetError(
-            f"counting the visible pairs would look at {tiles * bq * bk:,} elements of {tiles:,} border tiles\n"
+            f"counting the visible pairs would look at {tiles * bq * bk:,} elements of {tiles:,} partial tiles\n"
             "  ask for a smaller crop, or for the tile counts, which are exact without it"
         )
     index = np.repeat(np.arange(len(width)), width)

@@ -242,7 +242,7 @@ class _Binding:
 
 
 def _torn(e: Expr, entry: int) -> str:
-    return f"equal values of `{e}` do not stand together in batch entry {entry}: they are no documents"
+    return f"equal values of `{e}` are not adjacent in batch entry {entry}: they are no documents"
 
 
 def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:

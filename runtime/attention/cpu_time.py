@@ -16,11 +16,11 @@ from frisket.runtime.masks.mask import Mask
 
 DIM, GROUP = 64, 6  # of a head; queries that a kernel takes at once
 KEYS = 128  # of a tile when `TIMES` were measured; tiles have 64 now, which changes a time by 0.88 to 1.02
-SAMPLE = 64  # border tiles that are looked at
+SAMPLE = 64  # partial tiles that are looked at
 LANES = {"avx2": 8, "neon": 4, "scalar": 1}  # others have 16
 # Nanoseconds of each kind of `work`, and of a row of q, k, v or the result that moves; forward, D64, float32, one
 # thread: `python benchmarks/reorder.py costs` measures them.
-KINDS = ("pairs of full tiles", "border tiles", "scores of border tiles", "values of border tiles", "rows moved")
+KINDS = ("pairs of full tiles", "partial tiles", "scores of partial tiles", "values of partial tiles", "rows moved")
 TIMES = {"avx512": (2.58, 5932.7, 1.25, 1.31, 15.3), "avx2": (2.78, 7064.59, 1.97, 0.62, 18.12)}
 
 
@@ -32,7 +32,7 @@ def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
 
 
 def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.float64]:
-    """How much of each kind in `KINDS` but the last a call does, by a sample of its border tiles."""
+    """How much of each kind in `KINDS` but the last a call does, by a sample of its partial tiles."""
     block = tiles(Geometry(1, 1, 1, q_len, kv_len, DIM, DIM, 1.0), "float32", False)[0], KEYS
     found: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
     counts, pairs = found.counts, block[0] * block[1]
@@ -44,7 +44,7 @@ def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.flo
 
 
 def _seen(found: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
-    """The visible pairs of some border tiles, bool [tiles, queries, keys]."""
+    """The visible pairs of some partial tiles, bool [tiles, queries, keys]."""
     runs = found.runs
     width = np.where(runs.kind == 1, runs.stop - runs.start, 0)
     ends = np.cumsum(width)

@@ -87,7 +87,7 @@ def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[An
         raise ShapeError(f"the parts are {kinds}; give arrays of one framework")
     framework = str(found.pop())
     if framework == "numpy" and layout is None:
-        raise ShapeError('numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"')
+        raise ShapeError('numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"')
     layout = layout or NATURAL[framework]
     shape, dtype = tuple(parts[0][0].shape), parts[0][0].dtype
     for i, (out, lse) in enumerate(parts):
@@ -103,7 +103,7 @@ def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[An
                 "of the same queries over different keys, in one dtype"
             )
         if str(out.dtype).removeprefix("torch.") not in FLOATS:
-            raise ShapeError(f"part {i} has out of {out.dtype}; attention gives {', '.join(FLOATS)}")
+            raise ShapeError(f"out of part {i} is {out.dtype}; attention gives {', '.join(FLOATS)}")
     if framework == "numpy":
         return np, layout
     return sys.modules["torch"] if framework == "torch" else sys.modules["jax"].numpy, layout

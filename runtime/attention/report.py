@@ -57,7 +57,7 @@ class Report:
     def __str__(self) -> str:
         errors = {"out": (self.out, self.dense_out), "lse": (self.lse, self.dense_lse), **self.gradients}
         text = ", ".join(f"{name} {ours:.1e} (dense {plain:.1e})" for name, (ours, plain) in errors.items())
-        return f"{self.dtype}: {text}, against the float64 interpreter"
+        return f"{self.dtype}: {text}, against the float64 reference"
 
     def __repr__(self) -> str:
         return f"{'good' if self.good else 'wrong'}: {self}"

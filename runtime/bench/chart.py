@@ -44,7 +44,7 @@ def draw(
     if suffix not in SUFFIXES:
         raise ParameterError(f"cannot draw {path.name!r}: name it .png or .svg")
     if not rows:
-        raise ParameterError("there is nothing to draw: no contestant was timed beside ours")
+        raise ParameterError("there is nothing to draw: no other library was timed")
     with extras():
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg

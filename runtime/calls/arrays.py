@@ -221,7 +221,7 @@ def arrays(
             "(jax.numpy.asarray(q)), or use frisket.reference for numpy"
         )
     if framework == "numpy" and layout is None:
-        raise ShapeError('numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"')
+        raise ShapeError('numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"')
     for name, x in given.items():
         if framework == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
             raise ShapeError(_not_dense(name, x))

@@ -42,7 +42,7 @@ UNREAD = {  # options that would change nothing in a suite
 def add_bench(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("what")
     group.add_argument("expr", metavar="EXPR", nargs="?", help="a mask or a .frisket file; default: several masks")
-    group.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
+    group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
     group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy")
     group.add_argument(
@@ -115,7 +115,7 @@ def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     if args.chart is not None:
         if rows := ratios(result["parts"]):
             draw(rows, args.chart, title=f"frisket bench --suite {args.suite}")
-        found.append(str(args.chart) if rows else "no chart: nobody is timed beside ours")
+        found.append(str(args.chart) if rows else "no chart: no other library was timed")
     return found
 
 

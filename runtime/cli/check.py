@@ -123,9 +123,7 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     data, lines = described(program)
     checked = sum(o.report is not None for o in outcomes)
     data |= {"cases": [o.as_dict() for o in outcomes], "good": bool(checked) and not wrong}
-    limit = (
-        f"the largest beside the float64 interpreter; allowed: twice dense attention's in the same dtype + {FLOOR:g}"
-    )
+    limit = f"the largest from the float64 reference; allowed: twice dense attention's in the same dtype + {FLOOR:g}"
     text = [*rows([*lines, ("errors", limit)]), "", *table([HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
     for o in wrong:
         text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]

@@ -62,7 +62,7 @@ def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128
     """`block` is the tile where none is given; None: the backend's choice."""
     group = p.add_argument_group("what")
     group.add_argument("expr", metavar="EXPR", help="a mask or a score mod, a .frisket file, or - for standard input")
-    group.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
+    group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
     group.add_argument(
         "--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy, or doc=[0,0,1,1]"

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     table = [f"{times[0]}  frisket"]
     for rival, mine, s in zip(rivals, times[1:], seconds[1:], strict=True):
         table.append(f"{mine}  {rival.name}, {s / seconds[0]:.2f} × as long")
-    error = f"{errors[0]:.1e} from the float64 interpreter at most; dense attention: {errors[1]:.1e}"
+    error = f"{errors[0]:.1e} from the float64 reference at most; dense attention: {errors[1]:.1e}"
     text = rows([("tokens", packing(files, args.max_tokens)), *lines, *facts])
     text += ["", picture(layout, args, console), ""]
     text += rows([

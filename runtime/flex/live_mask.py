@@ -60,7 +60,7 @@ class LiveMask:
             if version_of(x, wait=True) != version:
                 raise ParameterError(
                     f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values are "
-                    "part of the traced expression\n  make the mask anew; lookups, `x[q_idx]`, are read at every use"
+                    "part of the traced expression\n  make the mask again; lookups, `x[q_idx]`, are read at every use"
                 )
         return tuple(map(version_of, self.tensors.values()))
 

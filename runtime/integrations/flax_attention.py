@@ -98,7 +98,7 @@ class AttentionFn:
         never made, so `sow_weights` is refused, and so are einsums of the caller's.
         """
         _refuse(module, "sow_weights=True", "attention weights are never made, so that there is nothing to sow")
-        fused = "the products are part of one kernel, and no einsum of their own"
+        fused = "the products are part of one kernel, not a separate einsum"
         _refuse(einsum_dot_general, "einsum_dot_general", fused)
         _refuse(qk_attn_weights_einsum, "qk_attn_weights_einsum", fused)
         _refuse(attn_weights_value_einsum, "attn_weights_value_einsum", fused)

@@ -99,7 +99,7 @@ def _said(config: Any, module: torch.nn.Module, name: str) -> str | None:
             f"  the text of a mask or score mod of frisket is str(it)"
         )
     if said is not None and getattr(config, "is_encoder_decoder", False):
-        raise ParameterError(f"config.{name} is set, and an encoder-decoder has attention of three kinds: leave it out")
+        raise ParameterError(f"config.{name} is set, and an encoder-decoder has three kinds of attention: leave it out")
     return said
 
 

@@ -34,7 +34,7 @@ def backend_on(
         if platform not in allowed:
             raise BackendError(
                 f"backend {named!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
-                "  without a backend each platform has its own"
+                "  without a backend each platform takes its default"
             )
         if platform == "cpu" and RECORDS[named].interpreter:
             warn_slow(named, geometry)

@@ -63,7 +63,7 @@ VARIABLES = (
     Variable("FRISKET_SHOW", _stages, "print these stages of every new compilation to stderr, comma separated"),
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
-    Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 interpreter"),
+    Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 reference"),
     Variable("FRISKET_ENGINES", _engines, "0: no engines; flash,cudnn: these alone may run, compared in full or not"),
     Variable("FRISKET_COMPILE", _compile, "background: library calls run while a thread compiles a native kernel"),
 )

@@ -131,7 +131,7 @@ def _on(backend: Backend) -> type[FrisketAttention]:
     OneBackend.__doc__ = f"Attention compiled by frisket for backend {backend.name!r}: see `FrisketAttention`."
     if backend.oracle:
         OneBackend.__doc__ = (
-            "The float64 interpreter, on the host: no gradients, not under `jax.jit`; to check others against."
+            "The float64 reference, on the host: no gradients, not under `jax.jit`; to check others against."
         )
     return AttentionRegistry.register(OneBackend)
 

@@ -274,7 +274,7 @@ def _pairs(d: Deal) -> NDArray[np.int64]:
     whole, border = np.flatnonzero(runs.kind == FULL), np.flatnonzero(runs.kind != FULL)
     width = (runs.stop - runs.start)[border]
     if int(width.sum()) > _TILES:
-        raise BudgetError(f"pairs would look at {int(width.sum()):,} border tiles\n  `needs` says who sees whom")
+        raise BudgetError(f"pairs would look at {int(width.sum()):,} partial tiles\n  `needs` says who sees whom")
     owner = np.empty(d.tiles.size, np.int64)
     owner[d.tiles] = np.arange(d.ranks)[:, None]
     steps = np.zeros((d.ranks, d.tiles.size + 1), np.int64)

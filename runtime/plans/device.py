@@ -167,7 +167,7 @@ class FlatPlan:
         """The program with every value, copied to the host: for checks."""
         if any(traced(x) for x in self.given.values()):
             raise LoweringError(
-                "the dense interpreter needs values and this plan's tables are traced; take a backend that runs "
+                "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
         return self.key.program.bind(self.given)

@@ -234,7 +234,7 @@ def current_partition_manager() -> PartitionManager | None:
 def _told(dimension: int, shape: Sequence[int] | None) -> str:
     """The mode that a dimension tells: decode where it has length 1."""
     if shape is None:
-        raise ParameterError(f"mode {dimension} is told by that dimension of a shape: resolve(..., shape=x.shape)")
+        raise ParameterError(f"mode {dimension} depends on that dimension of a shape: resolve(..., shape=x.shape)")
     if not -len(shape) <= dimension < len(shape):
         raise ShapeError(f"mode {dimension} is no dimension of shape {list(shape)}")
     return MODE_DECODE if shape[dimension] == 1 else MODE_TRAIN

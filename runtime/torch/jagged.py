@@ -242,8 +242,8 @@ def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
     for name, x in refused:
         if x is not None:
             raise ParameterError(
-                f"{name} is given beside nested tensors\n"
-                "  leave it out, or give packed tokens: positions are those inside each sequence, all of it at hand"
+                f"{name} is given with nested tensors\n"
+                "  leave it out, or give packed tokens: positions count inside each sequence, all of it present"
             )
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))

@@ -478,7 +478,7 @@ def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     for name, x in tables.items():
         if getattr(x, "requires_grad", False) and name in names_of(mask) and name in names_of(score):
             raise BackwardError(
-                f"`{name}` requires a gradient, and the mask reads it beside the score mod: no gradient flows through "
+                f"`{name}` requires a gradient, and both the mask and the score mod read it: no gradient flows through "
                 "a mask\n  give the mask a detached copy under another name"
             )
 

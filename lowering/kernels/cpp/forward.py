@@ -62,7 +62,7 @@ class CppKernel:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
         if stored not in ("", dtype, *EIGHT):
             raise LoweringError(
-                f"the C++ kernels take k and v of {dtype} beside such a q, or of {', '.join(EIGHT)}, not {stored}; "
+                f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(EIGHT)}, not {stored}; "
                 "convert k and v"
             )
         if target.block_k % KEYS or target.block_q < 1:

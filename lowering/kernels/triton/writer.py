@@ -56,7 +56,7 @@ class Dims:
         if self.kv_dtype and self.kv_dtype not in KV_DTYPES:
             raise LoweringError(
                 "the Triton kernel takes keys and values in the dtype of the queries, or in "
-                f"{', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}; they are {self.kv_dtype} beside {self.dtype}"
+                f"{', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}; they are {self.kv_dtype}, queries {self.dtype}"
             )
 
     @property

@@ -154,7 +154,7 @@ def _unless(flags: Flags, plan: LoopPlan) -> Flags | str:
     if flags.queries is not None:
         return "queries past a length are no flag"
     if flags.documents is not None and (plan.score is not None or flags.keys is not None):
-        return "packed documents have positions of their own, which a score mod and a prefix of keys do not know"
+        return "positions of packed documents start again, which a score mod and a prefix of keys do not know"
     if flags.keys is not None and (sides or np.any(np.asarray(flags.keys[0]))):
         return "valid keys begin at 0 and stand without a window"
     return flags

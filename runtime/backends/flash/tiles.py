@@ -35,7 +35,7 @@ def target(
         raise BackendError(f"{why}\n  {INSTEAD}")
     block = forward_block(g, found)
     if tile is not None and tuple(tile) != block:
-        raise BackendError(f"FlashAttention 4 has tiles of {block[0]} x {block[1]} for this head, leave out `tile`")
+        raise BackendError(f"FlashAttention 4 takes tiles of {block[0]} x {block[1]} for this head, leave out `tile`")
     back = Target("flash", *backward_block(g, found), num_warps=12, arch=found)
     return Target("flash", *block, num_warps=12, arch=found, dq=back)
 

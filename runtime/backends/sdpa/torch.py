@@ -41,7 +41,7 @@ def arguments(flags: Flags, call: EngineCall) -> SdpaArguments | str:
     if isinstance(mask, str):
         return mask
     if g.head_dim != g.v_dim:
-        return f"values of {g.v_dim} numbers beside keys of {g.head_dim}; SDPA's flash kernel takes one head dim"
+        return f"values of {g.v_dim} numbers and keys of {g.head_dim}; SDPA's flash kernel takes one head dim"
     if call.platform == "cuda":
         if call.dtype not in HALVES:
             return f"SDPA's flash kernel takes float16 and bfloat16 on a GPU, not {call.dtype}"

@@ -56,7 +56,7 @@ def arguments(flags: Flags, call: EngineCall) -> SplashArguments | str:
     if flags.documents is None:
         return SplashArguments((g.q_len, g.kv_len), window, g.kv_len - g.q_len, _valid(flags, g), flags.softcap, scale)
     if windowed and not (flags.documents[0] == flags.documents[1]).all():
-        return f"{flags}: splash attention has one window for the call, and these documents need their own"
+        return f"{flags}: splash attention has one window for the call, and these documents need a window each"
     segments = _ids(flags.documents[0], g.batch, g.q_len), _ids(flags.documents[1], g.batch, g.kv_len)
     return SplashArguments((g.q_len, g.kv_len), window, 0, segments, flags.softcap, scale)
 

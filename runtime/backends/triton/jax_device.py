@@ -75,7 +75,7 @@ def check(platform: str, dtype: str) -> None:
         raise BackendError(f"no Triton kernel runs on {platform}; they run on cuda and rocm")
     if platform == "rocm" and _release("jax-triton") <= (0, 3, 1) and _release("triton") >= (3, 9):
         raise BackendError(
-            "jax-triton 0.3.1 compiles nothing for AMD's GPUs with Triton 3.9\n"
+            "jax-triton 0.3.1 does not compile for AMD's GPUs with Triton 3.9\n"
             "  install triton==3.6.0, or take backend='xla'"
         )
     if platform != "cpu" and interpreted():
@@ -98,7 +98,7 @@ def triton_call() -> Any:
     except (ImportError, AttributeError) as error:
         raise BackendError(
             f"the Triton kernels are called through jax-triton, which cannot be imported here: {error}\n"
-            f"  {pip_install('jax-gpu')}, beside a JAX with GPU support"
+            f"  {pip_install('jax-gpu')}, and a JAX with GPU support"
         ) from error
     finally:  # jax-triton points it at no folder, for everybody in this process
         if kept is None:

@@ -101,7 +101,7 @@ def test_documents_of_random_ids(seed: int) -> None:
     mask = fk.mask(text, doc=doc)
     found = flags(mask, g)
     if seed % 4 == 0:
-        assert found == "equal values of `doc[b, q]` do not stand together in batch entry 1: they are no documents"
+        assert found == "equal values of `doc[b, q]` are not adjacent in batch entry 1: they are no documents"
         return
     assert isinstance(found, Flags), found
     np.testing.assert_array_equal(shown(found, g), mask.dense(40, 40, 2))
@@ -124,7 +124,7 @@ def test_documents_of_a_crop_and_of_a_decode_step() -> None:
         ("full", "full"), ("causal", "causal"), ("causal & window(256)", "causal, window 255 to the left"),
         ("k < 7", "keys 0 to 7"), ("2 * q >= k", "the keys that queries see are not documents one after another"),
         ("causal & same(doc)", "causal, documents as cu_seqlens of 3 sequences"),
-        ("causal & q // 3 % 2 == k // 3 % 2", "equal values of `q // 3 % 2` do not stand together in batch entry 0"),
+        ("causal & q // 3 % 2 == k // 3 % 2", "equal values of `q // 3 % 2` are not adjacent in batch entry 0"),
     ],
 )  # fmt: skip
 def test_what_flags_say(text: str, said: str) -> None:

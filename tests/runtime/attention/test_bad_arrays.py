@@ -81,7 +81,7 @@ BAD = {
     ),
     "numpy without a layout": (
         lambda: fk.reference(*[np.zeros((1, 2, 8, 16))] * 3), fk.ShapeError,
-        'numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"',
+        'numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"',
     ),
     "lists": (
         lambda: fk.attention([[1.0]], K, K), fk.ShapeError, "q is a list; give torch tensors or JAX arrays",

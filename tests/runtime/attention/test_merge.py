@@ -161,7 +161,7 @@ def pair(*shape, rows=None, dtype="float32"):
     [
         ((), None, "nothing to merge; give it pairs"),
         ((np.zeros(3),), "bhsd", "part 0 is a ndarray; a part is a pair"),
-        ((pair(1, 2, 3, 4),), None, "numpy arrays have no layout of their own"),
+        ((pair(1, 2, 3, 4),), None, "numpy arrays have no natural layout"),
         ((pair(1, 2, 3, 4),), "sbhd", "layout is 'sbhd'"),
         ((pair(1, 2, 3, 4, rows=(1, 3, 2)),), "bhsd", r"part 0 has out \(1, 2, 3, 4\) and lse \(1, 3, 2\)"),
         ((pair(1, 2, 3, 4),), "bshd", r"part 0 has out \(1, 2, 3, 4\) and lse \(1, 2, 3\)"),
@@ -172,7 +172,7 @@ def pair(*shape, rows=None, dtype="float32"):
             r"part 0 has out .* of float32, part 1 \(1, 2, 5, 4\)",
         ),
         ((pair(1, 2, 3, 4), pair(1, 2, 3, 4, dtype="float64")), "bhsd", "part 1 .* of float64; parts are attention of"),
-        ((pair(1, 2, 3, 4, dtype="int32"),), "bhsd", "part 0 has out of int32; attention gives float16"),
+        ((pair(1, 2, 3, 4, dtype="int32"),), "bhsd", "out of part 0 is int32; attention gives float16"),
         (((np.zeros((1, 2, 3, 4)), [0.0]),), "bhsd", r"the parts are \(ndarray, list\); give arrays of one framework"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,

@@ -297,7 +297,7 @@ def test_a_table_json_and_a_chart(bench, tmp_path):
     status, out, _ = bench("causal", *SMALL, "--json")
     schema.check(json.loads(out))
     status, out, _ = bench("causal", *SMALL[:-1], "none", "--chart", "none.png")
-    assert (status, out.splitlines()[-1]) == (0, "written   no chart: nobody is timed beside ours")
+    assert (status, out.splitlines()[-1]) == (0, "written   no chart: no other library was timed")
     assert not (tmp_path / "none.png").exists()
 
 

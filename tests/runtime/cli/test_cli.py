@@ -472,7 +472,7 @@ def test_run_packs_attends_and_reports(run, tmp_path, framework):
     )
     assert "score     softcap(50)\nmeans     50.0 * tanh(score / 50.0)\n" in out
     assert "queries ╲ keys" in out
-    assert "from the float64 interpreter" in out
+    assert "from the float64 reference" in out
     assert re.search(r"^time +[\d.]+ (µs|ms|s)  frisket\n +[\d.]+ (µs|ms|s)  .*, [\d.]+ × as long$", out, re.M)
     assert "          medians of 1 run, interleaved\n" in out
     status, out, _ = run(*argv, "--json")

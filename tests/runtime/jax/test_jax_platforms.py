@@ -92,7 +92,7 @@ def test_a_backend_that_is_named_is_that_backend_everywhere():
     with pytest.raises(fk.BackendError) as caught:
         lowered("tpu", lambda *args: attend(*args, backend="cpp"))
     assert str(caught.value) == (
-        "backend 'cpp' runs on cpu, and this is lowered for tpu\n  without a backend each platform has its own"
+        "backend 'cpp' runs on cpu, and this is lowered for tpu\n  without a backend each platform takes its default"
     )
     assert caught.value.__notes__[0] == (
         "in attention under mask = q >= k & doc[q] == doc[k]\n"

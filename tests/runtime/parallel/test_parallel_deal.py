@@ -194,5 +194,5 @@ def test_what_is_refused():
         d.labels(np.zeros((1, 500)), shift=501)
     with pytest.raises(ParameterError, match="`doc` has no value"):
         fk.parallel.deal("causal & same(doc)", 64, 2)
-    with pytest.raises(BudgetError, match="border tiles"):
+    with pytest.raises(BudgetError, match="partial tiles"):
         _ = fk.parallel.deal("causal & (q - k) % 16 == 0", 1 << 15, 4, tile=16).pairs

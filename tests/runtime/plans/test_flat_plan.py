@@ -316,7 +316,7 @@ def test_a_plan_for_other_lengths():
     att = fk.compile("same(doc)")
     with pytest.raises(ShapeError, match="the plan is for"):
         jax.jit(lambda doc: att(Q, K, V, plan=att.plan(S, S, 1, 2, doc=doc)))(DOCS[0])
-    with pytest.raises(LoweringError, match="the dense interpreter needs values"):
+    with pytest.raises(LoweringError, match="the dense reference needs values"):
         jax.jit(lambda doc: fk.attention(Q, K, V, "same(doc)", backend="dense", doc=doc))(DOCS[0])
 
 

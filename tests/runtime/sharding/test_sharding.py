@@ -233,7 +233,7 @@ BAD = {
     "no semantic axis": (lambda: s.PartitionManager().resolve(["__HEADS__"], s.MODE_TRAIN), "no semantic axis '__HEA"),
     "no mode": (lambda: s.PartitionAxis().resolve_axis([s.BATCH], "train"), "no runtime mode 'train'; modes are '__tr"),
     "no axes": (lambda: s.PartitionManager().resolve(mode=s.MODE_TRAIN), "give axes and mode, or dynamic_axes"),
-    "no shape": (lambda: s.PartitionManager().resolve(s.AttnQSharding), r"mode 1 is told .* shape=x\.shape"),
+    "no shape": (lambda: s.PartitionManager().resolve(s.AttnQSharding), r"mode 1 depends .* shape=x\.shape"),
     "no dimension": (lambda: s.PartitionManager().resolve([s.BATCH], 3, shape=(4,)), "mode 3 is no dimension"),
     "rank": (lambda: s.PartitionManager().resolve(s.AttnQSharding, shape=(4, 4)), "4 axes, .* of 2 dimensions"),
     "too many": (lambda: ONE.place(np.ones(3), P("dp", None)), r"a spec of more axes than the array has, \[3\]: P"),

@@ -50,7 +50,9 @@ def test_a_learned_table_in_mask_and_score_is_refused():
     att = fk.compile(lambda b, h, q, k: slopes[h] > 0, score)
     with torch.no_grad():
         att(q, q, q)
-    with pytest.raises(BackwardError, match="`slopes` requires a gradient, and the mask reads it beside the score mod"):
+    with pytest.raises(
+        BackwardError, match="`slopes` requires a gradient, and both the mask and the score mod read it"
+    ):
         att(q, q, q)
     att(q, q, q, slopes=slopes.detach())
     assert fk.attention(q, q, q, lambda b, h, q, k: slopes[h] > 0).isfinite().all()  # data, in a mask

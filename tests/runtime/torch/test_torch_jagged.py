@@ -205,7 +205,7 @@ def test_what_does_not_fit(change, text):
 def test_what_nested_tensors_do_not_take():
     q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
     att = fk.compile("causal")
-    with pytest.raises(fk.FrisketError, match="`origin` is given beside nested tensors"):
+    with pytest.raises(fk.FrisketError, match="`origin` is given with nested tensors"):
         att(q, k, v, origin=(0, 0, 0, 0))
     with pytest.raises(fk.FrisketError, match="q is a nested tensor\n"):
         att.check(q, k, v)

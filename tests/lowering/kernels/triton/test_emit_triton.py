@@ -261,7 +261,7 @@ def test_errors():
         Dims(64, 64, "float32", 1, "float8_e4m3fnuz")
     assert str(caught.value) == (
         "the Triton kernel takes keys and values in the dtype of the queries, or in int8, float8_e4m3fn or "
-        "float8_e5m2; they are float8_e4m3fnuz beside float32"
+        "float8_e5m2; they are float8_e4m3fnuz, queries float32"
     )
     for block in (8, 24):
         with pytest.raises(LoweringError) as caught:
