@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.lowering.effort import at_most
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl.errors import FrisketError, MaskSyntaxError, ParameterError
 from frisket.dsl.program import read
@@ -80,7 +80,9 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(HOSTILE, *HOSTILE.keys() - {"commas", "moving", "sum", "tildes", "choices"}))
+@pytest.mark.parametrize(
+    "name", default_only(HOSTILE, *HOSTILE.keys() - {"commas", "moving", "sum", "tildes", "choices"})
+)
 def test_hostile_text_ends_soon_and_in_our_errors(name):
     with at_most(30_000_000), contextlib.suppress(FrisketError):
         read(HOSTILE[name], kind="mask")

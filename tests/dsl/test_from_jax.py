@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 from support.jax.jax_callables import MASKS, MODS, B, H, S, arrays, tables
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.trace import trace
@@ -47,7 +47,7 @@ def test_the_same_expr_as_the_function_over_numpy(case):
     assert canonical(over_numpy.expr).expr is canonical(from_jax(case).expr).expr
 
 
-@pytest.mark.parametrize("case", every_other(CASES), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", thinned(CASES), ids=lambda c: c.name)
 def test_the_values_are_those_of_jax(case):
     found = from_jax(case)
     rng = np.random.default_rng(1)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lowering.effort import at_most
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
@@ -101,7 +101,9 @@ def everything(text: str) -> None:
         str(error)
 
 
-@pytest.mark.parametrize("name", some(ACCEPTED, *ACCEPTED.keys() - {"minima", "product", "flags", "floats", "xor"}))
+@pytest.mark.parametrize(
+    "name", default_only(ACCEPTED, *ACCEPTED.keys() - {"minima", "product", "flags", "floats", "xor"})
+)
 def test_long_and_deep_text(name):
     with at_most(FEW):
         found = read(ACCEPTED[name])

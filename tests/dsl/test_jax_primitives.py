@@ -6,7 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.trace import trace
@@ -151,7 +151,7 @@ def values(fn, kind):
     return np.broadcast_to(evaluate(found.expr, env, tables), want.shape), want, found
 
 
-@pytest.mark.parametrize(("fn", "text"), every_other(MASKS), ids=[str(i) for i in range(len(MASKS))])
+@pytest.mark.parametrize(("fn", "text"), thinned(MASKS), ids=[str(i) for i in range(len(MASKS))])
 def test_masks(fn, text):
     got, want, found = values(fn, "mask")
     np.testing.assert_array_equal(got, want)

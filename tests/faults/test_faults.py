@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.runtime.machine import cpp_build
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=550)
 
 
-@pytest.mark.parametrize("name", some(FAST, "disk-full", "read-only", "sigterm"))
+@pytest.mark.parametrize("name", default_only(FAST, "disk-full", "read-only", "sigterm"))
 def test_a_round(name):
     line = campaign.one(campaign.FAULTS[name][0], name, 100, 0)
     if line["left_out"]:

@@ -56,7 +56,7 @@ def test_jax_takes_the_forward_that_the_model_finds_faster():
     assert taken >= {("window 128", 64), ("documents", 64), ("causal", 64)}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_results_are_what_the_model_says():
     import triton
 

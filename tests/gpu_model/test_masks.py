@@ -18,7 +18,7 @@ def test_a_mask_takes_few_instructions_a_pair(mask):
     assert 1.5 < report.mask_cost("ours", mask, 64) <= MOST[mask]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MOST)
 def test_every_class_of_masks_takes_few_instructions_a_pair(mask, dim):

@@ -19,7 +19,7 @@ class Group:
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    marked: str = "not slow and not matrix and not outside"
+    marked: str = "not slow and not exhaustive and not outside"
 
 
 SIMPLIFY = tuple(
@@ -106,7 +106,7 @@ AREAS = {
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
              f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py",
              f"{KERNELS}/gluon/test_gluon_compiled.py"), ("torch", "triton"),
-            marked="not slow and not outside",  # most of those for Blackwell are of the matrix
+            marked="not slow and not outside",  # most of those for Blackwell are exhaustive
         ),
         Group(
             ("lowering/kernels/pallas_tpu/skeletons/*.tpl",),
@@ -125,7 +125,7 @@ AREAS = {
             ("lowering/kernels/pallas_gpu/skeletons/*.tpl",),
             (*(f"{KERNELS}/pallas/test_pallas_gpu.py::test_{name}" for name in FORWARD),
              *(f"{KERNELS}/pallas/test_pallas_gpu_backward.py::test_{name}" for name in BACKWARD)), ("jax",),
-            marked="not slow and not outside",  # most of the interpreted ones are of the matrix
+            marked="not slow and not outside",  # most of the interpreted ones are exhaustive
         ),
         Group(
             ("lowering/kernels/cpp/backward*.hpp",),

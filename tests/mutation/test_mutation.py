@@ -157,7 +157,7 @@ print(json.dumps({r["id"]: r["outcome"] for r in run.of_group(group, mutants)}))
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_outcomes():
     done = subprocess.run([sys.executable, "-c", RUN], cwd=run.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

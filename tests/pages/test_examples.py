@@ -30,7 +30,7 @@ def test_the_page_is_written_from_the_programs():
     assert examples.page({program: printed(program) for program in examples.PROGRAMS}) == PAGE
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", examples.PROGRAMS)
 def test_it_runs(program):
     """With its assertions: exit status 0; and it prints the sentences that the page shows."""

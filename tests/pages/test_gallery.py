@@ -38,7 +38,7 @@ def test_what_is_saved(entry):
     assert GALLERY.counted(entry) == COUNTED[entry.signature]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_what_every_mask_saves():
     assert {e.signature: GALLERY.counted(e) for e in MASKS} == COUNTED
 

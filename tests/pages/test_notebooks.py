@@ -28,7 +28,7 @@ def test_it_is_committed_as_it_ran(path):
     assert book["cells"][0]["source"][0].startswith("# ")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BOOKS, ids=lambda p: p.stem)
 def test_it_prints_what_is_committed(path):
     for module in ("nbclient", "nbconvert", "matplotlib", "torch", "jax"):

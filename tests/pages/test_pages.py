@@ -47,7 +47,7 @@ def own_registries(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.matrix if p in LONG else ()) for p in PAGES if p not in ELSEWHERE]
+    "page", [pytest.param(p, marks=pytest.mark.exhaustive if p in LONG else ()) for p in PAGES if p not in ELSEWHERE]
 )
 def test_the_page(page, tmp_path, monkeypatch, request):
     if page == "operations.md":

@@ -33,7 +33,7 @@ def test_the_tiles_of_a_halo(axis, groups):
     assert made.halo(axis, 4, 4) >= made.halo(axis, 1, 1) / 16
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_page_is_what_the_script_writes():
     made = script("reordering")
     text = made.PAGE.read_text(encoding="utf-8")

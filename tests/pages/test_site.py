@@ -106,7 +106,7 @@ def site(tmp_path_factory):
 
 
 @needs_mkdocs
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_site_is_built_without_a_network(site):
     assert "frisket.compile" in (site / "api" / "attention" / "index.html").read_text(encoding="utf-8")
     code = (site / "index.html").read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def served(site):
 
 
 @needs_mkdocs
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
 def test_a_search_for_the_terms_of_the_field_leads_where_it_should(site):
     shown = "[...document.querySelectorAll('.md-search-result__item a')].map(a => a.pathname)"
@@ -153,7 +153,7 @@ def test_every_term_has_its_line_in_the_glossary():
 
 
 @needs_mkdocs
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
 def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
     with served(site) as (origin, page):

@@ -12,14 +12,14 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_splash_replaced():
     pytest.importorskip("jax")
     found = runpy.run_path(str(EXAMPLES / "maxtext_style.py"))["main"]()
     assert len(found) == 2  # it compares them itself
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_fsdp_and_context_parallel():
     """Over two processes; `aot_eager` traces what Inductor would compile."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

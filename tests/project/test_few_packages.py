@@ -40,7 +40,7 @@ def python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[
     [
         ("torch", "triton"),
         *(
-            pytest.param(*x, marks=pytest.mark.matrix)
+            pytest.param(*x, marks=pytest.mark.exhaustive)
             for x in (("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla"))
         ),
     ],
@@ -52,7 +52,7 @@ def test_a_call_imports_no_small_package_where_the_cache_has_a_folder(framework,
     assert done.stdout.split() == {"torch": ["1", "2", "40", "16"], "jax": ["1", "40", "2", "16"]}[framework]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.matrix), "cpp"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.exhaustive), "cpp"])
 def test_without_a_folder_the_error_says_what_to_set(backend):
     code = WITHOUT.format(names={"platformdirs"}) + CALLS["torch"].format(backend=backend)
     done = python(code, TRITON_INTERPRET="1")

@@ -56,7 +56,7 @@ def measured(*rows: tuple[str, str], stand_ins: bool = False) -> list[dict]:
     return [json.loads(line) for line in python("-c", script, json.dumps(rows)).splitlines()]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_every_part_that_runs_in_its_own_process():
     forward, backward, decode, serving, layout, tune, right, profile = measured(
         ("speed", "forward: sinks, window 1024, D 16"), ("speed", "backward: ALiBi, causal, D 16"),
@@ -81,7 +81,7 @@ def test_every_part_that_runs_in_its_own_process():
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_rows_of_engines():
     """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, and right rows of
     Gluon, which has no gradients of its own, by stand-ins."""
@@ -103,7 +103,7 @@ def test_rows_of_engines():
         assert "takes float16 and bfloat16" in row["rows"]["48"]["notes"]["frisket, flash"]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_smoke_tries_every_way_to_the_device_and_says_what_is_installed():
     versions, *ways = measured(
         ("smoke", "versions"), ("smoke", "torch, triton, backward"), ("smoke", "torch, triton, table on the device"),
@@ -217,7 +217,7 @@ def test_counters_are_read_from_what_ncu_writes():
         gpu_profile.read("==ERROR== no permission")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_every_part_of_jax():
     forward, backward, window, correct = measured(
         ("jax-forward", "window 1024, D 16"), ("jax-backward", "causal, D 16"), ("jax-window", "window 1024, D 16"),
@@ -231,7 +231,7 @@ def test_every_part_of_jax():
     assert correct["figures"]["cases"] == {"passed": 2, "refused": 0, "failed": 0}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_rows_are_kept_and_resumed(tmp_path):
     command = ["speed", "--dry", "--only", "forward: full", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"

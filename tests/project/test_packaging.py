@@ -10,8 +10,8 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import matrix
 import pytest
+import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -58,9 +58,9 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_lower_bounds_are_those_that_passed():
-    outcomes = json.loads(matrix.RESULTS.read_text(encoding="utf-8"))
+    outcomes = json.loads(versions.RESULTS.read_text(encoding="utf-8"))
     tried = {}
-    for name in matrix.ENVIRONMENTS:
+    for name in versions.ENVIRONMENTS:
         if "oldest" in name and outcomes[name].get("failures") == []:
             for package, version in outcomes[name]["versions"].items():
                 tried.setdefault(package, []).append(version)

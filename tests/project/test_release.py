@@ -42,7 +42,7 @@ def test_workflows_run_what_people_run():
         "tests/readme.py tests",
         "tests/readme.py first",
         "tests/typecheck.py",
-        "-m matrix",
+        "-m exhaustive",
         "tests/release.py",
     ):
         assert command in script, command
@@ -51,7 +51,7 @@ def test_workflows_run_what_people_run():
 
 def test_the_tests_from_outside_are_a_tier_of_their_own():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert "not slow and not matrix and not outside" in options["addopts"]
+    assert "not slow and not exhaustive and not outside" in options["addopts"]
     assert "outside" in [line.partition(":")[0] for line in options["markers"]]
     assert "outside" not in (ROOT / ".ci" / "run").read_text().replace("outside the tree", "")
 

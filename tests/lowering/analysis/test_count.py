@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import SIZES, build
@@ -60,7 +60,7 @@ def check(case: masks.Case) -> Counter[str]:
     return Counter(counted=1, pieces=sum(r.pieces is not None for r in found))
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_written_masks(name):
     rng = random.Random(f"count {name}")
     stat = sum((check(masks.case(masks.written()[name], rng)) for _ in range(4)), Counter())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
@@ -57,14 +57,14 @@ def records(found):
     assert (bounds[..., 1:, 0] >= bounds[..., :-1, 3])[later].all()
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_written_masks(name):
     rng = random.Random(name)
     for _ in range(5):
         check(masks.case(masks.written()[name], rng))
 
 
-@pytest.mark.parametrize("seed", [n if n < 70 else pytest.param(n, marks=pytest.mark.matrix) for n in range(500)])
+@pytest.mark.parametrize("seed", [n if n < 70 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(500)])
 def test_random_masks(seed):
     rng = random.Random(seed)
     one_random_mask(rng)
@@ -83,7 +83,9 @@ def test_a_piece_of_a_tile_holds_no_phase_that_it_is_too_narrow_for(text, block)
     check(masks.Case(parse_expression(text, {}), 17, 39, 1, 1, block))
 
 
-@pytest.mark.parametrize("seed", [n if n < 320 else pytest.param(n, marks=pytest.mark.matrix) for n in range(290, 600)])
+@pytest.mark.parametrize(
+    "seed", [n if n < 320 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(290, 600)]
+)
 def test_tiles_smaller_than_the_periods(seed):
     rng = random.Random(seed)
     check(masks.small_tiles(masks.periodic_mask(rng), rng))

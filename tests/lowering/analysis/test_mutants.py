@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.forget import forget
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
@@ -205,7 +205,7 @@ sound = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_battery_passes_on_sound_code():
     forget()
     battery()
@@ -215,7 +215,7 @@ def test_the_battery_passes_on_sound_code():
 NOTICED_SOON = "affine ends swapped", "and is or", "a disjunction keeps its first term"
 
 
-@pytest.mark.parametrize("name", some(MUTANTS, *NOTICED_SOON))
+@pytest.mark.parametrize("name", default_only(MUTANTS, *NOTICED_SOON))
 def test_a_mistake_is_noticed(name, monkeypatch):
     where, attribute, wrong = MUTANTS[name]
     if where == "TRANSFER":

@@ -216,7 +216,7 @@ DECIDED = {
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in (joined, bounds) else pytest.mark.matrix) for f in DECIDED],
+    [pytest.param(f, marks=() if f in (joined, bounds) else pytest.mark.exhaustive) for f in DECIDED],
     ids=lambda family: family.__name__,
 )
 def test_questions_decide_as_often_and_are_right(family, scope):

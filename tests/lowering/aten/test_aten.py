@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
@@ -193,7 +193,7 @@ def check(got, want, tolerance=3e-6):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mod", ["none", "softcap", "alibi"])
-@pytest.mark.parametrize("mask", every_other(MASKS))
+@pytest.mark.parametrize("mask", thinned(MASKS))
 def test_masks(mask, mod, shape):
     check(*run(MASKS[mask], SCORES[mod], SHAPES[shape], shared=shape != "square"), tolerance=1e-5)
 
@@ -244,7 +244,7 @@ ELSEWHERE = {"softcap": SCORES["softcap"], "bias": SCORES["bias"], "hidden": whe
     Geometry(2, 4, 2, 300, 300, 16, 16, 0.25), Geometry(1, 4, 1, 131, 400, 8, 8, 0.3),
     Geometry(2, 4, 4, 100, 260, 8, 8, 0.3, (1, 2, 37, 5), (4, 8, 600, 600)),
 ], ids=["gqa", "long-keys", "crop"])  # fmt: skip
-@pytest.mark.parametrize("mod", every_other(SLIDING))
+@pytest.mark.parametrize("mod", thinned(SLIDING))
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "band", "by-head", "documents", "sinks", "empty-rows"])
 def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape):
     used = []

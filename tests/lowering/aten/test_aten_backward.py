@@ -86,8 +86,8 @@ def test_float64(name):
     "name",
     [
         "gqa",
-        pytest.param("alibi", marks=pytest.mark.matrix),
-        pytest.param("prefix and window", marks=pytest.mark.matrix),
+        pytest.param("alibi", marks=pytest.mark.exhaustive),
+        pytest.param("prefix and window", marks=pytest.mark.exhaustive),
         "by column, gqa",
     ],
 )
@@ -140,7 +140,8 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"q"}, {"k"}, set(), *(pytest.param(x, marks=pytest.mark.matrix) for x in ({"v"}, {"t0"}, {"q", "t0"}))]
+    "wanted",
+    [{"q"}, {"k"}, set(), *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ({"v"}, {"t0"}, {"q", "t0"}))],
 )
 def test_only_what_is_wanted(wanted):
     Both(MODS["by column, gqa"], wanted=frozenset(wanted)).check()

@@ -26,7 +26,8 @@ atexit.register(call, "causal & window(900)")
 
 
 @pytest.mark.parametrize(
-    "before", [pytest.param("", id="no pool", marks=pytest.mark.matrix), pytest.param("call('causal')", id="a pool")]
+    "before",
+    [pytest.param("", id="no pool", marks=pytest.mark.exhaustive), pytest.param("call('causal')", id="a pool")],
 )
 def test_calls_at_exit(before):
     text = AT_EXIT.format(before=before)

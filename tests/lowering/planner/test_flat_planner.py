@@ -12,7 +12,7 @@ import torch
 from support import masks
 from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
-from support.matrix import every_other
+from support.tiers import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.dsl.errors import EvaluationError
@@ -98,7 +98,7 @@ EXACT = (
 JNP = ("segments", "tile-map", "nan-bias")  # each has to be compiled: a second or two
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_written_masks(name):
     rng = random.Random(name)
     for i in range(4):
@@ -123,7 +123,7 @@ def test_documents_are_intervals():
     assert flat.planner(masks.written()["segments"]).seen
 
 
-@pytest.mark.parametrize("seed", [n if n < 60 else pytest.param(n, marks=pytest.mark.matrix) for n in range(200)])
+@pytest.mark.parametrize("seed", [n if n < 60 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(200)])
 def test_random_masks(seed):
     one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed < 2)
 

@@ -28,11 +28,11 @@ def test_names_of_parameters_stand_apart():
         compile(made.text, name, "exec")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted():
     run(HERE / "triton_planner_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_compiled():
     run(HERE / "triton_planner_compiled.py")

@@ -45,7 +45,7 @@ LONG = {("same-remainder", "eq"), ("same-remainder", "ne")}  # seconds of z3
 
 
 def all_rules():
-    rules = [pytest.param(r, marks=pytest.mark.matrix) if (r.name, r.op) in LONG else r for r in RULES]
+    rules = [pytest.param(r, marks=pytest.mark.exhaustive) if (r.name, r.op) in LONG else r for r in RULES]
     return pytest.mark.parametrize("rule", rules, ids=lambda r: f"{r.name} {r.op}")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
@@ -28,7 +28,7 @@ def run(case, made=None, **changes):
 
 @pytest.mark.parametrize(
     "name",
-    some(
+    default_only(
         CASES, "causal", "documents-by-batch", "gqa", "empty-rows", "nothing", "crop", "origin-by-batch",
         "relative-bias", "masked-nan", "visible-minus-inf",
     ),
@@ -62,7 +62,7 @@ def test_any_tile(name, block):
 
 @pytest.mark.parametrize(
     "name",
-    some(
+    default_only(
         "causal window documents gqa empty-rows crop short-keys softcap alibi bias-plane masked-nan visible-minus-inf "
         "random".split(),
         "gqa", "empty-rows", "softcap", "documents",
@@ -110,7 +110,7 @@ def test_few_queries_take_wide_chunks(kv_heads):
     cases.check(case, *run(case))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_many_heads_take_turns():
     case = CASES["gqa"].but(q_len=300, kv_len=300, heads=24, kv_heads=8, batch=3, block=(256, 128))
     work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)

@@ -32,7 +32,7 @@ def run(case, made=None, spans=None, **options):
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.matrix if n in CI else pytest.mark.slow) for n in ALL],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive if n in CI else pytest.mark.slow) for n in ALL],
 )
 def test_every_case(name):
     compare(*run(ALL[name]))

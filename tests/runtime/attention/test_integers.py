@@ -32,7 +32,7 @@ KINDS = {
 ALWAYS = {"numpy", "torch int32", "index"}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.exhaustive) for n in KINDS])
 def test_every_length(kind):
     i = KINDS[kind]
     m = fk.mask("causal & window(5)")
@@ -69,7 +69,7 @@ def test_what_is_no_length(wrong):
             ask(wrong)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_symbolic_sizes():
     def run(q, lengths):
         mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, q.shape[2], q.shape[2], "cpu", 16)

@@ -179,7 +179,7 @@ def _output(model):
     return model(*arrays()).detach()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_processes_that_are_spawned(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3])  # they import this module, also where `pytest` was called
     model = Model()

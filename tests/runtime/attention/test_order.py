@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -81,7 +81,7 @@ def given_to(text, length):
     return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
 
-@pytest.mark.parametrize("text", some(WANTED, *[x for x in WANTED if "img" not in x]))
+@pytest.mark.parametrize("text", default_only(WANTED, *[x for x in WANTED if "img" not in x]))
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]
     given = given_to(text, length)
@@ -131,7 +131,9 @@ MILLION = {  # tiles of 128 x 64 in order, by arithmetic
 }
 
 
-@pytest.mark.parametrize("text", [t if "dilated" in t else pytest.param(t, marks=pytest.mark.matrix) for t in MILLION])
+@pytest.mark.parametrize(
+    "text", [t if "dilated" in t else pytest.param(t, marks=pytest.mark.exhaustive) for t in MILLION]
+)
 def test_a_million_tokens_have_a_formula(text):
     order = fk.reorder(text, 2**20, moving=0)
     assert not order.by_table

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.caches.torch import KVCache
@@ -45,7 +45,7 @@ def both(text, score=None, **options):
 
 
 @pytest.mark.parametrize(("text", "backend"), [
-    pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.exhaustive)
     for case in product(CASES, ["aten", "cpp", "dense"])
 ])  # fmt: skip
 def test_results_and_gradients(text, backend):
@@ -61,14 +61,14 @@ def test_results_and_gradients(text, backend):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("text", some(CASES, *[x for x in CASES if "natten" not in x]))
+@pytest.mark.parametrize("text", default_only(CASES, *[x for x in CASES if "natten" not in x]))
 def test_check_holds_it_to_the_oracle(text):
     _, att, length = both(text)
     assert att.check(*drawn(length)).good
     assert att.check(*drawn(length), gradients=False).good
 
 
-@pytest.mark.parametrize("text", some(CASES, OFTEN[1]))
+@pytest.mark.parametrize("text", default_only(CASES, OFTEN[1]))
 def test_jax_under_jit_and_grad(text):
     plain, att, length = both(text)
     q, k, v = (jnp.asarray(x.transpose(1, 2).numpy()) for x in drawn(length))
@@ -94,7 +94,7 @@ def test_a_model_that_keeps_its_tokens_in_order(text):
     torch.testing.assert_close(order.undo(out), plain(q, k, v), atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("text", some(CASES, *OFTEN))
+@pytest.mark.parametrize("text", default_only(CASES, *OFTEN))
 def test_graphs_of_torch(text):
     _, att, length = both(text)
     q, k, v = drawn(length)

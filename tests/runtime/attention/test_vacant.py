@@ -36,11 +36,11 @@ def sdpa(q, k, v):
 
 
 def rarely(*first):
-    """Every shape; those that are not named in the matrix alone."""
-    return [pytest.param(n, marks=[] if n in first else pytest.mark.matrix) for n in SHAPES]
+    """Every shape; those that are not named are exhaustive."""
+    return [pytest.param(n, marks=[] if n in first else pytest.mark.exhaustive) for n in SHAPES]
 
 
-@pytest.mark.parametrize("backend", ["aten", pytest.param("native", marks=pytest.mark.matrix), "dense"])
+@pytest.mark.parametrize("backend", ["aten", pytest.param("native", marks=pytest.mark.exhaustive), "dense"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_torch(name, backend):
     given = arrays(*SHAPES[name])
@@ -59,7 +59,7 @@ def test_torch(name, backend):
     assert backend == "dense" or not slopes.grad.any()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_flex_attention(name, compiled):
     run = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
@@ -116,7 +116,7 @@ def test_reference_and_packed_rows():
     assert flex_attention(empty, empty, empty).values().shape == (2, 0, 8)
 
 
-@pytest.mark.parametrize(("s", "n"), [(0, 5), (5, 0), pytest.param(0, 0, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("s", "n"), [(0, 5), (5, 0), pytest.param(0, 0, marks=pytest.mark.exhaustive)])
 def test_masks_of_nothing(s, n):
     theirs = pytest.importorskip("torch.nn.attention.flex_attention")
     made, want = (

@@ -107,7 +107,7 @@ print("done")
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_calls_after_warm_start_no_compiler(machine):
     doc = {"doc": DOC.tolist()}
     calls = [
@@ -153,8 +153,8 @@ print("done")
     assert machine.runs == runs
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.exhaustive)])
 def test_dropout_needs_no_seed_and_draws_none(machine, framework):
     pytest.importorskip("jax")
     before = torch.get_rng_state()
@@ -164,7 +164,7 @@ def test_dropout_needs_no_seed_and_draws_none(machine, framework):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.exhaustive)])
 def test_a_call_in_an_order_after_warm_starts_no_compiler(machine, framework):
     jax, att = pytest.importorskip("jax"), in_order()
     made = fk.warm(att, SHAPE, framework=framework)
@@ -315,7 +315,7 @@ def test_without_the_setting_a_call_waits(machine):
     assert not background._threads
 
 
-@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.matrix), 0.5])
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 def test_gradients_whichever_ran(behind, sinks):
     att = fk.compile("causal & window(63)", engines=False)
     given = qkv(gradients=True)
@@ -333,8 +333,8 @@ def test_gradients_whichever_ran(behind, sinks):
             torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.matrix), 0.5])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 def test_a_graph_whose_kernel_comes_between_forward_and_backward(behind, sinks):
     att = fk.compile("causal & window(64)", engines=False)
     given = [x.detach().mul(3).requires_grad_() for x in qkv()]
@@ -504,7 +504,7 @@ print("done", waiting)
     assert not behind.left
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_child_of_a_fork_compiles_by_itself(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))

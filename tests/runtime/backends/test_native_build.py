@@ -603,9 +603,9 @@ except fk.LoweringError as error:
     ("framework", "broken"),
     [
         ("torch", "backward"),
-        pytest.param("jax", "backward", marks=pytest.mark.matrix),
-        *(pytest.param(x, "forward", marks=pytest.mark.matrix) for x in ("torch", "jax")),
-        *(pytest.param(x, "planner", marks=pytest.mark.matrix) for x in ("torch", "jax")),
+        pytest.param("jax", "backward", marks=pytest.mark.exhaustive),
+        *(pytest.param(x, "forward", marks=pytest.mark.exhaustive) for x in ("torch", "jax")),
+        *(pytest.param(x, "planner", marks=pytest.mark.exhaustive) for x in ("torch", "jax")),
     ],
 )
 def test_library_calls_serve_where_a_kernel_cannot_be_built(framework, broken, tmp_path):

@@ -70,7 +70,7 @@ def test_half_precision(dtype):
     close(found[1], want[1])
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_float64():
     with jax.enable_x64(True):
         q, k, v, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in (Q, K, V, BIAS))
@@ -153,13 +153,13 @@ def test_gradients_to_everything():
     same(some, found[1]["k"])
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_under_dropout():
     run = [fk.compile(MASK, SCORE, backend=name, dropout=0.3) for name in ("cpp", "xla")]
     close(*(gradients(att, seed=jnp.int32(4)) for att in run), 1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_of_float64():
     from jax.test_util import check_grads
 
@@ -248,7 +248,7 @@ def test_exported_modules_run_where_the_kernel_is_registered():
     same(jax.export.deserialize(module).call(Q), call(Q))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_bits_of_torch():
     """One kernel for both frameworks: [batch, length, heads, dim] and [batch, heads, length, dim] are strides."""
     torch = pytest.importorskip("torch")
@@ -262,7 +262,7 @@ def test_the_bits_of_torch():
 
 
 # the others natively in tests/lowering/kernels/cpp
-MARKS = {"crop": (), "origin-by-batch": pytest.mark.matrix, "masked-nan": pytest.mark.matrix}
+MARKS = {"crop": (), "origin-by-batch": pytest.mark.exhaustive, "masked-nan": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_multiprocessing_child(two_threads):
     assert process.exitcode == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_child_that_loads_the_pool_itself():
     """The parent has run torch's threads only."""
     code = """

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import CASES
-from support.matrix import some
 from support.native.native_image import Problem
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.lowering.plan import Target
@@ -90,7 +90,7 @@ def test_one_row_for_all():
 TABLES = ("relation", "bool-table", "relative-bias", "switch", "origin-by-batch")
 
 
-@pytest.mark.parametrize("name", some(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
+@pytest.mark.parametrize("name", default_only(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
 def test_tables_and_origins(name):
     Run(name).check(backward=name in ("relative-bias", "origin-by-batch"))
 
@@ -258,7 +258,7 @@ def texts(monkeypatch, nothing_set):
     ("mask", "literal"),
     [
         ("causal & window(n)", "causal & window(300)"),
-        pytest.param("prefix_lm(n)", "prefix_lm(300)", marks=pytest.mark.matrix),
+        pytest.param("prefix_lm(n)", "prefix_lm(300)", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
@@ -275,7 +275,7 @@ def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
 
 
 @pytest.mark.parametrize(
-    "mask", some(["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"], "(q + n) % 7 >= k % 7")
+    "mask", default_only(["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"], "(q + n) % 7 >= k % 7")
 )
 def test_numbers_that_decide_more_than_a_comparison_stay_parameters(mask, texts):
     """No value makes another kernel."""
@@ -286,7 +286,7 @@ def test_numbers_that_decide_more_than_a_comparison_stay_parameters(mask, texts)
     assert len(texts) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 def test_literals_of_any_size_are_right_in_one_kernel(dtype, texts):
     q, k, v = torch.randn(3, 1, 2, 70, 16).to(dtype)
     for number in ("50.0", "0.3", "-7.3", "1234.9", "0.1000000001"):

@@ -8,21 +8,21 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted():
     run(HERE / "triton_binding_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_launched_into_nothing():
     run(HERE / "triton_binding_launched.py")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_serving_launched_into_nothing():
     run(HERE / "triton_serving_launched.py")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_serving_compiled():
     run(HERE / "triton_serving_compiled.py")

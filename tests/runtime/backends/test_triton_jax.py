@@ -33,9 +33,9 @@ G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
 
 
 @pytest.mark.parametrize("part", [
-    pytest.param("every_case", marks=pytest.mark.matrix), pytest.param("every_gradient", marks=pytest.mark.slow),
-    pytest.param("every_gradient and by-diagonal", marks=pytest.mark.matrix),
-    pytest.param("not every_", marks=pytest.mark.matrix),
+    pytest.param("every_case", marks=pytest.mark.exhaustive), pytest.param("every_gradient", marks=pytest.mark.slow),
+    pytest.param("every_gradient and by-diagonal", marks=pytest.mark.exhaustive),
+    pytest.param("not every_", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(part):
     run(HERE / "triton_jax_interpreted.py", only=part, TRITON_INTERPRET="1")

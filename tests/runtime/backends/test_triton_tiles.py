@@ -172,7 +172,7 @@ def test_tables_per_position_take_the_tiles_that_were_searched_for_them():
 
 @pytest.mark.parametrize(("mask", "score", "arch"), [
     ("causal", "score + t[q, k]", "sm_80"), ("causal & window(128)", "score + t[q, k]", "sm_90"),
-    *(pytest.param(*case, marks=pytest.mark.matrix) for case in (
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         ("t[q, k] > 0", None, "gfx942"),
         ("causal", "softcap(50) + t[q, k]", "sm_90"), ("t[q, k] > 0", "softcap(50)", "sm_90"),
     )),
@@ -186,7 +186,7 @@ def test_tables_per_position_take_narrow_tiles_where_none_were_searched(mask, sc
 @pytest.mark.parametrize("score", ["score + t[q, k]", "score + t[0, clamp(q - k, 0, 99)]"])
 @pytest.mark.parametrize(("mask", "dim"), [
     ("causal", 64),
-    *(pytest.param(*case, marks=pytest.mark.matrix) for case in (
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         ("causal & window(128)", 128), ("causal", 128), ("causal & window(128)", 64), ("causal & window(512)", 64),
         ("causal & window(512)", 128),
     )),

@@ -59,7 +59,7 @@ def result(found):
     return {"schema": 1, "parts": {"p": {"machine": machine, "settings": {"rounds": 2}, "rows": {"r": found.row()}}}}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contest", standard(SIZES)[2:5:2], ids=lambda c: c.name)
 def test_those_that_are_compiled_agree(contest):
     """flex_attention with our mask_mod and score_mod, and native kernels."""
@@ -196,7 +196,7 @@ def test_a_window_is_known_by_what_it_shows():
     assert window("causal & (window(7) | sinks(1))") is window("window(7)") is None
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_splash_attention_interpreted():
     jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
     pytest.importorskip("jax")
@@ -342,7 +342,7 @@ def test_the_device_of_another_framework_does_not_count(bench, monkeypatch):
     assert "no GPU is visible to jax; --suite cpu does" in err
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_examples_of_its_help(bench, tmp_path):
     parser = ArgumentParser()
     add_bench(parser)
@@ -352,7 +352,7 @@ def test_the_examples_of_its_help(bench, tmp_path):
         assert bench(*shlex.split(line)[2:])[0] == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_first_calls(bench, tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('the file of a folder')")
     options = ("--q-len", 128, "--heads", 2, "--head-dim", 16, "--framework", "torch", "--peers", "sdpa", "--json")

@@ -23,7 +23,7 @@ def eager(run):
 @pytest.mark.parametrize(
     ("run", "how"),
     [(long_run.by_torch, "third"), (long_run.by_torch, "frisket"),
-     *(pytest.param(long_run.by_jax, how, marks=pytest.mark.matrix) for how in ("frisket", "third"))],
+     *(pytest.param(long_run.by_jax, how, marks=pytest.mark.exhaustive) for how in ("frisket", "third"))],
 )  # fmt: skip
 def test_the_first_steps_are_equal_to_rounding(run, how, short):
     if run is long_run.by_jax:

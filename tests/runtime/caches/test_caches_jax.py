@@ -16,7 +16,7 @@ from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
 COUNTS = [(9, 3), (0, 9), (9, 9), (1, 1), (1, 0), (9, 9), (9, 8)]  # of chunks of 9: prompts and steps
-MATRIX = pytest.mark.matrix
+EXHAUSTIVE = pytest.mark.exhaustive
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 draw = np.random.default_rng(3)
 Q, K, VALUES = (draw.standard_normal((B, T, h, d)).astype(np.float32) for h, d in ((H, D), (G, D), (G, V)))
@@ -84,8 +84,11 @@ def wanted(mask, score, params, sinks, dtype="float32", n=T):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("plain", "tables"), ("ring", "sinks")]
-    + [pytest.param("plain", name, marks=MATRIX) for name in ("window", "sinks")]
-    + [pytest.param(*both, marks=MATRIX) for both in (("paged", "window"), ("paged", "sinks"), ("long ring", "sinks"))],
+    + [pytest.param("plain", name, marks=EXHAUSTIVE) for name in ("window", "sinks")]
+    + [
+        pytest.param(*both, marks=EXHAUSTIVE)
+        for both in (("paged", "window"), ("paged", "sinks"), ("long ring", "sinks"))
+    ],
 )
 def test_prompts_chunks_and_steps_under_one_mask(kind, name):
     """Of a ragged batch."""
@@ -104,8 +107,8 @@ def test_keys_that_are_not_there_yet_are_not_seen():
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("plain", "int8"), *(pytest.param("plain", t, marks=MATRIX) for t in BYTES[1:])]
-    + [pytest.param(kind, "int8", marks=MATRIX) for kind in ("paged", "ring")],
+    [("plain", "int8"), *(pytest.param("plain", t, marks=EXHAUSTIVE) for t in BYTES[1:])]
+    + [pytest.param(kind, "int8", marks=EXHAUSTIVE) for kind in ("paged", "ring")],
 )
 def test_eight_bits(kind, dtype):
     found, cache = driven(made(kind, dtype), fk.compile(*PROBLEMS["window"][:2]), [(9, 9)] * 4)
@@ -136,7 +139,7 @@ def step_of(att):
     return jax.jit(lambda cache, q, k, v: cache.attention(att, q, k, v)[::-1], donate_argnums=0)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=MATRIX), "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=EXHAUSTIVE), "int8"])
 def test_a_step_keeps_no_copy_of_the_cache(dtype):
     """Neither of the buffer it appends to, nor of what 8 bits stand for."""
     cache = KVCache.create(1, 1 << 15, 2, 64, dtype=dtype)
@@ -150,7 +153,7 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
 
 @pytest.mark.parametrize(("places", "keys"), [
     (APPENDED, 1024), (ring(256), 256),
-    *(pytest.param(places, 1024, marks=pytest.mark.matrix) for places in (PADDED, SHARD)),
+    *(pytest.param(places, 1024, marks=pytest.mark.exhaustive) for places in (PADDED, SHARD)),
 ])  # fmt: skip
 def test_a_step_reads_the_tiles_of_its_window(places, keys):
     att = placed(fk.compile("causal & window(64)"), places)
@@ -285,7 +288,7 @@ def test_rings_ask_how_far_back_a_mask_sees():
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
-@pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "paged"))])
+@pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "paged"))])
 def test_trees_of_drafts(kind):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     att, lengths, n = fk.compile("causal & window(9)", "alibi"), (10, 7), len(PARENTS)
@@ -336,7 +339,7 @@ def test_trees_of_drafts(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=MATRIX) for kind in ("int8", "plain", "float8_e4m3fn", "paged", "ring")]
+    "kind", [pytest.param(kind, marks=EXHAUSTIVE) for kind in ("int8", "plain", "float8_e4m3fn", "paged", "ring")]
 )
 def test_a_model_generates(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
@@ -378,7 +381,7 @@ def test_a_model_generates(kind):
 # -- the door of model code ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=MATRIX)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=EXHAUSTIVE)])
 def test_concatenate_to_cache(dtype):
     cache = init_cache(B, 24, G, D, V, dtype)
     step = jax.jit(concatenate_to_cache, donate_argnums=0)
@@ -399,8 +402,8 @@ def test_concatenate_to_cache(dtype):
         concatenate_to_cache(cache, K[:, :1], VALUES[:, :1], np.ones((1, 1, 1, 20), bool))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=MATRIX)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=EXHAUSTIVE)])
 def test_masks_of_combine_masks(whole):
     """Whatever flax's `combine_masks` takes beside ours: any dtype, any axes of 1; a bias is none of them."""
     combine = pytest.importorskip("flax.linen").combine_masks

@@ -111,13 +111,14 @@ def generated(cache, att, q, k, v, steps, **params):
     return out, starts
 
 
-MATRIX = pytest.mark.matrix
+EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
     ("plain", "int8", "window"), ("paged", "int8", "documents"), ("ring", "float32", "window"),
-    *(pytest.param("plain", dtype, "window", marks=MATRIX) for dtype in DTYPES if dtype != "int8"),
-    *(pytest.param("plain", "int8", mask, marks=MATRIX) for mask in MASKS if mask != "window"),
-    pytest.param("paged", "float32", "causal", marks=MATRIX), pytest.param("paged", "bfloat16", "window", marks=MATRIX),
-    pytest.param("ring", "int8", "documents", marks=MATRIX),
+    *(pytest.param("plain", dtype, "window", marks=EXHAUSTIVE) for dtype in DTYPES if dtype != "int8"),
+    *(pytest.param("plain", "int8", mask, marks=EXHAUSTIVE) for mask in MASKS if mask != "window"),
+    pytest.param("paged", "float32", "causal", marks=EXHAUSTIVE),
+    pytest.param("paged", "bfloat16", "window", marks=EXHAUSTIVE),
+    pytest.param("ring", "int8", "documents", marks=EXHAUSTIVE),
 ]  # fmt: skip
 
 
@@ -210,7 +211,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
-@pytest.mark.parametrize("kind", ["plain", pytest.param("paged", marks=MATRIX)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("paged", marks=EXHAUSTIVE)])
 def test_no_copy_of_the_cache_is_made(kind, backend):
     capacity, threads = 8192, torch.get_num_threads()
     if kind == "plain":
@@ -237,7 +238,7 @@ def test_no_copy_of_the_cache_is_made(kind, backend):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", ["plain", pytest.param("ring", marks=MATRIX)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ring", marks=EXHAUSTIVE)])
 def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
     q, k, v = streams()
     att, cache = fk.compile("causal & window(24)", backend="cpp"), made(kind, torch.float32)
@@ -426,7 +427,7 @@ def test_a_state_of_other_8_bits_is_refused(kind):
             into.load_state_dict(state.state_dict(), strict=strict)
 
 
-@MATRIX
+@EXHAUSTIVE
 def test_a_step_that_torch_compiles():
     q, k, v = streams()
     att, caches = fk.compile("causal", backend="aten"), [made("plain", torch.float32) for _ in range(2)]
@@ -469,7 +470,7 @@ def test_forks_share_pages_until_one_writes(called):
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
-@pytest.mark.parametrize("kind", ["paged", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "trees"))])
+@pytest.mark.parametrize("kind", ["paged", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "trees"))])
 def test_trees_of_drafts(kind, called):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     q, k, v = streams()
@@ -519,7 +520,7 @@ def test_trees_of_drafts(kind, called):
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "float8_e4m3fn", "paged", "ring"))]
+    "kind", ["int8", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "float8_e4m3fn", "paged", "ring"))]
 )
 def test_a_model_generates(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""

@@ -102,7 +102,7 @@ def step(stored, draw, name):
     return False
 
 
-@pytest.mark.parametrize("pages", [16, pytest.param(40, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("pages", [16, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_ten_thousand_operations(pages):
     stored, draw, short = Stored(pages, 4), random.Random(pages), 0
     for i in range(10_000):

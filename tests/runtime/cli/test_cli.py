@@ -340,7 +340,7 @@ def test_emit_reports_what_kernels_take(run, monkeypatch):
     assert f"{decode['shared']:,} of 232,448" in line
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_emit_reports_the_kernels_that_divide_long_rows(run):
     mask = "abs(q - k) <= 256 | k < 64 | q < 64"
     argv = "--backend triton --report --q-len 8192 --heads 16 --head-dim 64 --dtype bfloat16".split()
@@ -563,7 +563,7 @@ def test_show_says_what_is_not_counted(run, monkeypatch):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["library"], pytest.param(["check", "--quick", "causal"], marks=pytest.mark.matrix)],
+    [["--help"], ["library"], pytest.param(["check", "--quick", "causal"], marks=pytest.mark.exhaustive)],
     ids=" ".join,
 )
 def test_lines_fit_a_terminal_of_80_columns(argv):

@@ -252,7 +252,7 @@ SECONDS = ("frisket check 'causal & same(doc)'", "frisket emit 'causal & window(
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=pytest.mark.matrix if line.startswith(SECONDS) else ())
+    [pytest.param(line, marks=pytest.mark.exhaustive if line.startswith(SECONDS) else ())
      for line in examples() if not line.startswith(SLOW)],
 )  # fmt: skip
 def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):

@@ -151,7 +151,7 @@ def test_some_entries_can_be_chosen(entry):
     check_entry(entry)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.signature)
 def test_every_entry_can_be_chosen(entry):
     check_entry(entry)

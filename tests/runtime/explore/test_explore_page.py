@@ -143,7 +143,7 @@ def test_the_legend_is_seen_without_scrolling(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_errors_outside_the_text_and_astral_characters(page):
     write(page, "same(doc)")
     typed(page, "q_len", 2048)
@@ -300,7 +300,7 @@ def test_reload_and_history(served, page):
 @pytest.mark.parametrize(
     "fragment", ["text=%ZZ", "text=&q_len=-5&block=x&set=w&view=1,2", "q_len=99999999999&block=0x0&set=w=1e999"]
 )
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_fragments_that_make_no_sense(served, fragment):
     page, server = served
     page.go(f"{server.url}?{abs(hash(fragment))}#{fragment}")
@@ -317,7 +317,7 @@ def test_taking_it_along(page):
     assert saved > 1000
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_first_text_with_a_mistake(served):
     page, server = served
     page.go(f"{server.url}?first#text=causal+%26+windw(3)")
@@ -331,7 +331,7 @@ def test_a_first_text_with_a_mistake(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_hostile_text_stays_text(page):
     page.evaluate("write('causal # <img src=x onerror=alert(1)>')")
     quiet(page)
@@ -340,7 +340,7 @@ def test_hostile_text_stays_text(page):
     assert page.evaluate("document.querySelectorAll('img').length") == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_burst_ends_with_its_last(page):
     page.evaluate("for (let w = 1; w <= 200; w++) write(`causal & window(${w})`)")
     quiet(page)
@@ -348,7 +348,7 @@ def test_a_burst_ends_with_its_last(page):
     assert page.evaluate("turn") < 20  # what nobody waits for is not asked
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dark_narrow_and_score_mods(served):
     page, server = served
     fragment = "text=mask+%3D+causal+%26+same(doc)%0Ascore+%3D+alibi&q_len=256&kv_len=256&heads=4"
@@ -360,7 +360,7 @@ def test_dark_narrow_and_score_mods(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_every_control_has_a_name(page):
     page.evaluate("write('mask = causal & window(w) & document(off)\\nscore = softcap(c)')")
     quiet(page)
@@ -371,7 +371,7 @@ def test_every_control_has_a_name(page):
     assert unnamed == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_server_that_is_gone_is_said(page, monkeypatch):
     page.evaluate("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     page.evaluate("write('full')")

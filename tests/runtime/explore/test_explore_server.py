@@ -400,7 +400,7 @@ def test_what_takes_too_long_is_ended(analyst, monkeypatch):
     assert found["message"].startswith("this takes longer than 0.05 s\n")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     analyst.ask("p", 6, QUICK)
     analyst.worker.process.kill()
@@ -409,7 +409,7 @@ def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     assert "data" in analyst.ask("p", 8, QUICK)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts memory")
 def test_an_answer_takes_only_so_much_memory():
     large = {"text": "morton(1024, 1024, 13, 13)", "q_len": 1 << 20, "kv_len": 1 << 20, "block": [128, 128]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from support.flex_masks import DOC, LACKING, S, both, causal, dense, same
-from support.matrix import every_other
+from support.tiers import thinned
 from support.torch import torch_masks
 
 import frisket as fk
@@ -24,7 +24,7 @@ def by_batch_and_head(b, h, q, k):
 # -- the lists ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", every_other(torch_masks.masks()), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", thinned(torch_masks.masks()), ids=lambda c: c.name)
 def test_lists_of_the_masks_people_write(case):
     batch, heads, q_len, kv_len = case.shape
     same(*both(case.fn, None, None, q_len, kv_len, "cpu", (8, 12)))

@@ -106,7 +106,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtypes", [x if i in (0, 4) else pytest.param(x, marks=pytest.mark.matrix)
+@pytest.mark.parametrize("dtypes", [x if i in (0, 4) else pytest.param(x, marks=pytest.mark.exhaustive)
                                      for i, x in enumerate(MIXED)])  # fmt: skip
 def test_keys_and_values_of_another_dtype(dtypes):
     """Results and gradients in the dtypes that torch gives; its own CPU attention has no gradients."""

@@ -56,7 +56,7 @@ def rows_of(dense, index, block):
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("block", [8, *(pytest.param(x, marks=pytest.mark.matrix) for x in ((5, 8), 7))])
+@pytest.mark.parametrize("block", [8, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ((5, 8), 7))])
 def test_parts_have_torchs_lists_and_keep_the_mask(name, block):
     mine, other = (m.create_block_mask(MASKS[name], B, H, S, S, "cpu", block) for m in (ours, theirs))
     dense = theirs.create_mask(MASKS[name], B, H, S, S, "cpu")

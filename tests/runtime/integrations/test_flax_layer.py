@@ -52,7 +52,7 @@ USUAL = ("ring", "frisket-xla")
 
 
 @pytest.mark.parametrize(
-    "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.matrix) for n in (*CPU, "dense")]
+    "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in (*CPU, "dense")]
 )
 def test_every_operator(operator):
     if why := fk.backends().get(operator.removeprefix("frisket-"), ""):
@@ -75,7 +75,7 @@ def gradients(model):
     return nnx.jit(nnx.grad(loss))(model, jnp.asarray(X))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_are_equal():
     found, wanted = (gradients(layer(n)) for n in ("ring", "frisket-xla"))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -85,7 +85,7 @@ def test_gradients_are_equal():
 
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.matrix)],
+    [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.exhaustive)],
     ids=str,
 )
 def test_with_a_cache(steps):
@@ -99,7 +99,7 @@ def test_with_a_cache(steps):
     assert cache.lengths.tolist() == [24, 24]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_ragged_sequences_in_a_cache():
     model, counts = layer(), np.array([24, 13])
     cache = model.empty_cache(2, 32)
@@ -140,7 +140,7 @@ def test_packed_sequences():
         np.testing.assert_allclose(found[b, start:stop], alone[0], atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_options():
     plain = layer(mask="causal", score=None, rotary_base=None, metadata=AttentionMetadata(softmax_scale=0.5))
     kernels = [np.asarray(p.kernel[...], np.float64) for p in (plain.query, plain.key, plain.value, plain.out)]
@@ -151,7 +151,7 @@ def test_options():
     assert (wide.key.kernel.shape, wide.key.bias.shape, wide(jnp.asarray(X)).shape) == ((32, 48), (48,), X.shape)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_products_of_few_bits():
     pytest.importorskip("qwix")
     few = layer(**get_dot_general_by_bits(8, "convert"))
@@ -173,7 +173,7 @@ def test_bad_input():
         layer()(jnp.asarray(X), counts=np.array([1, 2]), **VALUES)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_example(capsys):
     path = Path(__file__).resolve().parents[3] / "examples" / "flax_layer.py"
     assert runpy.run_path(str(path))["main"]("ring") < 1e-5

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support import hf_models, hf_tiny
-from support.matrix import some
+from support.tiers import default_only
 from transformers import (
     AlignTextModel,
     AutoModelForCausalLM,
@@ -53,8 +53,8 @@ CHOOSING = {
 }
 
 
-@pytest.mark.parametrize("kind", some(CHOOSING, "deepseek_v32", "doge", "deepseek_v4"))
-@pytest.mark.parametrize("side", some(["left", "right"], "left"))
+@pytest.mark.parametrize("kind", default_only(CHOOSING, "deepseek_v32", "doge", "deepseek_v4"))
+@pytest.mark.parametrize("side", default_only(["left", "right"], "left"))
 def test_models_that_choose_keys(kind, side):
     if (kind, side) == ("minimax_m3_vl", "left"):
         side = "none"  # its indexer reads tokens of padding, whose states differ
@@ -92,7 +92,7 @@ def test_a_mask_of_one_row_is_for_all_queries():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["align_text_model", "clap_text_model"])
 def test_encoders_without_padding_are_those_of_eager(kind):
     model = {"align_text_model": AlignTextModel, "clap_text_model": ClapTextModel}[kind]
@@ -131,12 +131,14 @@ def test_a_mask_that_is_computed_with_is_that_of_sdpa():
         symbolic(2, 6, 6, config=type("Config", (), {"frisket_mask": "causal"})(), **how)[:, :, :, :3]
 
 
-@pytest.mark.parametrize("kind", some(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gpt_neo"], "bloom", "falcon"))
+@pytest.mark.parametrize(
+    "kind", default_only(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gpt_neo"], "bloom", "falcon")
+)
 def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
     warns_and_takes_no_mask(kind)
 
 
-@pytest.mark.parametrize("kind", some(["gptj", "codegen"], "gptj"))
+@pytest.mark.parametrize("kind", default_only(["gptj", "codegen"], "gptj"))
 def test_a_model_that_newer_transformers_have_ask_for_an_implementation(kind):
     """transformers 5.23 computes it itself, 5.24 asks."""
     if "ALL_ATTENTION_FUNCTIONS" not in vars(import_module(f"transformers.models.{kind}.modeling_{kind}")):

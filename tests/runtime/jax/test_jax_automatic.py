@@ -170,7 +170,7 @@ def test_batches_and_heads_are_not_gathered():
     assert run(SCRIPT, "Auto", "xla", ";".join(FEW)) == [name.replace(":", " ") for name in FEW]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "backend", "names"), [
     ("Auto", "", ALL), ("Auto", "xla", [*FEW, "origin:both"]), ("Explicit", "", [*FEW, "sinks:both"]),
 ])  # fmt: skip

@@ -65,7 +65,7 @@ def test_the_platform_that_is_lowered_is_the_one_that_is_traced(platform, backen
 
 
 @pytest.mark.parametrize("function", [
-    attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.matrix),
+    attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_one_function_goes_to_every_platform(function, called):
     """Without kernels that only this machine has."""
@@ -80,7 +80,7 @@ def test_one_function_goes_to_every_platform(function, called):
         np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_the_gradient_of_an_export_for_every_platform():
     module = exported(loss, Q, K, V, DOC, platforms=["cpu", "tpu"])
     again = jax.export.deserialize(module.serialize(vjp_order=1))

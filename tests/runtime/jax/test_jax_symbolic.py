@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
@@ -72,7 +72,7 @@ def exported(case, symbols="b, s, t", **how):
     return jax.export.deserialize(made.serialize())
 
 
-@pytest.mark.parametrize("name", some(CASES, "lengths"))
+@pytest.mark.parametrize("name", default_only(CASES, "lengths"))
 def test_one_module_for_every_size(name):
     case = CASES[name]
     module = exported(case)

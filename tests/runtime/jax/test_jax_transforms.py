@@ -156,7 +156,7 @@ def test_vmap_in_vmap_and_its_gradient():
     close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_vmap_over_heads_makes_one_call_of_more_heads():
     """In place: an axis beside the heads needs no turning."""
     q, k, v = qkv(heads=6, kv_heads=3)
@@ -179,7 +179,7 @@ def test_vmap_over_query_heads_shares_the_keys():
 
 
 @pytest.mark.parametrize(
-    "axis", [0, pytest.param(2, marks=pytest.mark.matrix), pytest.param(3, marks=pytest.mark.matrix)]
+    "axis", [0, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
 def test_vmap_over_no_instances(axis):
     q, k, v = (jnp.moveaxis(jnp.zeros((0, 2, 8, heads, D)), 0, axis) for heads in (4, 2, 2))
@@ -191,7 +191,7 @@ def test_vmap_over_no_instances(axis):
     assert jax.grad(lambda k: found(q, k, v)[0].sum())(k).shape == k.shape
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", [causal & (q - k < 9 + 5 * h), causal])
 def test_vmap_over_heads_of_what_a_mask_tells_apart(mask):
     """Each instance is head 0: they go in turn, or, where nothing is told apart, in the batch."""

@@ -16,7 +16,7 @@ from frisket.runtime.machine import cpp_build
 
 needs_compiler = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
 BACKENDS = [pytest.param("cpp", marks=needs_compiler), "xla"]
-OFTEN = [pytest.param("cpp", marks=[needs_compiler, pytest.mark.matrix]), "xla"]
+OFTEN = [pytest.param("cpp", marks=[needs_compiler, pytest.mark.exhaustive]), "xla"]
 Q_LEN, KV_LEN = 203, 331
 draws = np.random.default_rng(0)
 PLACES = draws.permutation(Q_LEN).astype(np.int32), draws.permutation(KV_LEN).astype(np.int32)
@@ -52,7 +52,7 @@ def results(att, q, k, v, **given):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.exhaustive)])
 def test_results_and_gradients(text, backend, monkeypatch):
     moved = []
     in_order = call._in_order

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError, ParameterError, ShapeError, Undecided
@@ -72,7 +72,7 @@ def ask(m: fk.Mask, n: fk.Mask, case: masks.Case, **more) -> tuple[fk.Answer, ..
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_written_masks(name):
     rng = random.Random(f"answers {name}")
     e, others = masks.written()[name], list(masks.written().values())

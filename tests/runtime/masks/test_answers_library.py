@@ -5,12 +5,12 @@ from __future__ import annotations
 import cases
 import numpy as np
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 MASKS = {name: case for name, case in cases.masks(96).items() if case.fits}
 
 
-@pytest.mark.parametrize("name", every_other(MASKS))
+@pytest.mark.parametrize("name", thinned(MASKS))
 def test_the_library(name):
     case = MASKS[name]
     mask, lengths = case.mask, case.lengths

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
@@ -31,7 +31,7 @@ def names(e):
     return {*scalars, *tables}
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_what_a_layout_says_is_what_the_mask_does(name):
     rng = random.Random(f"layout {name}")
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_a_tile_is_explained():
     assert str(together) == "empty: q < k, k < 129 - q are never true together here"
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
+@pytest.mark.parametrize("name", thinned(masks.written()))
 def test_what_a_tile_is_said_to_be_is_what_it_is(name):
     rng = random.Random(f"tile {name}")
     for _ in range(3):

@@ -195,12 +195,12 @@ def rounded(x, axis, bits):
     return np.round(x / scale) * scale
 
 
-FEW = [*(pytest.param(n, marks=pytest.mark.matrix) for n in (2, 4, 7)), 8]
+FEW = [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4, 7)), 8]
 
 
 @quantized
 @pytest.mark.parametrize("bits", FEW)
-@pytest.mark.parametrize("mode", ["train", "serve", pytest.param("convert", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("mode", ["train", "serve", pytest.param("convert", marks=pytest.mark.exhaustive)])
 def test_products_of_few_bits(bits, mode):
     a, b = rng.standard_normal((5, 64)).astype(np.float32), rng.standard_normal((64, 7)).astype(np.float32)
     dot = m.get_dot_general_by_bits(bits, mode)["dot_general"]
@@ -216,7 +216,7 @@ def test_products_of_few_bits(bits, mode):
 
 
 @quantized
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_training_with_few_bits():
     a, b = rng.standard_normal((16, 64)).astype(np.float32), rng.standard_normal((64, 8)).astype(np.float32)
     dot = m.get_dot_general_by_bits(8)["dot_general"]
@@ -230,7 +230,7 @@ def test_training_with_few_bits():
 
 
 @quantized
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_converted_weights_serve():
     from flax import nnx
 

@@ -353,8 +353,8 @@ CASES = {  # keywords: the same as texts
 
 
 def each(case, jit):
-    """Eagerly all; traced a few, and the others in the matrix."""
-    marks = pytest.mark.matrix if jit and case != "padding" else ()
+    """Eagerly all; traced a few, the others exhaustive."""
+    marks = pytest.mark.exhaustive if jit and case != "padding" else ()
     return pytest.param(case, jit, marks=marks, id=f"{case} {'jit' if jit else 'eager'}")
 
 
@@ -419,7 +419,7 @@ def test_dropout():
     close(op(Q, K, V, causal=True, deterministic=False, dropout_prob=0.0), exact)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients():
     op = AttentionRegistry.create("frisket-xla")
     full = fk.compile("causal", "softcap(20) + t[0, h, q, k]", backend="xla")
@@ -450,7 +450,7 @@ def test_tiles_and_platforms_are_those_of_the_metadata(monkeypatch):
         pallas.chosen()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_other_segments_trace_nothing():
     op, count = AttentionRegistry.create("frisket-xla"), []
 

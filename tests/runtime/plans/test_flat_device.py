@@ -6,6 +6,6 @@ import pytest
 from support.triton.triton_process import run
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_launched_into_nothing():
     run(Path(__file__).parent / "flat_device_launched.py")

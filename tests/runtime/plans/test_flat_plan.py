@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.caches.jax import KVCache
@@ -65,7 +65,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("mask", some(TRACED, "causal & window(w)", [*TRACED][3]))
+@pytest.mark.parametrize("mask", default_only(TRACED, "causal & window(w)", [*TRACED][3]))
 def test_masks_with_traced_parameters(mask):
     params = TRACED[mask]
     found = jax.jit(lambda p: fk.attention(Q, K, V, mask, return_lse=True, **p))(params)
@@ -376,7 +376,7 @@ INTS = ("int32", "uint32")
 
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize(("text", "dtype"), [
-    pytest.param(*case, marks=() if case in WRAPPED else pytest.mark.matrix) for case in product(WHOLE, INTS)
+    pytest.param(*case, marks=() if case in WRAPPED else pytest.mark.exhaustive) for case in product(WHOLE, INTS)
 ])  # fmt: skip
 def test_traced_entries_may_be_any_that_their_dtype_holds(text, dtype):
     """Native kernels computed with entries from 2^28 on in 32 bits, which wrapped, under `jax.jit` alone."""
@@ -442,7 +442,7 @@ DTYPES = ["int8", "uint8", "int32", "int64", "uint32"]
 
 @pytest.mark.parametrize(("mask", "framework", "dtype"), [
     # JAX compiles each: some of int32, and int8 of offsets
-    pytest.param(*case, marks=() if case in IN_JAX or case[1] == "torch" else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case in IN_JAX or case[1] == "torch" else pytest.mark.exhaustive)
     for case in product(RUNS, ["jax", "torch"], DTYPES)
 ])  # fmt: skip
 def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):

@@ -18,7 +18,7 @@ from frisket.dsl.errors import BackwardError
 
 NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no compiler")
 BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
-OFTEN = ["aten", pytest.param("cpp", marks=[NATIVE, pytest.mark.matrix])]
+OFTEN = ["aten", pytest.param("cpp", marks=[NATIVE, pytest.mark.exhaustive])]
 G = torch.Generator().manual_seed(0)
 
 
@@ -53,7 +53,7 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = {"all": [], "relative": [pytest.mark.matrix]}  # of the native tier, which compiles every case
+QUICK = {"all": [], "relative": [pytest.mark.exhaustive]}  # of the native tier, which compiles every case
 TIERS = [("aten", n) for n in CASES] + [
     pytest.param("cpp", n, marks=[NATIVE, *QUICK.get(n, [pytest.mark.slow])]) for n in CASES
 ]

@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.ir import walk
@@ -57,7 +57,7 @@ def test_changed_tables_make_no_plan_of_the_host(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["causal & same(doc)", "causal & doc[b, q] == doc[b, k]",
-                                  pytest.param("doc[q] >= doc[k]", marks=pytest.mark.matrix)])  # fmt: skip
+                                  pytest.param("doc[q] >= doc[k]", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_the_ends_of_tables_in_order_are_entries(text):
     att = fk.compile(text, engines=False)
     for _ in range(CHANGES[-1] + 2):
@@ -93,7 +93,7 @@ UNSORTED = {
 }
 
 
-@pytest.mark.parametrize("text", some(UNSORTED, "causal & same(doc)", "causal & keep[k]"))
+@pytest.mark.parametrize("text", default_only(UNSORTED, "causal & same(doc)", "causal & keep[k]"))
 def test_tables_in_any_order_make_few_plans_of_the_host(text, monkeypatch):
     att, calls = fk.compile(text, engines=False), []
     for _ in range(CHANGES[0] + 2):
@@ -188,7 +188,7 @@ def test_other_lengths():
             att(Q, K, V, doc=documents(100))
 
 
-@pytest.mark.parametrize("text", some([
+@pytest.mark.parametrize("text", default_only([
     "causal & doc[b, q] == doc[b, k]", "causal & doc[q] == doc[k] & k < n[b]", "doc[q] >= doc[k] & window(40)",
     "doc[q] % 3 == doc[k] % 3", "causal & doc[doc[q]] == doc[k]", "k < doc[b]",
 ], "causal & doc[b, q] == doc[b, k]", "k < doc[b]"))  # fmt: skip

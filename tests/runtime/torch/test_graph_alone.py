@@ -3,7 +3,7 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from support.matrix import some
+from support.tiers import default_only
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchRuntimeError
 
@@ -97,7 +97,7 @@ def test_with_gradients_the_graph_is_another(call):
 LEARNED = ("q", "k", "v", "sinks", "values", "captured")
 
 
-@pytest.mark.parametrize("learned", some(LEARNED, "q", "sinks", "values", "captured"))
+@pytest.mark.parametrize("learned", default_only(LEARNED, "q", "sinks", "values", "captured"))
 def test_one_array_that_learns_is_enough(learned):
     seen, given = Seen(), dict(zip("qkv", drawn(), strict=True), sinks=torch.rand(4), values=torch.rand(4))
     given["captured"] = torch.rand(4)
@@ -129,7 +129,9 @@ def test_what_is_set_to_learn_inside_of_the_graph():
     torch.testing.assert_close(torch.compile(run, backend="aot_eager")(*arrays), run(*arrays))
 
 
-@pytest.mark.parametrize("asked", [{"return_lse": True}, pytest.param({"return_max": True}, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "asked", [{"return_lse": True}, pytest.param({"return_max": True}, marks=pytest.mark.exhaustive)]
+)
 def test_what_a_call_knows_of_rows_comes_from_the_other_operator(asked):
     att, seen, arrays = fk.compile("causal"), Seen(), drawn()
     with torch.no_grad():

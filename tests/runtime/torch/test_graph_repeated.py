@@ -45,7 +45,7 @@ def prepared_anew(monkeypatch):
     [
         torch.float32,
         torch.bfloat16,
-        *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+        *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (torch.float64, torch.float16)),
     ],
 )
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def prepared_anew(monkeypatch):
     [
         {},
         {"q_len": 1},
-        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.exhaustive),
         {"q_len": 70, "kv_len": 90},
     ],
 )

@@ -74,7 +74,7 @@ def held(got, want, dtype, scale=1.0):
 
 @pytest.mark.parametrize(
     ("seen", "size", "dtype"),
-    [pytest.param(*x, marks=pytest.mark.matrix if x[2] in (torch.float64, torch.float16) else ()) for x in CASES],
+    [pytest.param(*x, marks=pytest.mark.exhaustive if x[2] in (torch.float64, torch.float16) else ()) for x in CASES],
 )
 def test_results_and_gradients(seen, size, dtype):
     q, k, v = drawn(size, dtype)

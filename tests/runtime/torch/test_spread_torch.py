@@ -27,7 +27,7 @@ def test_ranks_compute_what_one_process_does(said):
     assert {which: x for which, x in off.items() if not x < 1e-4} == {}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_compiled():
     found = together(ranks.compiled, ranks.RANKS, timeout=60, limit=240)
     for r in range(ranks.RANKS):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 from torch._dynamo.testing import CompileCounter
 
 import frisket as fk
@@ -187,7 +187,7 @@ def test_export_keeps_everything(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("plain", marks=pytest.mark.slow), "permuted", pytest.param("expanded", marks=pytest.mark.matrix)],
+    [pytest.param("plain", marks=pytest.mark.slow), "permuted", pytest.param("expanded", marks=pytest.mark.exhaustive)],
 )
 def test_opcheck(kind):
     from frisket.runtime.torch import operators  # noqa: F401
@@ -324,7 +324,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("name", some(PLANNED, "plan", "BlockMask"))
+@pytest.mark.parametrize("name", default_only(PLANNED, "plan", "BlockMask"))
 def test_what_plans_runs_between_two_graphs(name):
     """Dynamo does not compile the analysis, which is numpy's and in part another thing in torch."""
     torch._dynamo.reset()

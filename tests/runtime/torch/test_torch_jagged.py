@@ -90,8 +90,8 @@ def test_flex_attention_is_that_of_every_sequence(name, keys):
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
-        pytest.param("causal", None, marks=pytest.mark.matrix),
-        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.matrix),
+        pytest.param("causal", None, marks=pytest.mark.exhaustive),
+        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.exhaustive),
         ("q + KV_LEN - Q_LEN >= k & (q + b) % B != k", "score - slopes[b] * abs(q - k) * (h + 1)"),
     ],
 )
@@ -110,7 +110,7 @@ def test_compiled_attention_is_that_of_every_sequence(mask, score, backend):
         same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_in_one_graph():
     eager = {name: lambda q, k, v, m, s=score: flex_attention(q, k, v, s, m, enable_gqa=True)
              for name, (_, score) in FUNCTIONS.items()}  # fmt: skip

@@ -45,7 +45,7 @@ def shape_of(arrays):
 DTYPES = [
     torch.float32,
     torch.bfloat16,
-    *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+    *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (torch.float64, torch.float16)),
 ]
 
 
@@ -144,7 +144,7 @@ def same(have, want):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [*((kind, "bhsd") for kind in KINDS), ("plan, lse", "bshd"),
-     *(pytest.param(kind, "bshd", marks=pytest.mark.matrix) for kind in KINDS if kind != "plan, lse")],
+     *(pytest.param(kind, "bshd", marks=pytest.mark.exhaustive) for kind in KINDS if kind != "plan, lse")],
 )  # fmt: skip
 def test_calls_with_more_than_arrays(kind, layout, asked):
     att, how, arrays = made(kind)
@@ -359,7 +359,7 @@ def generic(monkeypatch):
     "shape",
     [
         {},
-        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.exhaustive),
         {"q_len": 70, "kv_len": 90},
         {"q_len": 1},
     ],

@@ -53,7 +53,7 @@ def test_stored_keys_and_their_scales(backend):
 @pytest.mark.parametrize(
     ("dtype", "make"),
     [(torch.int8, KVCache), (torch.float32, RingKVCache),
-     *[pytest.param(*x, marks=pytest.mark.matrix) for x in ((torch.float32, KVCache), (torch.int8, RingKVCache))]],
+     *[pytest.param(*x, marks=pytest.mark.exhaustive) for x in ((torch.float32, KVCache), (torch.int8, RingKVCache))]],
 )  # fmt: skip
 def test_caches(make, dtype):
     """A step on the CPU writes the tokens, plans and runs in C++."""

@@ -237,7 +237,7 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix if n in RARE else ()) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n in RARE else ()) for n in CASES])
 def test_gradients(name):
     case = CASES[name]
     made = problem(case)
@@ -257,7 +257,7 @@ def test_variants(variant, name):
     _variant(variant, name)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_kernel_of_other_vectors():
     _variant("avx2", "all-kinds")
 
@@ -320,7 +320,7 @@ def drawn(seed):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.matrix) for n in range(60)]
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.exhaustive) for n in range(60)]
 )
 def test_drawn_cases(seed):
     case, threads = drawn(seed)

@@ -209,7 +209,7 @@ MATRIX = (
     "heads-visit-other-tiles", "minus-infinity", "bfloat16-one-query", "bfloat16-odd-sizes", "wide-integers",
     "many-parts",
 )  # fmt: skip
-MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.matrix)
+MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
@@ -262,7 +262,7 @@ SPECIAL = Case("causal & k % 3 != 0", heads=1, kv_heads=1)
 
 
 @pytest.mark.parametrize("q_len", [150, 1, 5])
-@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.exhaustive)])
 def test_masked_scores_do_not_matter(score, q_len):
     case = SPECIAL.but(score=score, q_len=q_len, origin=(0, 0, 150 - q_len, 0))
     made = problem(case, masked_keys)
@@ -270,7 +270,7 @@ def test_masked_scores_do_not_matter(score, q_len):
     check(made, made.run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 def test_keys_between_intervals_do_not_matter(dtype):
     def change(q, k, v):
         for x in (k, v):
@@ -305,7 +305,7 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
 @pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"),
-                                               *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
+                                               *[pytest.param(*x, marks=pytest.mark.exhaustive) for x in (
                                                    ("bfloat16-one-query", "avx2"), ("bfloat16", "avx2"),
                                                    ("intervals", "avx2"),
                                                    ("intervals-float64", "scalar"), ("residues", "avx2"),

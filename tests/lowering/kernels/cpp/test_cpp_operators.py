@@ -154,10 +154,10 @@ def same(op, got, want, real, wide):
         return got == want
 
 
-@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("dtype", "wide", "variant"), SETTINGS)
 def test_vectors(dtype, wide, variant, optimized):
-    """Of the matrix with all optimizations, which take g++ 12 seconds."""
+    """Exhaustive with all optimizations, which take g++ 12 seconds."""
     assert off(dtype, wide, variant, k, "LANES") == {}
 
 

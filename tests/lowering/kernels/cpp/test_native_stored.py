@@ -213,7 +213,7 @@ USUAL = ("decode-bfloat16", "prefill-bfloat16-holes")
 HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
 
 
-@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.matrix) for n in CASES])
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES])
 def test_stored(name):
     made = Problem(CASES[name])
     made.check(made.run())
@@ -229,7 +229,7 @@ def test_variants(variant, name):
 
 @pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.slow) for v in HERE)])
 @pytest.mark.parametrize(
-    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.matrix) for x in (EIGHT[0], EIGHT[2]))]
+    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (EIGHT[0], EIGHT[2]))]
 )
 def test_all_numbers_of_eight_bits(stored, variant):
     """A query that sees one key gets its value: each of the 256 there are, NaN, infinities, subnormal ones too."""

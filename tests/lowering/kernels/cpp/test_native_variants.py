@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
 from support.native.native_image import Problem, flags_of, here, program
+from support.tiers import default_only
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
@@ -52,18 +52,18 @@ def check(name, runner):
 
 
 def both(names, more=()):
-    """A slice in every run, `more` in the matrix, the rest when asked."""
-    marks = dict.fromkeys(names, ()) | dict.fromkeys(more, pytest.mark.matrix)
+    """A slice in every run, `more` in the exhaustive tier, the rest when asked."""
+    marks = dict.fromkeys(names, ()) | dict.fromkeys(more, pytest.mark.exhaustive)
     return [pytest.param(n, marks=marks.get(n, pytest.mark.slow)) for n in MATRIX]
 
 
 @pytest.mark.parametrize("name", both(SLICE[:1]))
-@pytest.mark.parametrize("variant", some(HERE, *[v for v in ("avx2",) if v in HERE]))
+@pytest.mark.parametrize("variant", default_only(HERE, *[v for v in ("avx2",) if v in HERE]))
 def test_variants(variant, name):
     check(name, here(variant))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_half_precision_without_its_instructions():
     for variant, name in (("avx512", "bfloat16"), ("avx2", "bfloat16"), ("scalar", "float16")):
         if variant in HERE:
@@ -100,7 +100,7 @@ SANITIZERS = {
 @pytest.mark.parametrize(
     ("sanitizer", "name"),
     [
-        pytest.param(s, n, marks=pytest.mark.slow if n != "plain" else () if s == "address" else pytest.mark.matrix)
+        pytest.param(s, n, marks=pytest.mark.slow if n != "plain" else () if s == "address" else pytest.mark.exhaustive)
         for s in SANITIZERS
         for n in MATRIX
     ],
@@ -135,7 +135,7 @@ def disassembled(library, objdump="objdump"):
 
 @missing("objdump")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("variant", some([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
+@pytest.mark.parametrize("variant", default_only([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
 def test_the_instructions(variant, kind):
     text = disassembled(native_build.library(problem("relative-bias").source(kind), variant)._name)
     there, absent = WANTED[variant]
@@ -143,7 +143,7 @@ def test_the_instructions(variant, kind):
     assert not any(re.search(x, text) for x in absent)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @missing("objdump")
 @pytest.mark.skipif("avx512bf16" not in HERE, reason="left out: this CPU has no bfloat16 instructions")
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,7 +152,7 @@ def test_half_precision_uses_its_instructions(kind):
     assert re.search("vdpbf16ps .*%zmm", text)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @missing(*ARM, "aarch64-linux-gnu-objdump")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_instructions_of_neon(kind, tmp_path):

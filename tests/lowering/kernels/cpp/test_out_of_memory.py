@@ -67,8 +67,8 @@ def refused(allow, run, match):
     ("text", "shape", "least"),
     [
         ("causal & t[q] == t[k]", (300,), 4),  # the trees of a table, and pieces that grow
-        pytest.param("t[h, q] >= t[h, k]", (2, 300), 4, marks=pytest.mark.matrix),
-        pytest.param("t[q, k] > 3", (300, 300), 4, marks=pytest.mark.matrix),
+        pytest.param("t[h, q] >= t[h, k]", (2, 300), 4, marks=pytest.mark.exhaustive),
+        pytest.param("t[q, k] > 3", (300, 300), 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_planners(scarce, text, shape, least):
@@ -87,7 +87,7 @@ def test_planners(scarce, text, shape, least):
 
 
 @pytest.mark.parametrize(
-    "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.matrix)]
+    "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.exhaustive)]
 )
 def test_kernels(scarce, monkeypatch, length):
     torch = pytest.importorskip("torch")

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 from support.attention_cases import CASES, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.triton.reserved import unreserved
 
 from frisket.dsl import ir
@@ -50,7 +50,7 @@ def test_golden_text(name, golden):
 
 
 @pytest.mark.parametrize("target", [TARGET, BLACKWELL], ids=lambda target: target.arch)
-@pytest.mark.parametrize("name", every_other(CASES))
+@pytest.mark.parametrize("name", thinned(CASES))
 def test_every_case_has_a_text(name, target):
     text = emit(plan(CASES[name]), target, Dims(32, 32, "bfloat16", 2), low=True)
     ast.parse(text)

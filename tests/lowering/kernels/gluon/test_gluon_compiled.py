@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "only",
     ["test_some and causal",
-     pytest.param("not test_rest and not (test_some and causal)", marks=pytest.mark.matrix)],
+     pytest.param("not test_rest and not (test_some and causal)", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_some(only):
     run(HERE / "gluon_compiled.py", only=only)

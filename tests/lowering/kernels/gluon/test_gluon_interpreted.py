@@ -10,7 +10,7 @@ from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.gluon.gluon_call import check, install, run, tensors, with_everything
 from support.gluon.machine import Columns
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
@@ -28,7 +28,7 @@ def interpreted(monkeypatch):
     install(monkeypatch)
 
 
-@pytest.fixture(params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+@pytest.fixture(params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def on(request):
     return request.param
 
@@ -37,13 +37,13 @@ def half(case, on, **changes):
     return case.but(**{"dtype": "bfloat16", "block": BLOCKS[on]} | changes)
 
 
-@pytest.mark.parametrize("name", every_other(DOCUMENTS))
+@pytest.mark.parametrize("name", thinned(DOCUMENTS))
 def test_documents(name, on):
     case = half(DOCUMENTS[name][0], on)
     check(case, *run(case, arch=on))
 
 
-@pytest.mark.parametrize("name", every_other(CASES))
+@pytest.mark.parametrize("name", thinned(CASES))
 def test_every_case(name, on):
     case = half(CASES[name], on)
     check(case, *run(case, arch=on))
@@ -110,7 +110,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("origin", [(0, 0, 0, 0), (1, 1, 70, 20)])
-@pytest.mark.parametrize("name", every_other(CLOSED))
+@pytest.mark.parametrize("name", thinned(CLOSED))
 def test_closed_forms(name, origin, on):
     mask, bounds = CLOSED[name]
     sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
@@ -124,7 +124,7 @@ LONG = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700),
 
 
 @pytest.mark.parametrize(("seed", "stages"), [  # each once a run
-    pytest.param(seed, stages, marks=() if stages == seed + 1 else pytest.mark.matrix)
+    pytest.param(seed, stages, marks=() if stages == seed + 1 else pytest.mark.exhaustive)
     for seed in range(4) for stages in range(1, 5)
 ])  # fmt: skip
 def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages, on):

@@ -118,7 +118,7 @@ def test_texts_are_their_expressions(name):
     check_text(half(name, dtype="float32", q_len=70, kv_len=70))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
 def test_every_text_is_its_expression(name):
     # its 20 * tanh is a difference from 20: off by the rounding of numbers of that size
@@ -126,7 +126,7 @@ def test_every_text_is_its_expression(name):
     check_text(half(name, dtype="float32"), **bound)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["documents", "relative-bias", "alibi", "origin-by-batch"])
 def test_texts_of_transposed_tiles(name):
     check_text(half(name, dtype="float32"), down="k")
@@ -165,7 +165,7 @@ def test_tanh_is_the_machines_where_that_is_near_enough(mask, capped, approximat
     assert "tanh_approximate" not in pallas_gpu.emit(made, target, g, "bfloat16")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", sorted(JNP))
 def test_operators_have_their_meaning(op):
     check_operator(op)
@@ -270,7 +270,7 @@ def test_a_ragged_causal_kernel(races):
 
 
 OFTEN = ("empty-rows", "holes", "relative-bias")  # the interpreter takes up to a minute for a case
-TIERS = {n: pytest.mark.matrix if n in OFTEN else pytest.mark.slow for n in INTERPRETED}
+TIERS = {n: pytest.mark.exhaustive if n in OFTEN else pytest.mark.slow for n in INTERPRETED}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier) for n, tier in TIERS.items()])
@@ -296,7 +296,7 @@ def test_sinks_and_dropout(races):
     assert not races()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dropout_keeps_what_other_backends_keep(races):
     case = half("causal", q_len=64, kv_len=64, heads=1, kv_heads=1)
     found = np.asarray(run(case, dropout=True)[0], np.float64)
@@ -337,7 +337,7 @@ def test_lowers_for_a_gpu(name, dim, dtype):
     assert "mosaic_gpu" in lowered(wide(name, dim, dtype)).mlir_module()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
 def test_every_case_lowers(name):
     lowered(wide(name, 128))

@@ -83,7 +83,7 @@ def races(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(OLD, reason="Mosaic GPU's interpreter takes minutes for a call before JAX 0.11")
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied(name, monkeypatch, races):
@@ -129,8 +129,8 @@ def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied
 
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [("two runs in a row", 128), *(pytest.param(n, 64, marks=pytest.mark.matrix) for n in INTERPRETED),
-     *(pytest.param("causal, ragged, grouped", d, marks=pytest.mark.matrix) for d in (192, 256))],
+    [("two runs in a row", 128), *(pytest.param(n, 64, marks=pytest.mark.exhaustive) for n in INTERPRETED),
+     *(pytest.param("causal, ragged, grouped", d, marks=pytest.mark.exhaustive) for d in (192, 256))],
 )  # fmt: skip
 def test_kernels_lower_for_a_gpu_that_is_not_here(name, dim):
     case = INTERPRETED[name].but(dim=dim)

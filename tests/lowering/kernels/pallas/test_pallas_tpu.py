@@ -11,8 +11,8 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
 from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl import ir
@@ -66,7 +66,7 @@ def run(case, made=None, **options):
 OFTEN = "window documents-by-batch gqa empty-rows crop bias-plane relation".split()
 
 
-@pytest.mark.parametrize("name", some(ALL, *OFTEN))
+@pytest.mark.parametrize("name", default_only(ALL, *OFTEN))
 def test_every_case(name):
     case = ALL[name].but(block=(128, 128))
     cases.check(case, *run(case)[:2])
@@ -80,14 +80,14 @@ def test_a_value_of_one_number_more_than_the_lanes():
 UNEQUAL = [f"{name} {tile}" for name in ("window", "distances", "distances-by-batch") for tile in ("1x2", "2x1")]
 
 
-@pytest.mark.parametrize("which", some(UNEQUAL, "window 2x1"))
+@pytest.mark.parametrize("which", default_only(UNEQUAL, "window 2x1"))
 def test_unequal_tiles(which):
     name, tile = which.split()
     case = ALL[name].but(block=tuple(128 * int(n) for n in tile.split("x")))
     cases.check(case, *run(case)[:2])
 
 
-@pytest.mark.parametrize("block", [(128, 256), pytest.param((256, 128), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("block", [(128, 256), pytest.param((256, 128), marks=pytest.mark.exhaustive)], ids=str)
 def test_distances_where_rows_are_rolled_alike(block, monkeypatch):
     """As TPUs before v5 do."""
     monkeypatch.setattr(runtime, "strided", lambda platform: False)
@@ -101,7 +101,7 @@ HALVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", some(sorted(HALVES), "gqa bfloat16", "softcap float16"))
+@pytest.mark.parametrize("which", default_only(sorted(HALVES), "gqa bfloat16", "softcap float16"))
 def test_half_precision(which):
     name, dtype = which.split()
     case = ALL[name].but(dtype=dtype, block=(128, 128))
@@ -110,7 +110,9 @@ def test_half_precision(which):
     assert (lse.dtype, top.dtype) == (jnp.float32, jnp.float32)
 
 
-@pytest.mark.parametrize("name", some(["gqa", "empty-rows", "softcap", "visible-minus-inf"], "gqa", "empty-rows"))
+@pytest.mark.parametrize(
+    "name", default_only(["gqa", "empty-rows", "softcap", "visible-minus-inf"], "gqa", "empty-rows")
+)
 def test_sinks_dropout_and_the_largest_scores(name):
     case, rate = CASES[name].but(block=(128, 128)), 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
@@ -133,7 +135,7 @@ OFTEN = [("gqa", "of the host")]
 
 
 @pytest.mark.parametrize(("name", "traced"), [
-    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
     for case in product(CAREFUL, ["of the host", "traced"])
 ])  # fmt: skip
 def test_no_races_and_no_read_outside(name, traced):
@@ -265,7 +267,7 @@ def pallas_call(jaxpr):
     return next(e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
 
 
-@pytest.mark.parametrize("which", some(
+@pytest.mark.parametrize("which", default_only(
     [f"{name} {dim}" for name in LONG for dim in (64, 128, 256)], "documents 128", "relative bias 64"
 ))  # fmt: skip
 def test_long_sequences_lower_with_blocks_of_one_tile(which):
@@ -289,7 +291,7 @@ def test_lowers_under_shard_map():
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("op", some(JNP, "floordiv", "erf", "where", "random"))
+@pytest.mark.parametrize("op", default_only(JNP, "floordiv", "erf", "where", "random"))
 def test_every_operator_lowers(op):
     found = list(operator_cases(op))
     assert found

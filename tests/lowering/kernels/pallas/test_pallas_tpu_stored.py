@@ -10,8 +10,8 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support import stored_cases
-from support.matrix import some
 from support.stored_cases import STORED, Stored, decode
+from support.tiers import default_only
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
@@ -36,7 +36,7 @@ def run(stored, made, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(ALL, "small pages", "no end"))
+@pytest.mark.parametrize("name", default_only(ALL, "small pages", "no end"))
 def test_every_way_to_store(name):
     stored = ALL[name]
     made = stored_cases.problem(stored, "bshd")
@@ -45,7 +45,7 @@ def test_every_way_to_store(name):
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_no_read_outside(monkeypatch):
     """Behind the edges of blocks lies NaN, as in test_pallas_tpu.py."""
     stored = ALL["small pages"]

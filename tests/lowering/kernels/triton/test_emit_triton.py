@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.attention_cases import CASES, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.triton.reserved import unreserved
 from support.unknown_names import unknown_names
 
@@ -214,7 +214,7 @@ def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
     ]
 
 
-@pytest.mark.parametrize("name", every_other(CASES))
+@pytest.mark.parametrize("name", thinned(CASES))
 def test_every_name_of_the_kernel_is_reserved(name):
     case = CASES[name]
     made = plan(case)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.attention_cases import CASES, causal, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.torch.torch_gradients import MODS
 from support.triton.reserved import unreserved
 
@@ -70,7 +70,7 @@ def test_tensor_descriptors_are_for_what_they_can_read():
     assert not square(target).descriptors
 
 
-@pytest.mark.parametrize("name", every_other([*CASES, *MODS]))
+@pytest.mark.parametrize("name", thinned([*CASES, *MODS]))
 def test_every_name_of_the_kernels_is_reserved(name):
     made = replace(plan({**CASES, **MODS}[name]), kept=None)
     text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))

@@ -8,13 +8,13 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", ["every_table", "not every_table"])
 def test_interpreted(part):
     run(HERE / "triton_captured_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_compiled():
     run(HERE / "triton_captured_compiled.py", only="not slow")
 

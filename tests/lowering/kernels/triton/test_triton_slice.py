@@ -1,5 +1,5 @@
 """Some of every test of Triton's kernels, in as few processes as there are ways to run them: the rest, named by the
-files test_triton_*.py beside this one, is `pytest -m matrix`."""
+files test_triton_*.py beside this one, is `pytest -m exhaustive`."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ INTERPRETED = {
         "graph_of_a_checkpoint", "eager_beside_the_interpreter", "orders[causal & same(doc)]",
     ),
 }  # fmt: skip
-LONG = {  # that take seconds: of mutants, and of the matrix with all others of their files
+LONG = {  # that take seconds: for mutants, and exhaustive with all others of their files
     "lowering/kernels/triton/triton_interpreted.py": ("every_case[gqa]",),
     "lowering/kernels/triton/triton_interpreted_decode.py": ("parts_with_everything[gqa]",),
     "lowering/kernels/triton/triton_interpreted_stored.py": (

@@ -41,7 +41,7 @@ def test_no_default_spills_but_those_that_the_page_lists(version):
     assert found == {x: n for x, n in listed().items() if x[0] == version and x[3] != "captured"}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_some():
     run(HERE / "triton_table.py")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.flash import engine as stand_in
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
@@ -21,7 +21,7 @@ DOC = np.arange(300) // 70
 OFTEN = ("causal", "window(w)", "bottom_right", "same(t)", "padding(len)", "natten1d(size, n)", "global_tokens(t)")
 
 
-@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def arch(monkeypatch, request):
     """The backend runs here, on such a GPU."""
     monkeypatch.setattr(tiles, "architecture", lambda device=None: request.param)
@@ -36,13 +36,13 @@ def arrays(case, dtype=torch.float16, kv_heads=1, dim=64):
     return [torch.randn(case.batch, n, length, dim, generator=draw).to(dtype) for n, length in shapes]
 
 
-@pytest.mark.parametrize("name", some(MASKS, *OFTEN))
+@pytest.mark.parametrize("name", default_only(MASKS, *OFTEN))
 def test_every_mask(name):
     case = MASKS[name]
     fk.compile(case.mask, backend="flash", deterministic=False).check(*arrays(case)).require()
 
 
-@pytest.mark.parametrize("name", some(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
+@pytest.mark.parametrize("name", default_only(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
 def test_every_score_mod(name):
     """With gradients of q, k and v where the score mod reads no learnable table, which has none here."""
     case = MODS[name]

@@ -36,8 +36,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mask", "score", "lengths", "given", "dtype"), [
-    *(pytest.param(*x, "float32", marks=() if x[0] in ("causal", WHOLE[0]) else pytest.mark.matrix) for x in CASES),
-    *(pytest.param(*case, "bfloat16", marks=() if case is WHOLE else pytest.mark.matrix) for case in CASES),
+    *(pytest.param(*x, "float32", marks=() if x[0] in ("causal", WHOLE[0]) else pytest.mark.exhaustive) for x in CASES),
+    *(pytest.param(*case, "bfloat16", marks=() if case is WHOLE else pytest.mark.exhaustive) for case in CASES),
 ])  # fmt: skip
 def test_splash_is_the_oracle(mask: str, score: str | None, lengths: tuple, given: dict, dtype: str) -> None:
     report = fk.compile(mask, score, backend="splash", **given).check(

@@ -139,6 +139,6 @@ def test_the_text_that_jax_runs_is_whole():
     assert "dkv_sums" not in names(fk.compile("causal").source("triton", *given))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted():
     run(Path(__file__).parent / "triton_rows_interpreted.py", TRITON_INTERPRET="1")
