@@ -1,4 +1,4 @@
-"""What bad text is told: golden/bad_text.txt holds every message in full.
+"""What bad text is told: bad_text.txt holds every message in full.
 
 Each entry is a line `kind: text` (text as a Python literal), then the message, indented. After a deliberate
 change: `python -m pytest tests/dsl/test_bad_text.py --tb=short` shows the new text to paste.
@@ -19,11 +19,11 @@ from frisket.dsl.errors import FrisketError, MaskSyntaxError, ParameterError
 from frisket.dsl.program import read
 from frisket.runtime.masks.mask import mask, score
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "bad_text.txt"
+MESSAGES = Path(__file__).with_name("bad_text.txt")
 
 
 def entries():
-    for block in re.split(r"\n\n(?=mask: |score: )", GOLDEN.read_text(encoding="utf-8")):
+    for block in re.split(r"\n\n(?=mask: |score: )", MESSAGES.read_text(encoding="utf-8")):
         head, *lines = block.strip("\n").split("\n")
         kind, _, text = head.partition(": ")
         yield kind, ast.literal_eval(text), "\n".join(line[4:] for line in lines)
