@@ -115,6 +115,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run the I-th of N parts, into which tests are dealt by their names")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew; read `git diff`")
+    parser.addoption("--update-results", action="store_true", help="write benchmarks/results/compiled anew")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

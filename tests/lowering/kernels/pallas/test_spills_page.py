@@ -1,16 +1,16 @@
-"""The table of spills on docs/pallas.md is that of the compiled kernels in tests/golden/pallas."""
+"""The table of spills on docs/pallas.md is that of the compiled kernels in benchmarks/results/compiled."""
 
 import re
 from pathlib import Path
 
 from support.pages import DOCS
 
-GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "pallas"
+RESULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "compiled"
 LINE = re.compile(r"(?P<name>\S.*?) +(?P<dim>\d+) (?:bfloat16|float16) .*, (?P<bytes>\d+) spilled,")
 PLAIN = ("causal", "window", "softcap", "alibi")
 KERNELS = [
     match.group("name", "dim", "bytes")
-    for file in GOLDEN.glob("gpu_compiled_*.txt")
+    for file in RESULTS.glob("pallas-gpu-jax-*.txt")
     for match in map(LINE.match, file.read_text(encoding="utf-8").splitlines()) if match
 ]  # fmt: skip
 

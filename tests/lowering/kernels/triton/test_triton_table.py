@@ -15,11 +15,12 @@ from support.triton.triton_process import run
 from support.triton.triton_spills import listed
 
 HERE = Path(__file__).parent
-GOLDEN = HERE.parents[2] / "golden"
+ROOT = HERE.parents[3]
+RESULTS = ROOT / "benchmarks" / "results" / "compiled"
 
 
 def test_the_table_is_whole():
-    lines = (GOLDEN / "triton" / "report_3.9.txt").read_text().splitlines()
+    lines = (RESULTS / "triton-3.9.txt").read_text().splitlines()
     architectures, dims = ("sm_80", "sm_90", "sm_100", "gfx942"), ("64", "128", "256")
     masks, kernels = ("causal", "window", "documents", "softcap"), ("forward", "delta", "dq", "dkv", "decode")
     lines_of = [*product(masks, kernels), ("stored", "forward"), ("stored", "decode")]
@@ -32,7 +33,7 @@ def test_the_table_is_whole():
 @pytest.mark.parametrize("version", ["3.6", "3.9"])
 def test_no_default_spills_but_those_that_the_page_lists(version):
     found, seen = {}, set()
-    for line in (GOLDEN / "triton" / f"report_{version}.txt").read_text().splitlines():
+    for line in (RESULTS / f"triton-{version}.txt").read_text().splitlines():
         arch, _, dim, mask, kernel, *_ = line.split()
         seen.add(arch)
         if spilled := int(re.search(r"(\d+) spilled", line)[1]):
@@ -55,7 +56,7 @@ def test_rest():
 def test_the_page_shows_what_the_command_prints():
     if not version("triton").startswith("3.9"):
         pytest.skip("the page has the figures of Triton 3.9")
-    (block,) = blocks("console", GOLDEN.parents[1] / "docs" / "triton.md")
+    (block,) = blocks("console", ROOT / "docs" / "triton.md")
     command, shown = block.removeprefix("$ frisket ").split("\n", 1)
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     argv = [sys.executable, "-m", "frisket.runtime.cli.main", *shlex.split(command)]
