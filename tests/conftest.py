@@ -37,8 +37,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 gc.set_threshold(20_000, 10, 10)
 
 EMITTERS = "--xla_cpu_use_fusion_emitters"
-GOLDEN = Path(__file__).parent / "golden"
-QUICK = Path(__file__).parent / "support/native/quick_g++"
+TESTS = Path(__file__).parent
+QUICK = TESTS / "support/native/quick_g++"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -132,11 +132,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest):
-    """`golden("name.py", text)`: the text is what tests/golden/name.py holds."""
+    """`golden("name.py", text)` in tests/area/test_x.py: the text is what tests/golden/area/test_x/name.py holds."""
+    folder = TESTS / "golden" / request.path.relative_to(TESTS).with_suffix("")
 
     def check(name: str, text: str) -> None:
-        path = GOLDEN / name
+        path = folder / name
         if request.config.getoption("--update-golden"):
+            folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert text == path.read_text(), f"{name} changed; if it should have, run pytest --update-golden"
 

@@ -344,7 +344,7 @@ def test_torch_looks_at_no_value(name, sorted_):
 @pytest.mark.parametrize("backend", ["jnp", "torch"])
 @pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, backend, golden):
-    golden_planners.check(golden, name, f"{backend}.py", lambda made: text.emit(made, WORDS[backend][0]))
+    golden_planners.check(golden, name, ".py", lambda made: text.emit(made, WORDS[backend][0]), f"{backend}_")
 
 
 def test_meta_tensors_suffice():

@@ -312,7 +312,7 @@ def test_ids_in_any_order(name, ids):
 @pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, golden):
     made = golden_planners.made(name)
-    golden_planners.check(golden, name, "cpp.cpp", text.function)
+    golden_planners.check(golden, name, ".cpp", text.function)
     assert text.emit(made).endswith(text.function(made))
 
 

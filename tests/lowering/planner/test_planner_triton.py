@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, golden):
-    golden_planners.check(golden, name, "triton.py", lambda made: text.emit(made).text)
+    golden_planners.check(golden, name, ".py", lambda made: text.emit(made).text)
 
 
 def test_names_of_parameters_stand_apart():

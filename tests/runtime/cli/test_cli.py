@@ -50,7 +50,7 @@ def test_show(run, golden, tmp_path, name):
     status, out, err = run("show", *SHOWN[name])
     assert (status, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    golden(f"cli/show_{name}.txt", out)
+    golden(f"show_{name}.txt", out)
 
 
 def test_show_a_score_mod_alone(run):
@@ -286,7 +286,7 @@ def test_explain_shows_the_stages(run, golden):
     argv = ["explain", "causal & window(64)", "--score", "where(k < 500, score, -inf)", "--q-len", "512"]
     status, out, err = run(*argv)
     assert (status, err) == (0, "")
-    golden("cli/explain.txt", out)
+    golden("explain.txt", out)
     status, out, _ = run(*argv, "--json")
     assert json.loads(out)["rules"]["merge-bounds"] > 0
 

@@ -374,4 +374,4 @@ def test_text(golden):
         64, 64, 1, 2, (64, 64), proofs=True,
     )  # fmt: skip
     kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")
-    golden("cpp/backward_relative_bias.cpp", kernel.expressions())
+    golden("relative_bias.cpp", kernel.expressions())

@@ -12,6 +12,7 @@ from frisket.dsl.ir import lookup, param
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import call
 from frisket.lowering.kernels.cpp import expr as expr_cpp
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
@@ -22,13 +23,13 @@ documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
 softcap = 50.0 * function("tanh", score / 50.0)
 alibi = lookup("slope", (h,), FLOAT) * (k - q)
 GOLDEN = {
-    "cpp/full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
-    "cpp/documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
-    "cpp/softcap_alibi.cpp": (
+    "full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
+    "documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
+    "softcap_alibi.cpp": (
         make_plan(causal, softcap + alibi, "causal\nsoftcap(50) + slope[h] * (k - q)", dropout=True),
         128, 128, "float32",
     ),
-    "cpp/relative_bias.cpp": (
+    "relative_bias.cpp": (
         make_plan(
             causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
             score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
@@ -40,10 +41,21 @@ GOLDEN = {
 }  # fmt: skip
 
 
+def without_parts(source):
+    """The source, with a line for each text that every kernel contains: the hand-written headers and the call."""
+    for name in (*cpp.ARITHMETIC, "scores", "forward", "forward_work", "decode"):
+        source = source.replace(cpp.part(name), f'#include "{name}.hpp"\n')
+    return source.replace(call.text(), '#include "call.hpp"\n')
+
+
+def test_golden_call(golden):
+    golden("call.hpp", call.text())
+
+
 def test_golden_window(golden):
-    """The whole source, with the parts written by hand."""
+    """The whole source, with the order of its parts."""
     made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
-    golden("cpp/window.cpp", cpp.CppKernel(made, TARGET, 64, 64, "float32").source())
+    golden("window.cpp", without_parts(cpp.CppKernel(made, TARGET, 64, 64, "float32").source()))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -51,11 +63,11 @@ def test_golden_text(name, golden):
     """What the plan decides of the source."""
     made, *rest = GOLDEN[name]
     kernel = cpp.CppKernel(made, TARGET, *rest)
-    golden(name, kernel.head() + kernel.expressions())
+    golden(name, without_parts(kernel.head()) + kernel.expressions())
 
 
 def test_the_source_is_its_parts():
-    made, *rest = GOLDEN["cpp/documents.cpp"]
+    made, *rest = GOLDEN["documents.cpp"]
     source = cpp.CppKernel(made, TARGET, *rest).source()
     kernel = cpp.CppKernel(made, TARGET, *rest)
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):

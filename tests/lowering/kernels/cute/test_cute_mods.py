@@ -40,7 +40,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_text(name, golden):
-    golden(f"cute/{name}.py", emit(GOLDEN[name]).text)
+    golden(f"{name}.py", emit(GOLDEN[name]).text)
 
 
 def values(made, plan, env, slots, tables):

@@ -22,11 +22,11 @@ causal = q >= k
 documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
 closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
 GOLDEN = {
-    "gluon/window.py": (
+    "window.py": (
         make_plan(causal & (q - k < param("w")), None, "causal & window(w)", bounds=closed, rows_nonempty=True),
         Dims(128, 128, "bfloat16", 8), {},
     ),
-    "gluon/everything.py": (
+    "everything.py": (
         make_plan(
             causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q),
             "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)", dropout=True,
@@ -36,7 +36,7 @@ GOLDEN = {
 }  # fmt: skip
 
 
-GOLDEN |= {f"gluon/blackwell_{name.removeprefix('gluon/')}": of for name, of in GOLDEN.items()}
+GOLDEN |= {f"blackwell_{name}": of for name, of in GOLDEN.items()}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

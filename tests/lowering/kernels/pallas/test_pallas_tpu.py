@@ -310,7 +310,7 @@ def test_golden(name, golden):
     made = replace(cases.plan(case), text=text)
     source = pallas_tpu.emit(made, TARGET, cases.geometry(case), "bfloat16")
     assert source == pallas_tpu.emit(made, TARGET, cases.geometry(case), "bfloat16")
-    golden(f"pallas/{name.replace('-', '_')}.py", source)
+    golden(f"{name.replace('-', '_')}.py", source)
 
 
 def refused(case, dtype="float32", target=TARGET, made=None):

@@ -323,7 +323,7 @@ def test_golden(name, golden):
     args = made, Target("pallas-tpu", 128, 128), cases.geometry(case), "bfloat16", wanted
     source = emitted.emit(*args)
     assert source == emitted.emit(*args)
-    golden(f"pallas/backward_{name.replace('-', '_')}.py", source)
+    golden(f"{name.replace('-', '_')}.py", source)
 
 
 def test_what_it_cannot_do_is_said():

@@ -110,7 +110,7 @@ def test_what_a_tpu_cannot_do_is_said():
 
 def test_golden(golden):
     made = stored_cases.problem(STORED["small pages"], "bshd")
-    golden("pallas/stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
+    golden("stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
                                                narrow=True))  # fmt: skip
 
 

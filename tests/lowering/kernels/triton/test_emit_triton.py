@@ -41,19 +41,19 @@ softcap = 50 * function("tanh", score / 50)
 alibi = ir.lookup("slope", (h,), FLOAT) * (k - q)
 last = minimum(q1, ir.KV_LEN - 1)
 GOLDEN = {
-    "triton/full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
-    "triton/window.py": (
+    "full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
+    "window.py": (
         make_plan(
             window, None, "causal & window(w)", rows_nonempty=True,
             bounds=Bounds(q0 - param("w") + 1, q1 - param("w") + 1, q0, last),
         ),
         128, 128, "bfloat16", 8,
     ),
-    "triton/documents.py": (
+    "documents.py": (
         make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)"),
         80, 64, "float16", 1,
     ),
-    "triton/relative_bias.py": (
+    "relative_bias.py": (
         make_plan(
             causal & eq(q // 3 % 8, k // 3 % 8), score + ir.lookup("bias", (h, k - q + 512), FLOAT),
             "causal & q // 3 % 8 == k // 3 % 8\nscore + bias[h, k - q + 512]", limits={"q": 2**33, "k": 2**33},
@@ -70,8 +70,8 @@ def test_golden_text(name, golden):
 
 
 def test_golden_text_with_tensor_descriptors(golden):
-    made, *rest = GOLDEN["triton/window.py"]
-    golden("triton/window_descriptors.py", emit(made, replace(TARGET, descriptors=True), Dims(*rest)))
+    made, *rest = GOLDEN["window.py"]
+    golden("window_descriptors.py", emit(made, replace(TARGET, descriptors=True), Dims(*rest)))
 
 
 def test_tensor_descriptors_are_for_what_they_can_read():
@@ -93,9 +93,7 @@ GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None, "abs(q - k) 
 
 
 def test_golden_text_of_long_rows_in_parts(golden):
-    golden(
-        "triton/long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True)
-    )
+    golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True))
 
 
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
@@ -103,14 +101,14 @@ WITH = {"sinks": True, "top": True, "low": True}
 
 
 def test_golden_text_with_all_there_is(golden):
-    golden("triton/everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
+    golden("everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
 
 
 def test_golden_text_of_few_queries(golden):
     few = replace(TARGET, block_q=16, num_warps=4)
-    made, *rest = GOLDEN["triton/window.py"]
-    golden("triton/decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
-    golden("triton/decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
+    made, *rest = GOLDEN["window.py"]
+    golden("decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
+    golden("decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
 
 
 def scale(name):
@@ -128,9 +126,9 @@ def stored(page):
 def test_golden_text_of_stored_keys_and_values(golden):
     """Few queries over pages that hold a tile, and a forward whose tiles hold pages."""
     few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
-    golden("triton/decode_stored.py", triton_decode.emit(stored(64), few, dims))
-    golden("triton/decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
-    golden("triton/stored.py", emit(stored(16), TARGET, dims))
+    golden("decode_stored.py", triton_decode.emit(stored(64), few, dims))
+    golden("decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
+    golden("stored.py", emit(stored(16), TARGET, dims))
 
 
 def test_stored_keys_and_values_have_no_backward():

@@ -45,13 +45,13 @@ def names(text):
 
 
 def test_golden_text(golden):
-    golden("triton/backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
-    golden("triton/backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
+    golden("window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
 
 
 def test_golden_text_with_tensor_descriptors(golden):
     target = replace(TARGET, dkv=Target("triton", 64, 64, 4, 2)).everywhere(descriptors=True)
-    golden("triton/backward_descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
 
 
 def test_golden_text_of_long_rows_in_parts(golden):
@@ -59,7 +59,7 @@ def test_golden_text_of_long_rows_in_parts(golden):
     score_mod = score * lookup("gain", (h,), FLOAT) + lookup("gate", (h, k), FLOAT)
     made = make_plan(mask, score_mod, "abs(q - k) <= 256 | k < 64 | q < 64\nscore * gain[h] + gate[h, k]")
     dims = Dims(128, 96, "bfloat16", 4)
-    golden("triton/backward_long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
+    golden("long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
 
 
 def test_tensor_descriptors_are_for_what_they_can_read():

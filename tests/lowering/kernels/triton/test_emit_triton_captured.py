@@ -42,18 +42,18 @@ BUCKETS = make_plan(causal, score + bias(lookup("bucket", (q, k), INT), h), "cau
 
 def text(name):
     made, way, more = {
-        "triton/captured_distance.py": (WINDOW, diagonal, {}),
-        "triton/captured_dropout.py": (CAPPED, diagonal, {}),
-        "triton/captured_plane.py": (SHARED, plane, {"shared": "b"}),
-        "triton/captured_buckets.py": (BUCKETS, scatter, {"fixed": True}),
+        "distance.py": (WINDOW, diagonal, {}),
+        "dropout.py": (CAPPED, diagonal, {}),
+        "plane.py": (SHARED, plane, {"shared": "b"}),
+        "buckets.py": (BUCKETS, scatter, {"fixed": True}),
         "atomics": (BUCKETS, scatter, {"fixed": False}),
     }[name]
     gradients = backward_of(made).gradients
     return made, way(made, TARGET, DIMS, gradients if way is diagonal else gradients[0], **more)
 
 
-GOLDEN = ["triton/captured_distance.py", "triton/captured_dropout.py", "triton/captured_plane.py",
-          "triton/captured_buckets.py"]  # fmt: skip
+GOLDEN = ["distance.py", "dropout.py", "plane.py",
+          "buckets.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -70,9 +70,9 @@ def test_every_name_of_the_kernel_is_reserved(name):
 
 def test_atomics_only_where_programs_meet():
     assert {n: text(n)[1].count("atomic") for n in [*GOLDEN, "atomics"]} == {
-        **dict.fromkeys(GOLDEN[:3], 0), "triton/captured_buckets.py": 1, "atomics": 1,
+        **dict.fromkeys(GOLDEN[:3], 0), "buckets.py": 1, "atomics": 1,
     }  # fmt: skip
-    assert "Counted,  # int64" in text("triton/captured_buckets.py")[1]
+    assert "Counted,  # int64" in text("buckets.py")[1]
     assert "Into,  # float32" in text("atomics")[1]
 
 

@@ -140,7 +140,7 @@ def test_what_would_be_called(golden, arch):
             text.append(
                 f"-- {name}, {'backward' if gradients else 'forward'}{call.proof and f': {call.proof}'}\n{call}\n"
             )
-    golden(f"cute/calls_{arch}.txt", "\n".join(text))
+    golden(f"calls_{arch}.txt", "\n".join(text))
 
 
 def test_a_window_of_another_width_is_the_same_kernel():
