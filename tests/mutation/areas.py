@@ -32,11 +32,19 @@ ANALYSIS = tuple(
 )
 # those that run planners, not whole calls
 PLANNED = (
-    "written_masks random_masks room_runs_out long_tables_are_searched_in_blocks ranges_of_rows sorted_tables "
-    "operators_of_floats ranges_of_nearly_all_entries "
-    "positions_outside_of_all_pieces_belong_to_the_nearest boxes_of_tables what_tables_may_be "
-    "the_same_launches_plan_anew"
-).split()
+    "written_masks",
+    "random_masks",
+    "room_runs_out",
+    "long_tables_are_searched_in_blocks",
+    "ranges_of_rows",
+    "sorted_tables",
+    "operators_of_floats",
+    "ranges_of_nearly_all_entries",
+    "positions_outside_of_all_pieces_belong_to_the_nearest",
+    "boxes_of_tables",
+    "what_tables_may_be",
+    "the_same_launches_plan_anew",
+)
 # beside those of the slice
 MORE = {
     "lowering/kernels/triton/triton_interpreted.py": (
@@ -60,11 +68,19 @@ MORE = {
 }
 # on a JAX that interprets these kernels, 0.11 or later
 FORWARD = (
-    "products_of_a_gpu", "texts_are_their_expressions", "a_ragged_causal_kernel", "interpreted[holes]",
-    "interpreted[relative-bias]", "sinks_and_dropout", "lowers_for_a_gpu",
+    "products_of_a_gpu",
+    "texts_are_their_expressions",
+    "a_ragged_causal_kernel",
+    "interpreted[holes]",
+    "interpreted[relative-bias]",
+    "sinks_and_dropout",
+    "lowers_for_a_gpu",
     "the_walk_has_every_visible_tile_and_no_other",
-    "tiles_that_there_are_not", "default_tiles_fit", "more_batch_entries_than_a_grid_has", "a_call_without_keys",
-)  # fmt: skip
+    "tiles_that_there_are_not",
+    "default_tiles_fit",
+    "more_batch_entries_than_a_grid_has",
+    "a_call_without_keys",
+)
 BACKWARD = (
     "gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied",
     "layouts_read_no_tile_but_the_visible",
@@ -138,7 +154,8 @@ AREAS = {
             ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
              "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
             (f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_cpp_forward.py",
-             f"{KERNELS}/cpp/test_native_stored.py::test_stored", "tests/runtime/backends/test_native_distance.py",
+             f"{KERNELS}/cpp/test_native_stored.py::test_stored",
+             "tests/runtime/backends/test_native_distance.py",
              f"{KERNELS}/cpp/test_native_variants.py::test_half_precision_without_its_instructions",
              f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
             marked="not slow and not outside",

@@ -33,7 +33,8 @@ G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
 
 
 @pytest.mark.parametrize("part", [
-    pytest.param("every_case", marks=pytest.mark.exhaustive), pytest.param("every_gradient", marks=pytest.mark.slow),
+    pytest.param("every_case", marks=pytest.mark.exhaustive),
+    pytest.param("every_gradient", marks=pytest.mark.slow),
     pytest.param("every_gradient and by-diagonal", marks=pytest.mark.exhaustive),
     pytest.param("not every_", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
