@@ -30,7 +30,7 @@ def entries():
 
 
 @pytest.mark.parametrize(("kind", "text", "message"), list(entries()), ids=[repr(t) for _, t, _ in entries()])
-def test_message(kind, text, message):
+def test_bad_text_gets_its_message_in_full(kind, text, message):
     with pytest.raises(MaskSyntaxError) as caught:
         read(text, kind=kind)
     assert [line.rstrip() for line in str(caught.value).split("\n")] == message.split("\n")
@@ -88,7 +88,7 @@ def test_hostile_text_ends_soon_and_in_our_errors(name):
         read(HOSTILE[name], kind="mask")
 
 
-def test_all_errors_of_a_text_are_reported_at_once():
+def test_errors_of_a_text_are_reported_together():
     with pytest.raises(MaskSyntaxError) as caught:
         read("def f = q + (k > 1)\nmask = windw(3) & (q + (k > 2) > q)", kind=None)
     assert [p.message for p in caught.value.problems] == [
@@ -153,7 +153,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("act", "message"), PARAMETERS, ids=[m[:40] for _, m in PARAMETERS])
-def test_parameter_message(act, message):
+def test_bad_parameters_get_their_message_in_full(act, message):
     with pytest.raises(FrisketError) as caught:
         act()
     assert str(caught.value) == message

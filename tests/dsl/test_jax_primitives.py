@@ -152,7 +152,7 @@ def values(fn, kind):
 
 
 @pytest.mark.parametrize(("fn", "text"), thinned(MASKS), ids=[str(i) for i in range(len(MASKS))])
-def test_masks(fn, text):
+def test_jax_primitives_in_masks_have_the_values_of_jax(fn, text):
     got, want, found = values(fn, "mask")
     np.testing.assert_array_equal(got, want)
     if text is not None:
@@ -161,6 +161,6 @@ def test_masks(fn, text):
 
 
 @pytest.mark.parametrize("fn", SCORES, ids=[str(i) for i in range(len(SCORES))])
-def test_scores(fn):
+def test_jax_primitives_in_score_mods_have_the_values_of_jax(fn):
     got, want, _ = values(fn, "score")
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)

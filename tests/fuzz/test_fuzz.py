@@ -48,7 +48,7 @@ def slices(of):
 
 
 @pytest.mark.parametrize(("target", "start", "end"), slices(SLICES))
-def test_a_slice(target, start, end):
+def test_slice_of_a_fuzz_target_has_no_failure(target, start, end):
     failures = [failure for i in range(start, end) if (failure := campaign.one(target, 100, i)[1])]
     assert not failures, "\n".join(f["test"] for f in failures)
 
@@ -75,7 +75,7 @@ CORPUS = ["meaning", "layout", "canonical", "answers", "exports", "reorder"]
 
 
 @pytest.mark.parametrize("target", default_only(CORPUS, "meaning", "layout", "canonical", "exports"))
-def test_the_corpus(target):
+def test_corpus_programs_pass_their_fuzz_target(target):
     programs_of_it = corpus.read()
     assert len(programs_of_it) > 40
     for p in programs_of_it:
@@ -109,7 +109,7 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
         if t not in {"canonical", "front", "simplifier", "hostile", "score", "caches", "stores", *APART}
     ],
 )
-def test_what_a_program_shows_is_compared(target):
+def test_wrong_rows_of_a_program_fail_the_fuzz_target(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
 
@@ -164,7 +164,7 @@ def test_functions_are_of_all_forms():
             assert f"{module}.{function}(" in bodies[name], (name, function)
 
 
-def test_what_a_cache_attends_to_is_compared(monkeypatch):
+def test_wrong_mask_of_a_cache_fails_the_fuzz_target(monkeypatch):
     monkeypatch.setitem(caches.MASKS, "causal", lambda q, k: q > k)
     with pytest.raises(AssertionError, match="append: off by"):
         TARGETS["caches"]("causal; append:3,2")
@@ -177,7 +177,7 @@ def test_wrong_rows_of_an_order_are_found(monkeypatch):
         TARGETS["rows"](Problem("q >= k", {}, np.tri(9, dtype=bool)[None, None]))
 
 
-def test_what_a_store_attends_to_is_compared(monkeypatch):
+def test_wrong_values_of_a_store_fail_the_fuzz_target(monkeypatch):
     monkeypatch.setattr(cache_model.OfTorch, "stored", lambda self, x: 1.1 * x)
     with pytest.raises(AssertionError):
         TARGETS["stores"]("torch plain float32 1 20")
@@ -237,12 +237,12 @@ class WithColumns:
         return getattr(self.layout, name)
 
 
-def test_another_mask_is_no_synonym():
+def test_different_mask_fails_as_a_synonym():
     with pytest.raises(AssertionError, match="synonym"):
         TARGETS["canonical"](Problem("q >= k", {}, rows("#.", "##"), synonym="q > k"))
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path):
+def test_fuzz_campaign_resumes_where_it_stopped(tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     at_once = campaign.run("meaning", 3, 250, whole)
     campaign.run("meaning", 3, 100, parts)
@@ -322,6 +322,6 @@ def test_a_definition_that_nobody_calls_is_made_small():
 
 
 @pytest.mark.parametrize(("target", "seed", "i"), [("meaning", 3000, 191959), ("flash", 77, 3), ("flash", 77, 65)])
-def test_what_campaigns_have_found(target, seed, i):
+def test_failures_of_earlier_campaigns_stay_fixed(target, seed, i):
     failure = campaign.one(target, seed, i)[1]
     assert failure is None, failure

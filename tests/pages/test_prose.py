@@ -80,7 +80,7 @@ def test_a_page_begins_with_its_readers(page):
     assert re.match(r"For (readers|those|people|users|contributors)\b|Five programs for readers", first.strip()), first
 
 
-def test_what_users_read():
+def test_texts_that_users_read_have_no_banned_form():
     sources = dict(PROSE.sources())
     assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "frisket show --help", "frisket.compile"} <= {*sources}
     found = [str(f) for where, text in sources.items() for f in PROSE.findings(where, text)]

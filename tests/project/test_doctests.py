@@ -39,6 +39,6 @@ LONG = {"frisket.runtime.caches.jax_paged", "frisket.runtime.caches.jax_ring", "
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in LONG else ()) for n in modules()]
 )
-def test_doctest(name):
+def test_docstring_examples_print_the_shown_output(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0

@@ -220,7 +220,7 @@ def _reduction(rng, depth):
     return reduce(kind, lit(lo), lit(lo + rng.randrange(1, 9)), body)
 
 
-def test_steps_multiply():
+def test_steps_of_nested_reductions_multiply():
     inner = reduce("sum", lit(0), lit(10), lambda j: q + j)
     assert steps(reduce("max", lit(0), lit(20), lambda i: substitute(inner, {q: i * q}) + k)) > 200
     assert steps(inner) < 60
@@ -269,7 +269,7 @@ def one_irregular(seed, budget, seconds):
 
 
 @pytest.mark.parametrize("seed", thinned(range(12)))
-def test_irregular_masks(seed):
+def test_irregular_masks_stay_within_the_budget_of_steps(seed):
     one_irregular(seed, 1 << 26, 12)
 
 

@@ -58,14 +58,14 @@ def records(found):
 
 
 @pytest.mark.parametrize("name", thinned(masks.written()))
-def test_written_masks(name):
+def test_layout_of_written_masks_is_exact(name):
     rng = random.Random(name)
     for _ in range(5):
         check(masks.case(masks.written()[name], rng))
 
 
 @pytest.mark.parametrize("seed", [n if n < 70 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(500)])
-def test_random_masks(seed):
+def test_layout_of_random_masks_is_exact(seed):
     rng = random.Random(seed)
     one_random_mask(rng)
 
@@ -79,7 +79,7 @@ def test_random_masks(seed):
         "~(k % 2 != 0) ^ (k + 6) % 7 == 6",
     ],
 )
-def test_a_piece_of_a_tile_holds_no_phase_that_it_is_too_narrow_for(text, block):
+def test_narrow_piece_of_a_tile_has_no_phase_wider_than_itself(text, block):
     check(masks.Case(parse_expression(text, {}), 17, 39, 1, 1, block))
 
 
@@ -164,7 +164,7 @@ def test_many_small_tiles(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_layout_of_many_random_masks_is_exact(seed):
     rng = random.Random(f"slow {seed}")
     for _ in range(1000):
         one_random_mask(rng)

@@ -35,7 +35,7 @@ NAMES = (
 def battery():
     """A short form of the other tests of this folder: labels, ranges, values."""
     for text in test_simplify.TEXTS:
-        test_simplify.test_simplified_text(text)
+        test_simplify.test_texts_simplify_to_the_listed_text(text)
     env, bound = test_simplify.grid(), test_simplify.tables()
     for seed in range(30):
         mask = masks.random_mask(random.Random(f"mutant {seed}"), depth=3)
@@ -206,7 +206,7 @@ sound = {
 
 
 @pytest.mark.exhaustive
-def test_the_battery_passes_on_sound_code():
+def test_analysis_battery_passes_on_the_unchanged_code():
     forget()
     battery()
     assert len(MUTANTS) >= 20

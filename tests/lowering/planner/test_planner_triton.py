@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)
-def test_text(name, golden):
+def test_golden_triton_planner(name, golden):
     golden_planners.check(golden, name, ".py", lambda made: text.emit(made).text)
 
 
@@ -29,10 +29,10 @@ def test_names_of_parameters_stand_apart():
 
 
 @pytest.mark.exhaustive
-def test_interpreted():
+def test_triton_planner_passes_in_the_interpreter():
     run(HERE / "triton_planner_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
-def test_compiled():
+def test_triton_planner_compiles_without_a_gpu():
     run(HERE / "triton_planner_compiled.py")

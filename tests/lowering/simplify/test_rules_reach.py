@@ -153,7 +153,7 @@ MOST = {  # (forms, operators in all of them)
 
 
 @pytest.mark.parametrize("family", thinned(MOST), ids=lambda family: family.__name__)
-def test_no_more_forms_are_left_and_values_are_kept(family):
+def test_rules_leave_no_more_forms_and_keep_values(family):
     rng, forms = random.Random(family.__name__), set[Expr]()
     for _ in range(DRAWN):
         e = family(rng)

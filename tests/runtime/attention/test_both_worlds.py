@@ -132,7 +132,7 @@ needs_compiler = pytest.mark.skipif(bool(native_build.reason()), reason=native_b
 
 
 @pytest.mark.parametrize(NAMES, thinned(SPREAD))
-def test_every_mod(mask, mod):
+def test_library_pairs_agree_in_torch_and_jax(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
@@ -154,18 +154,18 @@ def test_gradients_of_every_mask(mask, mod):
 @pytest.mark.parametrize(
     NAMES, [pytest.param(*p, marks=() if p == SPREAD[1] else pytest.mark.exhaustive) for p in SPREAD]
 )
-def test_native(mask, mod):
+def test_library_pairs_agree_on_native_kernels(mask, mod):
     Pair(mask, mod).check(*LIBRARY[:1], *NATIVE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("mod", MODS)
-def test_every_pair(mask, mod):
+def test_library_masks_with_each_score_mod_agree(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(NAMES, OF_PEERS)
-def test_what_peers_have(mask, mod):
+def test_peer_masks_and_mods_agree_in_torch_and_jax(mask, mod):
     Pair(mask, mod).check(*LIBRARY)

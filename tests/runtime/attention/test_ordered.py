@@ -48,7 +48,7 @@ def both(text, score=None, **options):
     pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.exhaustive)
     for case in product(CASES, ["aten", "cpp", "dense"])
 ])  # fmt: skip
-def test_results_and_gradients(text, backend):
+def test_reordered_results_and_gradients_equal_plain_ones(text, backend):
     plain, att, length = both(text, "score + 0.02 * (k - q) then softcap(20)", backend=backend)
     q, k, v = (x.requires_grad_(backend != "dense") for x in drawn(length))
     want, lse = plain(q, k, v, return_lse=True)
@@ -200,7 +200,7 @@ def test_check_takes_values_of_a_call(gradients):
         att.check(*drawn(192), gradients=gradients, origin=(0, 0, 5, 0), **given)
 
 
-def test_no_queries_no_keys_and_nested_tensors():
+def test_reordered_calls_take_empty_and_refuse_nested_tensors():
     att = fk.compile("causal & k % 4 == 0", reorder="auto")
     q, k, v = drawn(64)
     assert att(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
@@ -268,7 +268,7 @@ def test_a_table_of_another_width_is_the_same_table():
     torch.testing.assert_close(fk.compile(narrow, reorder=order)(*x), fk.compile(narrow)(*x), atol=1e-5, rtol=1e-5)
 
 
-def test_words():
+def test_reorder_refuses_bad_orders_and_options():
     order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
     with pytest.raises(ParameterError, match="the order was found for another mask"):
         fk.compile("causal", reorder=order)

@@ -78,7 +78,7 @@ def finish(framework, run, inputs) -> Report:
     )  # fmt: skip
 
 
-def test_gradients_in_torch():
+def test_check_reports_torch_gradients():
     for dtype in ("float32", "bfloat16", "float16"):
         report = in_torch(dtype)
         report.require()
@@ -97,7 +97,7 @@ def test_a_wrong_gradient_in_torch(wrong):
         report.require()
 
 
-def test_gradients_in_jax():
+def test_check_reports_jax_gradients():
     in_jax().require()
     with pytest.raises(fk.MismatchError, match="may be twice that of dense attention plus 1e-06"):
         in_jax("slopes").require()

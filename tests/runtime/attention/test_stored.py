@@ -268,7 +268,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("page", [0, 16])
-def test_no_copy_of_the_cache_is_converted(page, one_thread):
+def test_stored_keys_are_never_converted_whole(page, one_thread):
     shape = (512, 8, 16, 64) if page else (1, 8, 8192, 64)
     k = torch.ones(shape, dtype=torch.int8)
     live = {"k_scale": torch.ones(shape[:3]), "v_scale": torch.ones(shape[:3])}
@@ -304,7 +304,7 @@ def one_thread():
 # -- gradients and errors ---------------------------------------------------------------------------
 
 
-def test_gradients_are_refused():
+def test_stored_keys_refuse_gradients():
     arrays, live = given(problem(Case("causal", "score + slope[h]", params=SLOPES)), "torch")
     q, k, v = arrays
     slope = torch.ones(4)

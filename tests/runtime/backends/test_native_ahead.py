@@ -200,7 +200,7 @@ def test_compilers_run_side_by_side(machine):
     told.join()
 
 
-def test_what_warm_cannot_compile(machine, monkeypatch):
+def test_warm_reports_kernels_that_do_not_compile(machine, monkeypatch):
     machine.tell("fail")
     made = fk.warm("causal", SHAPE)
     assert not made.good
@@ -239,7 +239,7 @@ def test_words_for_a_wrong_framework():
         Settings.read({"FRISKET_COMPILE": "later"})
 
 
-def test_the_command_builds_what_calls_load(machine, capsys):
+def test_emit_build_makes_the_kernels_that_calls_load(machine, capsys):
     command = ["emit", "causal & window(60)", "--build", "--q-len", "200", "--head-dim", "16"]
     first, again = [(main([*command, "--json"]), json.loads(capsys.readouterr().out))[1] for _ in range(2)]
     assert {row["state"] for row in first["kernels"]} == {"built"}
@@ -252,7 +252,7 @@ def test_the_command_builds_what_calls_load(machine, capsys):
     assert not done.returncode, done.stderr
 
 
-def test_another_platform_has_a_row_with_the_reason(monkeypatch):
+def test_warm_on_other_platforms_gives_the_reason(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setenv("CXX", "another")  # the answer is kept by the environment
@@ -298,7 +298,7 @@ def test_library_calls_run_until_the_kernel_is_there(behind):
     assert behind.runs == runs
 
 
-def test_the_stages_of_a_call_in_an_order_say_when_its_kernel_is_there(behind):
+def test_stages_of_a_reordered_call_show_the_ready_kernel(behind):
     att, (q, k, v) = in_order(), qkv()
     with pytest.warns(UserWarning, match="compiled in the background"):
         first = att(q, k, v)
@@ -449,7 +449,7 @@ def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
     assert all(call() for _ in range(4))
 
 
-def test_steps_of_a_cache(behind):
+def test_cache_steps_agree_while_a_kernel_compiles(behind):
     from frisket.caches.torch import KVCache
 
     att = fk.compile("causal & window(69)")
@@ -483,7 +483,7 @@ while not os.path.exists({runs!r}) and time.monotonic() < end:
 """
 
 
-def test_the_interpreter_ends_after_what_is_compiled(behind):
+def test_python_exits_after_the_background_compilation(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))
         + """

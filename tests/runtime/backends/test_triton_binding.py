@@ -9,12 +9,12 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.exhaustive
-def test_interpreted():
+def test_triton_binding_passes_in_the_interpreter():
     run(HERE / "triton_binding_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
-def test_launched_into_nothing():
+def test_triton_binding_launches_without_a_gpu():
     run(HERE / "triton_binding_launched.py")
 
 
@@ -24,5 +24,5 @@ def test_serving_launched_into_nothing():
 
 
 @pytest.mark.exhaustive
-def test_serving_compiled():
+def test_triton_serving_kernels_compile_without_a_gpu():
     run(HERE / "triton_serving_compiled.py")

@@ -110,7 +110,7 @@ def test_keys_that_are_not_there_yet_are_not_seen():
     [("plain", "int8"), *(pytest.param("plain", t, marks=EXHAUSTIVE) for t in BYTES[1:])]
     + [pytest.param(kind, "int8", marks=EXHAUSTIVE) for kind in ("paged", "ring")],
 )
-def test_eight_bits(kind, dtype):
+def test_jax_caches_store_8_bits_with_scales(kind, dtype):
     found, cache = driven(made(kind, dtype), fk.compile(*PROBLEMS["window"][:2]), [(9, 9)] * 4)
     assert {cache.k.dtype.name, cache.v.dtype.name} == {dtype}
     assert cache.k_scale.dtype == jnp.float32
@@ -120,7 +120,7 @@ def test_eight_bits(kind, dtype):
         assert 1e-4 < np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2
 
 
-def test_a_vector_of_zeros_and_the_largest_number():
+def test_jax_quantization_of_zeros_and_the_largest_number():
     x = np.zeros((1, 3, 1, 8), np.float32)
     x[0, 1, 0, 2], x[0, 2] = -3.0, 1e-30
     made = jax.jit(quantized, static_argnums=1)
@@ -181,7 +181,7 @@ def test_growing_compiles_nothing():
     assert cache.lengths.tolist() == [12, 12]
 
 
-def test_too_many_tokens():
+def test_jax_cache_refuses_more_tokens_than_its_room():
     cache = KVCache.create(B, 10, G, D, V).append(K[:, :8], VALUES[:, :8], jnp.array([8, 3]))
     with pytest.raises(fk.CapacityError, match="sequence 0 has 8 tokens and 4 new ones, the cache has room for 10"):
         cache.append(K[:, 8:12], VALUES[:, 8:12])
@@ -198,7 +198,7 @@ def test_too_many_tokens():
 # -- pages -----------------------------------------------------------------------------------------------
 
 
-def test_forks_share_pages_until_one_writes():
+def test_jax_forks_share_pages_until_a_write():
     pool, att = PagePool(8, 16), fk.compile("causal")
     cache = PagedKVCache.create(8, 16, B, 3, G, D, V)
     step = step_of(att)
@@ -289,7 +289,7 @@ PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
 @pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "paged"))])
-def test_trees_of_drafts(kind):
+def test_jax_cache_attends_to_trees_of_drafts(kind):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     att, lengths, n = fk.compile("causal & window(9)", "alibi"), (10, 7), len(PARENTS)
     parents = np.stack([PARENTS, [-1, 0, 1, 2, 3, 3]]) if kind == "trees" else PARENTS
@@ -341,7 +341,7 @@ def test_trees_of_drafts(kind):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=EXHAUSTIVE) for kind in ("int8", "plain", "float8_e4m3fn", "paged", "ring")]
 )
-def test_a_model_generates(kind):
+def test_jax_model_generates_from_each_cache(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
     prompt, new = 9, 256
     w, batch, dims = llama_jax.weights(), 2, (llama_jax.KV_HEADS, llama_jax.DIM)
@@ -432,7 +432,7 @@ def test_masks_of_combine_masks(whole):
 
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
 @pytest.mark.parametrize("step", [lambda f: f, jax.jit])
-def test_caches_of_floats_of_8_bits_that_were_cast_with_all_floats(kind, step):
+def test_jax_cache_of_float8_that_was_cast_is_refused(kind, step):
     """Their scales were of another dtype's largest number: results were wrong, or NaN."""
     cache = made(kind, "float8_e4m3fn")
     cast = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
@@ -441,7 +441,7 @@ def test_caches_of_floats_of_8_bits_that_were_cast_with_all_floats(kind, step):
         step(lambda cache: cache.append(k, v))(cast)
 
 
-def test_what_caches_refuse():
+def test_jax_caches_refuse_bad_arguments():
     cache = KVCache.create(B, 16, G, D, V)
     q, k, v = (jnp.asarray(x[:, :1]) for x in (Q, K, VALUES))
     for att, what in (

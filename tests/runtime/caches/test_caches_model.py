@@ -18,7 +18,7 @@ def called(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), thinned(KINDS))
-def test_torch(kind, dtype, called):
+def test_torch_caches_follow_the_model(kind, dtype, called):
     for seed in range(6 if kind == "paged" else 2):
         run(OfTorch, kind, dtype, seed)
 
@@ -31,7 +31,7 @@ def test_torch_where_the_pool_is_not_told(called):
     ("kind", "dtype"),
     [pytest.param(*x, marks=() if x in (("paged", "int8"),) else pytest.mark.exhaustive) for x in KINDS],
 )
-def test_jax(kind, dtype):
+def test_jax_caches_follow_the_model(kind, dtype):
     for seed in range(4):
         run(OfJax, kind, dtype, seed)
 
@@ -44,7 +44,7 @@ def test_jax_where_the_pool_is_not_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [OfTorch, OfJax])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_many(of, kind, dtype, called):
+def test_caches_follow_the_model_over_many_seeds(of, kind, dtype, called):
     for seed in range(100, 160):
         run(of, kind, dtype, seed, 60)
         if kind == "paged":
@@ -80,7 +80,7 @@ def test_a_pool_that_was_not_told_of_drafts_is_refused(of, called):
 
 
 @pytest.mark.parametrize("of", [OfTorch, OfJax])
-def test_what_a_row_and_its_pool_disagree_on(of, called):
+def test_seat_refuses_rows_that_disagree_with_the_pool(of, called):
     cache, pool = of("paged", "float32"), PagePool(PAGES, PAGE)
     pool.allocate("a", 5)
     cache.seat(pool, ["a", None], [5, 0], [])
@@ -186,7 +186,7 @@ def test_a_row_that_ends_on_shared_pages_takes_no_tokens(of, called):
         cache.seat(pool, ["a", "c"], 1, [])
 
 
-def test_what_jit_does_not_raise_is_said_by_overflowed():
+def test_overflowed_reports_bad_keeps_under_jit():
     cache, pool = forked(OfJax)
     cache.seat(pool, ["a", "b"], 0, [])
     before = np.asarray(cache.cache.k).copy()

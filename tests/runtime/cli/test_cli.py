@@ -45,7 +45,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_show(run, golden, tmp_path, name):
+def test_show_prints_the_golden_picture(run, golden, tmp_path, name):
     np.save(tmp_path / "doc.npy", DOC)
     status, out, err = run("show", *SHOWN[name])
     assert (status, err) == (0, "")
@@ -65,7 +65,7 @@ HIDES = "where(q - k < 200, score, -inf)"
 BOTH = "causal & q - k < 200"
 
 
-def test_what_a_score_mod_hides_is_shown_explained_and_drawn(run, tmp_path):
+def test_tiles_hidden_by_a_score_mod_are_shown_and_drawn(run, tmp_path):
     """Attention does not read it, so it is no part of the picture, whichever command draws."""
     sizes = ("--q-len", "1024")
     wanted = json.loads(run("show", BOTH, *sizes, "--json")[1])
@@ -209,7 +209,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input(run, tmp_path, line):
+def test_bad_command_input_is_refused_with_its_text(run, tmp_path, line):
     import shlex
 
     (tmp_path / "a.md").write_text("some text")
@@ -258,7 +258,7 @@ def test_a_table_that_is_no_table(run, tmp_path):
         (["completion", "tcsh"], "argument SHELL: invalid choice: 'tcsh' (choose from"),
     ],
 )
-def test_bad_usage(run, argv, told):
+def test_bad_command_usage_is_refused(run, argv, told):
     status, out, err = run(*argv)
     assert (status, out) == (2, "")
     assert told in err
@@ -270,7 +270,7 @@ def shell(argv, **env):
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, env=merged, check=True).stdout
 
 
-def test_no_colour_in_pipes_and_ascii_where_that_is_all_there_is():
+def test_output_to_pipes_has_no_colour_and_may_be_ascii():
     argv = ["show", "causal", "--q-len", "384"]
     plain = shell(argv, PYTHONIOENCODING="utf-8")
     assert b"\x1b" not in plain
@@ -302,7 +302,7 @@ def test_emit_prints_the_kernel(run, backend):
     compile(out, backend, "exec")
 
 
-def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
+def test_emit_takes_tile_heads_dtype_and_architecture(run):
     import frisket as fk
 
     sizes = "--heads 4 --kv-heads 2 --head-dim 64 --v-dim 32 --dtype bfloat16 --block 32x16 --arch gfx942"
@@ -378,7 +378,7 @@ def test_emit_for_library_calls(run):
     assert err.startswith("LoweringError: backend 'aten' runs library calls and has no kernel text")
 
 
-def test_doctor(run):
+def test_doctor_lists_packages_backends_and_engines(run):
     import frisket as fk
 
     status, out, err = run("doctor", "--json")
@@ -528,7 +528,7 @@ def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
         ("false", 64, 64, 1),
     ],
 )
-def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
+def test_show_counts_equal_the_dense_mask(run, text, q_len, kv_len, heads):
     import frisket as fk
 
     argv = ["show", text, "--q-len", q_len, "--kv-len", kv_len, "--heads", heads, "--block", 32]

@@ -93,7 +93,7 @@ def typed(page, name, value):
     quiet(page)
 
 
-def test_what_is_typed_is_drawn(page):
+def test_explorer_page_draws_the_typed_mask(page):
     checked(page, fk.mask("causal & window(32)"))
     write(page, "causal & same(doc) | k < 100")
     mask = fk.mask("causal & same(doc) | k < 100", doc=DOC)
@@ -134,7 +134,7 @@ def test_an_error_says_whose_picture_is_still_there(page):
     assert page.evaluate("document.querySelector('.still')") is None
 
 
-def test_the_legend_is_seen_without_scrolling(served):
+def test_explorer_legend_is_visible_without_scrolling(served):
     page, server = served
     page.go(f"{server.url}?legend", width=1400, height=900)
     quiet(page)
@@ -178,7 +178,7 @@ def test_lengths_and_tiles(page):
     checked(page, fk.mask("causal & window(16)"), 256, 700, block=(32, 64))
 
 
-def test_the_view_stays_while_the_text_changes(page):
+def test_explorer_view_stays_while_the_text_changes(page):
     page.evaluate("zoom(6, 300, 400)")
     before = page.evaluate("[view.q, view.k, view.scale]")
     write(page, "causal & window(w + 200)")
@@ -192,7 +192,7 @@ def test_the_view_stays_while_the_text_changes(page):
     checked(page, fk.mask("causal & window(300)"))
 
 
-def test_the_library(page):
+def test_explorer_page_searches_the_library(page):
     page.evaluate("$('choose').click()")
     assert page.evaluate("document.activeElement.id") == "search"
     page.type("several doc")
@@ -234,7 +234,7 @@ def test_names_are_offered_while_they_are_written(page):
     checked(page, fk.mask("causal & window(40)"))
 
 
-def test_an_offered_name_is_taken_with_the_mouse_and_a_comment_offers_none(page):
+def test_completion_is_taken_by_mouse_and_absent_in_comments(page):
     write(page, "full & docu")
     box = page.evaluate("(({x, y}) => [x, y])($('offer-0').getBoundingClientRect())")
     page.click(box[0] + 20, box[1] + 10)
@@ -244,7 +244,7 @@ def test_an_offered_name_is_taken_with_the_mouse_and_a_comment_offers_none(page)
     assert page.evaluate("$('offers').hidden")
 
 
-def test_the_text_has_the_colours_of_the_editors(page):
+def test_explorer_text_has_the_colours_of_editors(page):
     text = "causal & where(q - k < 0x10, flag, true) # 𝕢 half"
     page.evaluate(f"write({text!r})")
     quiet(page)
@@ -332,7 +332,7 @@ def test_a_first_text_with_a_mistake(served):
 
 
 @pytest.mark.exhaustive
-def test_hostile_text_stays_text(page):
+def test_explorer_page_escapes_hostile_text(page):
     page.evaluate("write('causal # <img src=x onerror=alert(1)>')")
     quiet(page)
     page.evaluate("write('<img src=x onerror=alert(1)> & windw(1)')")
@@ -361,7 +361,7 @@ def test_dark_narrow_and_score_mods(served):
 
 
 @pytest.mark.exhaustive
-def test_every_control_has_a_name(page):
+def test_explorer_controls_have_accessible_names(page):
     page.evaluate("write('mask = causal & window(w) & document(off)\\nscore = softcap(c)')")
     quiet(page)
     unnamed = page.evaluate(

@@ -16,7 +16,7 @@ from frisket.dsl.errors import ExportError
 
 
 @pytest.mark.parametrize("name", thinned(cases.masks(64)))
-def test_the_library_exports(name):
+def test_library_exports_hold_the_whole_mask(name):
     case = cases.masks(64)[name]
     layout = case.mask.layout(**case.lengths, block=(16, 32))
     dense = np.asarray(case.mask.dense(**case.lengths))

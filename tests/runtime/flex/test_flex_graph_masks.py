@@ -218,7 +218,7 @@ def test_a_mask_that_leaves_its_graph():
     assert str(found.mask) == str(made(doc).mask)
 
 
-def test_what_no_graph_holds_runs_between_two():
+def test_block_mask_statistics_run_between_graphs():
     _, doc, _ = data(0)
     compiled = torch.compile(lambda doc: made(doc).sparsity() + doc.sum(), backend="eager")
     torch.testing.assert_close(compiled(doc), made(doc).sparsity() + doc.sum())

@@ -93,7 +93,7 @@ def test_parts_of_parts():
     assert torch.equal(torch.from_numpy(part.mask.dense(8, S)), DENSE[1:, 2:3, rows])
 
 
-def test_the_last_cut_row_of_tiles():
+def test_slice_of_the_last_tile_row_keeps_its_length():
     mine = ours.create_block_mask("causal & k < Q_LEN - 2", 1, 1, 20, S, "cpu", 8)
     assert mine[:, :, 1:].seq_lengths == (12, S)
     assert mine[:, :, torch.tensor([0, 2])].seq_lengths == (12, S)

@@ -99,7 +99,7 @@ def test_layers_of_both_kinds(kind):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_steps_of_a_cache(kind):
+def test_flax_decode_steps_equal_the_whole_sequence(kind):
     """Token by token under text that knows positions, a key hidden by flax's own mask, is all at once."""
     x = drawn(2, 9, 16)
     hidden = jnp.ones((2, 1, 1, 9)).at[0, 0, 0, 1].set(0)
@@ -135,7 +135,7 @@ def layer_without(kind, layer, x, hidden):
 
 
 @pytest.mark.exhaustive
-def test_one_query_that_is_no_step():
+def test_flax_single_query_with_decode_off_is_at_position_0():
     q, seen = Q[:, :, :1], jnp.ones((LENGTH,)).at[7:].set(0)
     step = attention_fn("k > q - 3")(q, K, V, mask=seen)  # from the place of key 6
     np.testing.assert_allclose(
@@ -250,7 +250,7 @@ def test_equal_functions_are_equal():
     assert nnx.graphdef(layers[0]) == nnx.graphdef(layers[1])
 
 
-def test_bad_input():
+def test_flax_attention_fn_refuses_bad_input():
     attend = attention_fn("causal & same(doc)")
     with pytest.raises(fk.ParameterError, match=r'`doc` has no value; .* layer\(x, mask=\{"doc": ...\}\)'):
         attend(Q, K, V)

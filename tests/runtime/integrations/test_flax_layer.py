@@ -54,13 +54,13 @@ USUAL = ("ring", "frisket-xla")
 @pytest.mark.parametrize(
     "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in (*CPU, "dense")]
 )
-def test_every_operator(operator):
+def test_flax_layer_runs_on_each_operator(operator):
     if why := fk.backends().get(operator.removeprefix("frisket-"), ""):
         pytest.skip(why)
     np.testing.assert_allclose(layer(operator)(jnp.asarray(X), **VALUES), WANTED, atol=1e-5)
 
 
-def test_none_is_left_out():
+def test_flax_layer_operators_run_or_are_refused():
     """Of the names there are, those that are not here are refused in words by their backend."""
     for name in AttentionRegistry.list_implementations():
         kind = AttentionRegistry.get(name)
@@ -130,7 +130,7 @@ def test_a_cache_of_the_layers_dtype():
     ]  # fmt: skip
 
 
-def test_packed_sequences():
+def test_flax_layer_takes_packed_sequences():
     model = layer(mask="causal", score=None)
     segments = np.repeat([[0, 1, 2], [0, 0, 1]], 8, axis=1).astype(np.int32)
     positions = np.stack([np.arange(24) % 8, np.r_[np.arange(16), np.arange(8)]]).astype(np.int32)
@@ -141,7 +141,7 @@ def test_packed_sequences():
 
 
 @pytest.mark.exhaustive
-def test_options():
+def test_flax_layer_takes_scale_head_dim_and_bias():
     plain = layer(mask="causal", score=None, rotary_base=None, metadata=AttentionMetadata(softmax_scale=0.5))
     kernels = [np.asarray(p.kernel[...], np.float64) for p in (plain.query, plain.key, plain.value, plain.out)]
     q, k, v = ((X @ w).reshape(2, 24, -1, 8) for w in kernels[:3])
@@ -152,14 +152,14 @@ def test_options():
 
 
 @pytest.mark.exhaustive
-def test_products_of_few_bits():
+def test_flax_layer_takes_quantized_products():
     pytest.importorskip("qwix")
     few = layer(**get_dot_general_by_bits(8, "convert"))
     found = few(jnp.asarray(X), **VALUES)
     assert 1e-4 < np.abs(found - WANTED).max() < 0.1 * np.abs(WANTED).max()
 
 
-def test_bad_input():
+def test_flax_layer_refuses_bad_input():
     with pytest.raises(fk.ShapeError, match="32 features in 5 heads over 5 key heads"):
         Attention(32, heads=5, rngs=nnx.Rngs(0))
     for heads, kv_heads in ((0, None), (4, 0)):
@@ -174,7 +174,7 @@ def test_bad_input():
 
 
 @pytest.mark.exhaustive
-def test_the_example(capsys):
+def test_flax_layer_example_runs(capsys):
     path = Path(__file__).resolve().parents[3] / "examples" / "flax_layer.py"
     assert runpy.run_path(str(path))["main"]("ring") < 1e-5
     assert "ring gradients of 5 arrays\na prompt of 40 tokens and 8 steps differ" in capsys.readouterr().out

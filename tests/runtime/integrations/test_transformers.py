@@ -92,7 +92,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_mask_is_ever_dense():
+def test_transformers_models_never_make_a_dense_mask():
     length = 2048
     eager, ours = hf_models.pair("mistral", max_position_embeddings=length, num_hidden_layers=1)
     given = {"position_ids": hf_models.packed(1000, 1048), "use_cache": False}
@@ -187,7 +187,7 @@ def read_mask(length):
 
 
 @pytest.mark.exhaustive
-def test_bfloat16():
+def test_transformers_models_in_bfloat16_are_near_eager():
     eager, ours = hf_models.pair("gemma2")
     ids, given = hf_models.tokens(), CALLS["left"]
     with torch.no_grad():

@@ -174,7 +174,7 @@ def test_batches_and_heads_are_not_gathered():
 @pytest.mark.parametrize(("kind", "backend", "names"), [
     ("Auto", "", ALL), ("Auto", "xla", [*FEW, "origin:both"]), ("Explicit", "", [*FEW, "sinks:both"]),
 ])  # fmt: skip
-def test_every_way(kind, backend, names):
+def test_automatic_sharding_keeps_batches_and_heads_local(kind, backend, names):
     more = MORE if kind == "Auto" else EXPLICIT
     told = ["groups", "vmap", "eager", "named", "abstract", "export"] if kind == "Auto" else ["split tables"]
     assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told

@@ -108,7 +108,7 @@ print("hit" if "/jax/compilation_cache/cache_hits" in found else "miss")
 
 
 @pytest.mark.exhaustive
-def test_another_process_finds_what_was_compiled(tmp_path):
+def test_second_process_finds_the_compiled_program(tmp_path):
     runs = []
     for seed in ("1", "2"):
         env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}

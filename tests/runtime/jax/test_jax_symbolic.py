@@ -73,7 +73,7 @@ def exported(case, symbols="b, s, t", **how):
 
 
 @pytest.mark.parametrize("name", default_only(CASES, "lengths"))
-def test_one_module_for_every_size(name):
+def test_symbolic_export_runs_at_several_sizes(name):
     case = CASES[name]
     module = exported(case)
     for batch, q_len, kv_len in SIZES:
@@ -96,7 +96,7 @@ def trace(shape, call, *more):
     return jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, FLOAT), *more)
 
 
-def test_what_is_refused_says_what_to_write():
+def test_symbolic_export_refuses_masks_of_known_lengths():
     b, s, h = jax.export.symbolic_shape("b, s, h")
     q = (b, s, 4, 16)
     doc = jax.ShapeDtypeStruct((s,), INT)

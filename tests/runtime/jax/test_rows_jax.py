@@ -53,7 +53,7 @@ def results(att, q, k, v, **given):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.exhaustive)])
-def test_results_and_gradients(text, backend, monkeypatch):
+def test_reordered_jax_results_and_gradients_equal_plain_ones(text, backend, monkeypatch):
     moved = []
     in_order = call._in_order
     monkeypatch.setattr(call, "_in_order", lambda *a: (moved.append(a), in_order(*a))[1])
@@ -74,7 +74,7 @@ def test_learned_tables_sinks_and_dropout(backend):
 
 
 @pytest.mark.parametrize("backend", OFTEN)
-def test_mapped(backend):
+def test_reordered_jax_calls_work_under_vmap(backend):
     plain, own = both("q >= k", backend)
     q, k, v = arrays(3)
     found, want = (jax.jit(jax.vmap(f, (0, None, 0)))(q, k[0], v) for f in (own, plain))

@@ -11,7 +11,7 @@ MASKS = {name: case for name, case in cases.masks(96).items() if case.fits}
 
 
 @pytest.mark.parametrize("name", thinned(MASKS))
-def test_the_library(name):
+def test_answers_about_library_masks_equal_the_dense_mask(name):
     case = MASKS[name]
     mask, lengths = case.mask, case.lengths
     seen = mask.dense(**lengths)

@@ -65,12 +65,12 @@ MANY = [
     [pytest.param(MANY, marks=pytest.mark.exhaustive), pytest.param(EVERY, marks=pytest.mark.slow)],
     ids=["many", "every"],
 )  # fmt: skip
-def test_masks(cases):
+def test_jax_context_parallel_masks_equal_one_device(cases):
     on_eight_devices(*cases)
 
 
 @pytest.mark.exhaustive
-def test_native_kernels():
+def test_jax_context_parallel_runs_native_kernels():
     on_eight_devices("window", FRISKET_BACKEND="cpp")
 
 
@@ -196,7 +196,7 @@ def test_a_deal_has_to_bring_what_the_mask_shows():
         covered(fk.compile("causal & q - k < 20 * (h + 1)"), by_head, heads=2)
 
 
-def test_refusals():
+def test_jax_context_parallel_refuses_bad_meshes():
     deal = fk.parallel.deal("causal", 64, 1, tile=16)
     att, x = fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
     with pytest.raises(ParameterError, match="there is no mesh axis 'sp' here"):
@@ -222,7 +222,7 @@ def test_refusals():
             call(**how)
 
 
-def test_every_axis_of_the_mesh_is_manual():
+def test_jax_context_parallel_refuses_automatic_axes():
     deal, att, x = fk.parallel.deal("causal", 64, 1, tile=16), fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
     mesh = jax.make_mesh((1, 1), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = PartitionSpec(None, "sp")

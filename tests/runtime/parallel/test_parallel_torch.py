@@ -72,7 +72,7 @@ def test_bytes_on_the_wire_are_those_planned(said):
         assert planned[r] <= said[r, "on the wire"] < planned[r] + 20_000
 
 
-def test_what_all_ranks_get_wrong_is_said_in_each(said):
+def test_mistakes_of_all_ranks_are_reported_on_each(said):
     """And leaves no message behind: the calls after it are right."""
     for r in range(ranks.RANKS):
         assert said[r, ("wrong", "axes")].startswith("`bias` is a table with 2 axes")
@@ -123,14 +123,14 @@ def test_without_a_group():
         fk.parallel.attend(fk.compile("causal"), q, q, q, deal=fk.parallel.deal("causal", 128, 1))
 
 
-def test_one_rank_is_the_attention_itself(alone):
+def test_attention_on_one_rank_equals_plain_attention(alone):
     q, k, v = torch.randn(3, 1, 2, 128, 8)
     att = fk.compile("causal")
     deal = fk.parallel.deal("causal", 128, 1)
     assert (fk.parallel.attend(att, q, k, v, deal=deal) - att(q, k, v)).abs().max() < 1e-6
 
 
-def test_what_does_not_fit_is_refused(alone):
+def test_context_parallel_refuses_arrays_that_do_not_fit(alone):
     q, att, deal = torch.zeros(1, 2, 128, 8), fk.compile("causal"), fk.parallel.deal("causal", 128, 1)
     with pytest.raises(ShapeError, match="q is"):
         fk.parallel.attend(att, q[:, :, :100], q, q, deal=deal)
@@ -173,7 +173,7 @@ def test_a_deal_of_other_documents_is_refused(alone):
 
 
 @pytest.mark.exhaustive
-def test_the_example_trains_as_one_process_does():
+def test_context_parallel_example_trains_like_one_process():
     example = Path(__file__).resolve().parents[3] / "examples" / "context_parallel.py"
     said = []
     for count in (1, 3):

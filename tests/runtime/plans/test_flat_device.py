@@ -7,5 +7,5 @@ from support.triton.triton_process import run
 
 
 @pytest.mark.exhaustive
-def test_launched_into_nothing():
+def test_device_plans_launch_without_a_gpu():
     run(Path(__file__).parent / "flat_device_launched.py")

@@ -186,7 +186,7 @@ def test_wider_tables_after_a_plan_of_narrow_ones(made):
         close(found, fk.reference(q, q, q, mask, score, layout="bhsd", t=t))
 
 
-def test_the_text_of_the_planner_is_there():
+def test_flat_plan_shows_the_text_of_its_planner():
     plan = fk.compile("causal & same(doc)").plan(S, S, flat=True, doc=torch.from_numpy(DOCS[0]))
     assert "def plan_spans(" in plan.planner
     assert plan.planner == plan.planner
@@ -305,7 +305,7 @@ def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
          "  give the offsets as values of the host, or the segment of every position as a table"),
     ],
 )  # fmt: skip
-def test_mistakes(mask, params, error, message):
+def test_traced_plans_refuse_bad_tables(mask, params, error, message):
     att = fk.compile(mask)
     with pytest.raises(error) as caught:
         jax.jit(lambda p: att(Q, K, V, **p))(params)
@@ -461,7 +461,7 @@ def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
         assert use in plan.run_tables
 
 
-def test_a_table_that_nobody_declares_sorted_is_compared_entry_by_entry():
+def test_undeclared_table_is_compared_entry_by_entry():
     plan = fk.compile("same(x)").plan(150, 150, x=torch.zeros(150, dtype=torch.int32), flat=True).work((64, 64)).plan
     assert not plan.run_tables
     assert plan.by_query is None

@@ -196,13 +196,13 @@ def test_layout_and_dropout_are_those_of_sequences():
         (lambda q, k, v: (q, *(ragged((3, 5), 2).transpose(1, 2),) * 2), "q, k and v hold 4, 2 and 2 sequences"),
     ],
 )
-def test_what_does_not_fit(change, text):
+def test_nested_tensors_that_do_not_fit_are_refused(change, text):
     q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
     with pytest.raises(fk.FrisketError, match=text):
         fk.compile("causal")(*change(q, k, v))
 
 
-def test_what_nested_tensors_do_not_take():
+def test_nested_tensors_refuse_origin_check_and_block_mask():
     q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
     att = fk.compile("causal")
     with pytest.raises(fk.FrisketError, match="`origin` is given beside nested tensors"):

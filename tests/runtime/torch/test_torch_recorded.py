@@ -107,7 +107,7 @@ def results(call, given):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "name"), PAIRS)
-def test_what_is_recorded_is_the_call(way, name):
+def test_recorded_functions_give_the_results_of_the_call(way, name):
     call = CALLS[name]
     if (way, name) in REFUSED:
         with pytest.raises(Exception, match=REFUSED[way, name]):
@@ -174,7 +174,7 @@ def test_a_step_of_a_cache(way):
     torch.testing.assert_close(found, Step()(*again))
 
 
-def test_a_plan_for_other_arrays_is_refused_where_calls_are_watched():
+def test_plan_for_other_arrays_is_refused_under_torch_modes():
     with FlopCounterMode(display=False), pytest.raises(fk.ShapeError, match="the plan is for"):
         SAME(*inputs(S + 1), plan=PLAN)
     with FlopCounterMode(display=False), pytest.raises(fk.ParameterError, match="the plan is for another mask"):

@@ -213,7 +213,7 @@ MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mar
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
-def test_forward(name):
+def test_native_forward_equals_the_reference(name):
     made = problem(CASES[name])
     check(made, made.run())
 
@@ -227,7 +227,7 @@ def test_threads_change_no_bit(name, threads):
 
 
 @pytest.mark.parametrize("name", ["window", "one-query", "bfloat16", "bfloat16-one-query", "float16"])
-def test_strides(name):
+def test_native_forward_takes_arrays_of_any_strides(name):
     """Arrays [batch, length, heads, dim] seen as [batch, heads, length, dim], and with gaps between rows."""
     made = problem(CASES[name])
     want = made.run()
@@ -242,7 +242,7 @@ def test_strides(name):
             assert got.tobytes() == wanted.tobytes()
 
 
-def test_no_max_scores():
+def test_native_forward_can_leave_out_the_largest_scores():
     made = problem(WINDOW)
     out, _, top = made.run(want_top=False)
     assert out.tobytes() == made.run()[0].tobytes()
@@ -312,7 +312,7 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
                                                    ("float64", "scalar"), ("intervals-far-away", "avx512"),
                                                    ("softcap", "avx512"),
                                                )]])  # fmt: skip
-def test_variants(name, variant):
+def test_native_forward_runs_on_other_instruction_sets(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
@@ -322,7 +322,7 @@ def test_variants(name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-def test_all_variants(name, variant):
+def test_native_forward_runs_each_case_on_each_instruction_set(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
@@ -332,7 +332,7 @@ def test_all_variants(name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TO)
 @pytest.mark.parametrize("dim", [8, 16, 20, 33, 72, 96, 112, 160, 192])
-def test_head_sizes(dim, dtype):
+def test_native_forward_takes_head_sizes_of_all_remainders(dim, dtype):
     for case in (WINDOW, WINDOW.but(q_len=3, origin=(0, 0, 290, 0))):
         made = problem(case.but(dim=dim, v_dim=max(8, zlib.crc32(b"%d" % dim) % 100), dtype=dtype))
         check(made, made.run())
@@ -341,12 +341,12 @@ def test_head_sizes(dim, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [(1, 16), (6, 48), (13, 80), (128, 128), (192, 256), (64, 32)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiles(tile, dtype):
+def test_native_forward_takes_tiles_of_any_size(tile, dtype):
     made = problem(EVERY_TABLE.but(tile=tile, dtype=dtype))
     check(made, made.run())
 
 
-def test_the_source_is_the_same_every_time():
+def test_native_forward_source_is_deterministic():
     made = problem(EVERY_TABLE)
     texts = {cpp.CppKernel(made.plan, Target("cpp", 48, 64), 24, 24, "float32").source() for _ in range(2)}
     assert len(texts) == 1

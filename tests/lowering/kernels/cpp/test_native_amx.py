@@ -52,7 +52,7 @@ def six(case):
     [*of("bfloat16", test_cpp_forward.CASES, "bfloat16-odd-sizes"),
      *of("float32", test_cpp_forward.CASES, "window", "many-query-heads")],
 )  # fmt: skip
-def test_forward(name, variant):
+def test_matrix_unit_forward_equals_the_reference(name, variant):
     made = test_cpp_forward.problem(six(test_cpp_forward.CASES[name]))
     test_cpp_forward.check(made, made.run(variant=variant))
 
@@ -62,7 +62,7 @@ def test_forward(name, variant):
     "name",
     [*of("bfloat16", test_cpp_backward.CASES, "bfloat16-odd-sizes"), *of("float32", test_cpp_backward.CASES, "window")],
 )
-def test_backward(name, variant):
+def test_matrix_unit_backward_equals_the_reference(name, variant):
     case = six(test_cpp_backward.CASES[name])
     made = test_cpp_backward.problem(case)
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
@@ -70,7 +70,7 @@ def test_backward(name, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", of("bfloat16", test_native_stored.CASES, "prefill-bfloat16-holes"))
-def test_stored(name, variant):
+def test_matrix_unit_reads_stored_keys_and_values(name, variant):
     made = test_native_stored.Problem(test_native_stored.CASES[name])
     made.check(made.run(variant=variant))
 
@@ -79,7 +79,7 @@ def test_stored(name, variant):
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("tile", [(32, 16), (40, 48), (96, 128), (192, 64)])
 @pytest.mark.parametrize("dim", [16, 40, 64, 96, 256])
-def test_sizes(dim, tile, variant):
+def test_matrix_unit_takes_odd_sizes_and_full_tiles(dim, tile, variant):
     """Odd numbers of vectors, of groups and of steps, and tiles that are visible throughout."""
     shape = {"dim": dim, "v_dim": 272 - dim, "dtype": "bfloat16", "tile": tile}
     for q_len in (205, 12):
@@ -105,7 +105,7 @@ def test_sizes_of_float32(dim, tile):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("q_len", [205, pytest.param(12, marks=pytest.mark.exhaustive)])
-def test_the_next_tile_does_not_matter(q_len, variant):
+def test_matrix_unit_ignores_values_past_a_tile(q_len, variant):
     """A tile of 48 keys fills one and a half squares: behind its values are zeros, and no values of hidden keys."""
 
     def change(q, k, v):
@@ -152,7 +152,7 @@ def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_least_scores_before_others(variant):
+def test_matrix_unit_gives_the_least_scores_no_weight(variant):
     """Scores of the least float32 weigh nothing beside those of later tiles, as biases of finfo.min have them."""
     low = np.where(np.arange(150) < 128, np.finfo(np.float32).min, 0).astype(np.float32)
     case = test_cpp_forward.Case(None, "score + low[k]", {"low": low}, dtype="bfloat16")
@@ -347,7 +347,7 @@ def test_queries_and_weights_that_bytes_do_not_hold(of, factor, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_largest_bytes(variant):
+def test_matrix_unit_sums_of_the_largest_bytes_do_not_overflow(variant):
     """-128 beside the largest query and weight, 1,024 times: no sum overflows."""
     made = test_native_stored.Problem(
         EIGHTS.but(heads=8, kv_heads=1, dim=1024, kv_len=512, tile=(1, 256), scales=False)
@@ -361,7 +361,7 @@ def test_the_largest_bytes(variant):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "six products"])
-def test_sanitizers(name, sanitizer, tmp_path):
+def test_matrix_unit_kernels_pass_sanitizers(name, sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
     test_native_variants.check(name, run)
@@ -398,7 +398,7 @@ def test_software_has_the_bits_of_the_unit(made):
          ("plain", "forward"), ("six products", "backward"), ("bfloat16", "backward"),
          ("plain", "backward"), ("six products", "forward"))]],
 )  # fmt: skip
-def test_the_instructions(name, kind, tmp_path):
+def test_matrix_unit_instructions_are_in_the_machine_code(name, kind, tmp_path):
     """bfloat16 is multiplied there, and float32 where the target says so."""
     text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
     text.write_text(test_native_variants.problem(name).source(kind))
@@ -408,7 +408,7 @@ def test_the_instructions(name, kind, tmp_path):
     assert bool(re.search("tdpbf16ps", found)) == (name != "plain")
 
 
-def test_which_calls_take_six_products(monkeypatch):
+def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
     def precision(tuning=AS_CHOSEN, lacks="", narrow=False, dtype="float32", tile=None, **sizes):
         monkeypatch.setattr(text, "lacking", lambda variant: lacks)
         shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64, "v_dim": 64}
@@ -468,7 +468,7 @@ def test_a_system_that_refuses(monkeypatch):
 
 
 @pytest.mark.skipif("amx" not in HERE, reason="left out: this CPU has no matrix unit")
-def test_the_unit_is_left_as_it_was_found():
+def test_matrix_unit_configuration_is_restored_after_a_call():
     """torch's products use it too, in the same thread."""
     torch = pytest.importorskip("torch")
     import frisket as fk

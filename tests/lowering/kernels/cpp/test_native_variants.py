@@ -59,7 +59,7 @@ def both(names, more=()):
 
 @pytest.mark.parametrize("name", both(SLICE[:1]))
 @pytest.mark.parametrize("variant", default_only(HERE, *[v for v in ("avx2",) if v in HERE]))
-def test_variants(variant, name):
+def test_native_kernels_run_on_every_instruction_set(variant, name):
     check(name, here(variant))
 
 
@@ -80,13 +80,13 @@ ARM = ("aarch64-linux-gnu-g++",)
 
 @missing(*ARM, "qemu-aarch64-static")
 @pytest.mark.parametrize("name", both(SLICE[:1], SLICE[1:]))
-def test_neon(name, tmp_path):
+def test_native_kernels_run_on_neon_in_an_emulator(name, tmp_path):
     check(name, program(tmp_path, ARM, ("-O3", "-static", *flags_of("neon")), ("qemu-aarch64-static",)))
 
 
 @missing("clang++")
 @pytest.mark.parametrize("name", both((), ("relative-bias",)))
-def test_clang(name, tmp_path):
+def test_native_kernels_run_when_built_by_clang(name, tmp_path):
     check(name, program(tmp_path, ("clang++",), ("-O3", "-march=native")))
 
 
@@ -105,7 +105,7 @@ SANITIZERS = {
         for n in MATRIX
     ],
 )
-def test_sanitizers(sanitizer, name, tmp_path):
+def test_native_kernels_pass_sanitizers(sanitizer, name, tmp_path):
     flags = ("-O1", "-g1", "-march=native", *SANITIZERS[sanitizer])
     check(name, program(tmp_path, native_build.compiler(), flags, threads=4))
 
@@ -136,7 +136,7 @@ def disassembled(library, objdump="objdump"):
 @missing("objdump")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("variant", default_only([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
-def test_the_instructions(variant, kind):
+def test_native_machine_code_has_the_vector_instructions(variant, kind):
     text = disassembled(native_build.library(problem("relative-bias").source(kind), variant)._name)
     there, absent = WANTED[variant]
     assert all(re.search(x, text) for x in there)
@@ -155,7 +155,7 @@ def test_half_precision_uses_its_instructions(kind):
 @pytest.mark.exhaustive
 @missing(*ARM, "aarch64-linux-gnu-objdump")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_instructions_of_neon(kind, tmp_path):
+def test_native_machine_code_for_arm_has_neon_instructions(kind, tmp_path):
     source, made = tmp_path / "kernel.cpp", tmp_path / "kernel.o"
     source.write_text(problem("relative-bias").source(kind))
     subprocess.run([*ARM, *native_build.FLAGS, *flags_of("neon"), "-c", "-o", made, source], check=True)

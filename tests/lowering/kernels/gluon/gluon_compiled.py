@@ -80,14 +80,14 @@ def check(dim, name, arch, update):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), FEW)
-def test_some(dim, name, arch, request):
+def test_selected_gluon_kernels_match_their_compiled_figures(dim, name, arch, request):
     check(dim, name, arch, request.config.getoption("--update-results"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), [x for x in ALL if x not in FEW])
-def test_rest(dim, name, arch, request):
+def test_remaining_gluon_kernels_match_their_compiled_figures(dim, name, arch, request):
     check(dim, name, arch, request.config.getoption("--update-results"))
 
 
@@ -151,7 +151,7 @@ def test_products_run_beside_the_softmax():
     assert shown.count("HGMMA DEPBAR.LE gsb0, 0x1 MUFU.EX2 DEPBAR.LE gsb0, 0x0") >= 4  # two loops of two warp groups
 
 
-def test_other_machines_are_refused():
+def test_gluon_compilation_refuses_other_architectures():
     source, plan, chosen = made(64, "causal")
     with pytest.raises(BackendError, match="the text is written for sm_90, not sm_80"):
         next(compile_reports(source, plan, chosen, Dims(64, 64, "bfloat16"), "sm_80"))

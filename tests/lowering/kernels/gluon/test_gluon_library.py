@@ -35,12 +35,12 @@ def arrays(case, dtype, kv_heads):
 
 
 @pytest.mark.parametrize("name", default_only(MASKS, "causal", "window(w)", "same(t)"))
-def test_every_mask(name):
+def test_gluon_runs_each_mask_of_the_library(name):
     case = MASKS[name]
     fk.compile(case.mask, backend="gluon").check(*arrays(case, torch.bfloat16, 1), gradients=False).require()
 
 
 @pytest.mark.parametrize("name", default_only(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
-def test_every_score_mod(name):
+def test_gluon_runs_each_score_mod_of_the_library(name):
     case = MODS[name]
     fk.compile("causal", case.score, backend="gluon").check(*arrays(case, torch.float16, 2), gradients=False).require()

@@ -20,7 +20,7 @@ def spills(dim, wanted):
     return " to ".join(map(str, found[:: len(found) - 1])) if len(found) > 1 else str(found[0])
 
 
-def test_spills():
+def test_spills_on_the_pallas_page_are_the_compiled_ones():
     page = (DOCS / "pallas.md").read_text(encoding="utf-8")
     plain = [spills(dim, PLAIN.__contains__) for dim in (64, 128, 192, 256)]
     values = [spills(dim, lambda name: ":" not in name and name not in PLAIN) for dim in (64, 128, 192, 256)]

@@ -57,12 +57,12 @@ GOLDEN = ["distance.py", "dropout.py", "plane.py",
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
+def test_golden_triton_captured_gradients(name, golden):
     golden(name, text(name)[1])
 
 
 @pytest.mark.parametrize("name", [*GOLDEN, "atomics"])
-def test_every_name_of_the_kernel_is_reserved(name):
+def test_triton_captured_gradient_names_are_reserved(name):
     made, source = text(name)
     assert source == text(name)[1]
     assert not unreserved(source, made)

@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", ["every_case", "not every_case"])
-def test_interpreted(part):
+@pytest.mark.parametrize("part", ["triton_cases", "not triton_cases"])
+def test_triton_forward_passes_in_the_interpreter(part):
     run(HERE / "triton_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
@@ -49,21 +49,21 @@ def test_interpreted_large_scores():
 
 
 @pytest.mark.exhaustive
-def test_interpreted_errors():
+def test_triton_numerics_pass_in_the_interpreter():
     run(HERE.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", ["every_case", "not every_case"])
-def test_interpreted_backward(part):
+@pytest.mark.parametrize("part", ["gradient_cases", "not gradient_cases"])
+def test_triton_backward_passes_in_the_interpreter(part):
     run(HERE / "triton_backward_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
-def test_compiled():
+def test_triton_kernels_compile_without_a_gpu():
     run(HERE / "triton_compiled.py")
 
 
 @pytest.mark.exhaustive
-def test_interpreted_views():
+def test_triton_views_pass_in_the_interpreter():
     run(HERE / "triton_views_interpreted.py", TRITON_INTERPRET="1")

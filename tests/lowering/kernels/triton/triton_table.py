@@ -108,13 +108,13 @@ def check(arch, dim, name, kind, update):
 
 
 @pytest.mark.parametrize(("arch", "dim", "name", "kind"), FEW)
-def test_some(arch, dim, name, kind, request):
+def test_selected_triton_tiles_match_their_compiled_figures(arch, dim, name, kind, request):
     check(arch, dim, name, kind, request.config.getoption("--update-results"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dim", "name", "kind"), [x for x in ALL if x not in FEW])
-def test_rest(arch, dim, name, kind, request):
+def test_remaining_triton_tiles_match_their_compiled_figures(arch, dim, name, kind, request):
     check(arch, dim, name, kind, request.config.getoption("--update-results"))
 
 

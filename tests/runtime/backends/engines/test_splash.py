@@ -104,7 +104,9 @@ def test_arguments_show_what_the_mask_shows(text: str, given: dict, lengths: tup
         ),
     ],
 )
-def test_what_splash_refuses(text: str, score: str | None, lengths: tuple, dtype: str, said: str) -> None:
+def test_splash_engine_refuses_unsupported_calls(
+    text: str, score: str | None, lengths: tuple, dtype: str, said: str
+) -> None:
     given = {"n": np.array([-1, 3])} if "n[b]" in text else {}
     made = found(text, Geometry(2, 4, 4, *lengths, 64, 64, 0.125), score, dtype, **given)
     assert isinstance(made, str)
