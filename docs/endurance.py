@@ -133,7 +133,7 @@ that 24 threads do not each take memory of the query's size."""
 
 
 def versions() -> str:
-    found = json.loads((PAGE.parents[1] / "tests" / "matrix.json").read_text(encoding="utf-8"))
+    found = json.loads((PAGE.parents[1] / "tests" / "versions.json").read_text(encoding="utf-8"))
     shown = ("python", "numpy", "torch", "jax", "triton")
     rows = []
     for name, row in found.items():
@@ -143,7 +143,7 @@ def versions() -> str:
         rows.append([name, *(have.get(x, "") for x in shown), ", ".join(others), outcome])
     failed = "".join(f"\n- {name}: `{x}`" for name, row in found.items() for x in row.get("failures", []))
     return f"""\
-A slice of the tests on a CPU, in environments made for it: `python tests/matrix.py`. The oldest versions have wheels
+A slice of the tests on a CPU, in environments made for it: `python tests/versions.py`. The oldest versions have wheels
 for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
 numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
 not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there. The last rows

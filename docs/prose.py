@@ -16,7 +16,6 @@ CHANGELOG, SECURITY
 docstrings  All docstrings in dsl/, grammar/, lowering/ and runtime/.
 comments    Comments there.
 texts       Other strings of five words or more there: error texts, in a `raise` or in a table.
-tests       Names of tests.
 
 Rules; `FORMS` has what to write instead:
 
@@ -30,8 +29,6 @@ sentences   Sentences over 30 words.
 clauses     Parts of sentences over 46 words, up to a colon or a semicolon.
 entries     Entries of the changelog over two lines of 120 characters.
 sparse      Lines of code for each comment inside a function.
-short, long, pointers, shared
-            Names of tests of one or two words; over 60 letters; that begin with a pronoun or its like; of another test.
 """
 
 from __future__ import annotations
@@ -130,16 +127,13 @@ ENDS = {
     rule: re.compile(rf"\n\s*(?:[-*+|#>]|\d+\.) |\n\s*\n|[{signs}](?=\s|$)|\||\Z")
     for rule, (_, signs) in LENGTHS.items()
 }
-SOURCES = ("pages", "headings", "help", "public", "CHANGELOG", "SECURITY", "docstrings", "comments", "texts", "tests")
-RULES = (*FORMS, *LENGTHS, "entries", "sparse", "short", "long", "pointers", "shared")
+SOURCES = ("pages", "headings", "help", "public", "CHANGELOG", "SECURITY", "docstrings", "comments", "texts")
+RULES = (*FORMS, *LENGTHS, "entries", "sparse")
 STRING_OR_COMMENT = re.compile(
     r"""(?s:("{3}|'{3})(?:\\.|.)*?\1)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
     r"|(?m:(?P<comment>^[ \t]*#.*(?:\n[ \t]*#.*)*|#.*))"
 )
 PRAGMA = re.compile(r"(fmt|type|pragma|ruff|pyright|mypy):|noqa|!|--")
-POINTER = re.compile(
-    r"test_(it|its|they|them|their|this|that|these|those|what|which|who|whose|others?|another|ones?|same|the)(_|$)"
-)
 
 
 class Text(NamedTuple):
@@ -304,25 +298,8 @@ def code() -> Code:
     return files
 
 
-def misnamed_tests(files: Iterable[Text]) -> Iterator[Finding]:
-    """Tests whose name says too little or too much, points elsewhere, or is that of another test."""
-    seen: set[str] = set()
-    for file in files:
-        for m in re.finditer(r"^ *(?:async )?def (test_\w+)", file.text, re.M):
-            name, where = m[1], file.at(m.start())
-            if name.count("_") <= 2:
-                yield Finding("short", where, name, "what is tested and what holds, in three words or more")
-            if len(name) > 60:
-                yield Finding("long", where, name, f"60 letters: {len(name)}")
-            if POINTER.match(name):
-                yield Finding("pointers", where, name, "the thing that is tested first")
-            if name in seen:
-                yield Finding("shared", where, name, "a name that no other test has")
-            seen.add(name)
-
-
 def texts(files: Code) -> dict[str, Iterable[Text]]:
-    """source -> texts, of all sources but `tests`; `files` has the source folders."""
+    """source -> texts, of all sources; `files` has the source folders."""
     bodies, heads = zip(*map(without_headings, pages()), strict=True)
     return {
         "pages": bodies,
@@ -343,7 +320,6 @@ def every_finding(files: Code) -> Iterator[tuple[str, Finding]]:
         rules = [rule for rule in FORMS if rule != "ratios" or source == "headings"]
         yield from ((source, finding) for text in parts for finding in findings(text, rules))
     yield from (("CHANGELOG", finding) for finding in long_entries(read("CHANGELOG.md")))
-    yield from (("tests", finding) for finding in misnamed_tests(files_of("tests", "test_*.py")))
 
 
 def counts(files: Code) -> Counter[str]:

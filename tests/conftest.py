@@ -8,9 +8,16 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+# Bytecode is kept whatever the environment says: without it, every worker and every child of a test parses the tests
+# and frisket again, which is a tenth of the processor time of a run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker, set before torch and numpy load
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,8 +37,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 gc.set_threshold(20_000, 10, 10)
 
 EMITTERS = "--xla_cpu_use_fusion_emitters"
-GOLDEN = Path(__file__).parent / "golden"
-QUICK = Path(__file__).parent / "support/native/quick_g++"
+TESTS = Path(__file__).parent
+QUICK = TESTS / "support/native/quick_g++"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,8 +59,8 @@ def _no_graphs_of_other_tests():
 
 
 def xla_has_older_emitters() -> bool:
-    """XLA of this JAX has two emitters of fusions for CPUs, the older of which compiles in half the time. Cases of the
-    matrix and JAX 0.11, which has no other, take the newer."""
+    """XLA of this JAX has two emitters of fusions for CPUs, the older of which compiles in half the time. Exhaustive
+    cases and JAX 0.11, which has no other, take the newer."""
     try:
         return importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]
     except importlib.metadata.PackageNotFoundError:
@@ -65,20 +72,50 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("cacheprovider"):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
     if xla_has_older_emitters() and EMITTERS not in os.environ.get("XLA_FLAGS", ""):  # nor did the process before this
-        newer = str(of_the_matrix(config)).lower()
+        newer = str(exhaustive(config)).lower()
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}={newer}".strip()
-    # native kernels are optimized less, but those of the matrix and of lowering/kernels/cpp, which are what users have
-    if not of_the_matrix(config) and "CXX" not in os.environ and shutil.which("g++") and os.access(QUICK, os.X_OK):
+    # native kernels are optimized less, but exhaustive tests and lowering/kernels/cpp take what users have
+    if not exhaustive(config) and "CXX" not in os.environ and shutil.which("g++") and os.access(QUICK, os.X_OK):
         os.environ["CXX"] = str(QUICK)
 
 
-def of_the_matrix(config: pytest.Config) -> bool:
-    return "matrix" in config.option.markexpr.replace("not matrix", "")
+def exhaustive(config: pytest.Config) -> bool:
+    return asks_for("exhaustive", config)
+
+
+def asks_for(tier: str, config: pytest.Config) -> bool:
+    """Whether `-m` names a tier, and not behind `not`."""
+    return tier in config.option.markexpr.replace(f"not {tier}", "")
+
+
+def left_out(config: pytest.Config) -> set[str]:
+    """The tiers of which `-m` wants no case."""
+    return {tier for tier in ("exhaustive", "slow", "outside") if f"not {tier}" in config.option.markexpr}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> list[Any] | None:
+    """No item is made of a test whose tier is left out."""
+    if not name.startswith("test_"):
+        return None
+    marks = getattr(obj, "pytestmark", [])
+    names = {mark.name for mark in (*collector.iter_markers(), *(marks if isinstance(marks, list) else [marks]))}
+    return [] if names & left_out(collector.config) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """No item is made of parameters whose tier is left out, a third of all; ids stay those of the whole list."""
+    yield
+    tiers = left_out(metafunc.config)
+    stay = [call for call in metafunc._calls if not any(mark.name in tiers for mark in call.marks)]
+    metafunc._calls = stay or metafunc._calls  # without any, pytest would make an item without parameters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run the I-th of N parts, into which tests are dealt by their names")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew; read `git diff`")
+    parser.addoption("--update-results", action="store_true", help="write benchmarks/results/compiled anew")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -95,11 +132,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest):
-    """`golden("name.py", text)`: the text is what tests/golden/name.py holds."""
+    """`golden("name.py", text)` in tests/area/test_x.py: the text is what tests/golden/area/test_x/name.py holds."""
+    folder = TESTS / "golden" / request.path.relative_to(TESTS).with_suffix("")
 
     def check(name: str, text: str) -> None:
-        path = GOLDEN / name
+        path = folder / name
         if request.config.getoption("--update-golden"):
+            folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert text == path.read_text(), f"{name} changed; if it should have, run pytest --update-golden"
 

@@ -1,4 +1,4 @@
-"""What bad text is told: golden/bad_text.txt holds every message in full.
+"""What bad text is told: bad_text.txt holds every message in full.
 
 Each entry is a line `kind: text` (text as a Python literal), then the message, indented. After a deliberate
 change: `python -m pytest tests/dsl/test_bad_text.py --tb=short` shows the new text to paste.
@@ -13,24 +13,24 @@ from pathlib import Path
 
 import pytest
 from support.lowering.effort import at_most
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl.errors import FrisketError, MaskSyntaxError, ParameterError
 from frisket.dsl.program import read
 from frisket.runtime.masks.mask import mask, score
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "bad_text.txt"
+MESSAGES = Path(__file__).with_name("bad_text.txt")
 
 
 def entries():
-    for block in re.split(r"\n\n(?=mask: |score: )", GOLDEN.read_text(encoding="utf-8")):
+    for block in re.split(r"\n\n(?=mask: |score: )", MESSAGES.read_text(encoding="utf-8")):
         head, *lines = block.strip("\n").split("\n")
         kind, _, text = head.partition(": ")
         yield kind, ast.literal_eval(text), "\n".join(line[4:] for line in lines)
 
 
 @pytest.mark.parametrize(("kind", "text", "message"), list(entries()), ids=[repr(t) for _, t, _ in entries()])
-def test_message(kind, text, message):
+def test_bad_text_gets_its_message_in_full(kind, text, message):
     with pytest.raises(MaskSyntaxError) as caught:
         read(text, kind=kind)
     assert [line.rstrip() for line in str(caught.value).split("\n")] == message.split("\n")
@@ -80,13 +80,15 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(HOSTILE, *HOSTILE.keys() - {"commas", "moving", "sum", "tildes", "choices"}))
+@pytest.mark.parametrize(
+    "name", default_only(HOSTILE, *HOSTILE.keys() - {"commas", "moving", "sum", "tildes", "choices"})
+)
 def test_hostile_text_ends_soon_and_in_our_errors(name):
     with at_most(30_000_000), contextlib.suppress(FrisketError):
         read(HOSTILE[name], kind="mask")
 
 
-def test_all_errors_of_a_text_are_reported_at_once():
+def test_errors_of_a_text_are_reported_together():
     with pytest.raises(MaskSyntaxError) as caught:
         read("def f = q + (k > 1)\nmask = windw(3) & (q + (k > 2) > q)", kind=None)
     assert [p.message for p in caught.value.problems] == [
@@ -151,7 +153,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("act", "message"), PARAMETERS, ids=[m[:40] for _, m in PARAMETERS])
-def test_parameter_message(act, message):
+def test_bad_parameters_get_their_message_in_full(act, message):
     with pytest.raises(FrisketError) as caught:
         act()
     assert str(caught.value) == message

@@ -41,7 +41,7 @@ def test_of_pairs_and_of_arrays(op):
 
 
 @pytest.mark.parametrize(("op", "meaning"), [("neg", lambda x: -x), ("abs", abs)])
-def test_of_one(op, meaning):
+def test_unary_int_operators_are_those_of_python(op, meaning):
     for x in INTS[1:]:
         assert OPERATORS[op](np.array([x, 5]))[0] == meaning(x)
     with pytest.raises(EvaluationError, match="leaves 64 bits"):
@@ -49,6 +49,6 @@ def test_of_one(op, meaning):
 
 
 @pytest.mark.parametrize("op", MEANINGS)
-def test_of_nothing(op):
+def test_int_operators_on_empty_arrays_keep_the_shape(op):
     assert OPERATORS[op](np.zeros((0, 3), np.int64), np.arange(3)).shape == (0, 3)
     assert OPERATORS[op](np.zeros((0, 3), np.int64), np.asarray(4)).shape == (0, 3)

@@ -51,6 +51,6 @@ def from_text(case, text=None):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_same_expr_over_torch(case):
+def test_torch_function_gives_the_expr_of_the_text(case):
     over_torch = trace(case.over(Torch(), TENSORS), case.kind)
     assert canonical(over_torch.expr).expr is canonical(from_text(case, IN_TORCH.get(case.name))).expr

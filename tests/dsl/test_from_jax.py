@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 from support.jax.jax_callables import MASKS, MODS, B, H, S, arrays, tables
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.trace import trace
@@ -37,18 +37,18 @@ def from_jax(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_same_expr_as_the_text(case):
+def test_jax_function_gives_the_expr_of_the_text(case):
     assert canonical(from_jax(case).expr).expr is canonical(from_text(case)).expr
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.jax_only], ids=lambda c: c.name)
-def test_the_same_expr_as_the_function_over_numpy(case):
+def test_jax_function_gives_the_expr_of_its_numpy_form(case):
     over_numpy = trace(case.over(np, NUMPY), case.kind)
     assert canonical(over_numpy.expr).expr is canonical(from_jax(case).expr).expr
 
 
-@pytest.mark.parametrize("case", every_other(CASES), ids=lambda c: c.name)
-def test_the_values_are_those_of_jax(case):
+@pytest.mark.parametrize("case", thinned(CASES), ids=lambda c: c.name)
+def test_traced_jax_function_has_the_values_of_jax(case):
     found = from_jax(case)
     rng = np.random.default_rng(1)
     env = dict(zip("bhqk", (g.ravel() for g in np.indices((B, H, S, S)))))

@@ -103,10 +103,10 @@ def check(seed):
     return 1
 
 
-def test_random_masks():
+def test_random_torch_masks_keep_their_values_when_traced():
     assert sum(check(seed) for seed in range(300)) > 280
 
 
 @pytest.mark.slow
-def test_many_random_masks():
+def test_many_random_torch_masks_keep_their_values():
     assert sum(check(seed) for seed in range(300, 20_000)) > 18_000

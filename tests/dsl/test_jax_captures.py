@@ -86,7 +86,7 @@ class Trainer:
         self.width = 3
 
 
-def test_what_an_object_holds_is_looked_at_no_further_than_its_own():
+def test_captures_of_an_object_are_searched_one_level_deep():
     chain = value = Trainer()
     for _ in range(3000):
         value.inner = Trainer.__new__(Trainer)
@@ -129,7 +129,7 @@ def test_two_arrays_of_one_name_and_one_array_twice():
     assert text == "again[q] == again[k] & doc[k] > 0 & again[q] == 1"
 
 
-def test_the_arrays_themselves_are_kept():
+def test_captured_arrays_are_not_copied_by_the_jax_trace():
     assert trace(lambda q, k: doc[q] == doc[k]).tables["doc"] is doc
     wide = np.array([1, 2**20, 3])
     assert trace(lambda q, k: jnp.asarray(wide)[q] > k).tables["wide"] is wide
@@ -159,7 +159,7 @@ def test_negative_indices_count_from_the_end_only_as_numbers():
     assert shown(lambda q, k: doc[q - 1] == doc[k]) == ("doc[q - 1] == doc[k]", ["doc"])
 
 
-def test_what_is_made_of_captures_alone_is_computed_once():
+def test_jax_expressions_of_captures_alone_are_computed_once():
     found = trace(lambda q, k: jnp.cumsum(doc)[q] > k)
     assert show(found.expr, found.tables) == "doc_2[q] > k"
     assert found.tables["doc_2"].tolist() == [0, 0, 1, 2, 4]
@@ -238,7 +238,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fn", "message"), REFUSED, ids=[m for _, m in REFUSED])
-def test_refused_at_the_users_line(fn, message):
+def test_jax_errors_name_the_line_of_the_user(fn, message):
     with pytest.raises((TraceError, NameError)) as caught:
         trace(fn, "mask")
     text = str(caught.value)
@@ -265,7 +265,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("fn", "kind", "message"), SHAPES, ids=[m for _, _, m in SHAPES])
-def test_refused_as_a_whole(fn, kind, message):
+def test_jax_functions_of_a_wrong_form_are_refused(fn, kind, message):
     with pytest.raises(TraceError) as caught:
         trace(fn, kind)
     assert str(caught.value).startswith(message)

@@ -6,7 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.trace import trace
@@ -151,8 +151,8 @@ def values(fn, kind):
     return np.broadcast_to(evaluate(found.expr, env, tables), want.shape), want, found
 
 
-@pytest.mark.parametrize(("fn", "text"), every_other(MASKS), ids=[str(i) for i in range(len(MASKS))])
-def test_masks(fn, text):
+@pytest.mark.parametrize(("fn", "text"), thinned(MASKS), ids=[str(i) for i in range(len(MASKS))])
+def test_jax_primitives_in_masks_have_the_values_of_jax(fn, text):
     got, want, found = values(fn, "mask")
     np.testing.assert_array_equal(got, want)
     if text is not None:
@@ -161,6 +161,6 @@ def test_masks(fn, text):
 
 
 @pytest.mark.parametrize("fn", SCORES, ids=[str(i) for i in range(len(SCORES))])
-def test_scores(fn):
+def test_jax_primitives_in_score_mods_have_the_values_of_jax(fn):
     got, want, _ = values(fn, "score")
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)

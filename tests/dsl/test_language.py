@@ -21,7 +21,7 @@ def same(a, b, **params):
     assert parse_expression(a, params) is parse_expression(b, params)
 
 
-def test_the_shipped_tables_are_those_of_the_grammar():
+def test_shipped_parser_tables_are_those_of_the_grammar():
     with open(build.HERE / "mask.json", encoding="utf-8") as f:
         assert f.read() == build.text()
     assert {action for _, _, action in load().rules} - {None} == set(_actions())
@@ -37,7 +37,7 @@ LOOSEST_FIRST = ["|", "^", "&", "<<", "+", "*", "**"]
 
 
 @pytest.mark.parametrize(("loose", "tight"), list(itertools.combinations(LOOSEST_FIRST, 2)))
-def test_precedence(loose, tight):
+def test_operators_bind_in_the_order_of_precedence(loose, tight):
     same(f"q {loose} k {tight} 3", f"q {loose} (k {tight} 3)")
     same(f"q {tight} 3 {loose} k", f"(q {tight} 3) {loose} k")
 
@@ -78,7 +78,7 @@ MEANS = [
 
 
 @pytest.mark.parametrize(("text", "meaning"), MEANS, ids=[t for t, _ in MEANS])
-def test_means(text, meaning):
+def test_texts_have_the_documented_meaning(text, meaning):
     same(text, meaning)
 
 
@@ -104,7 +104,7 @@ def test_tables_pass_through_definitions():
     same("def own(t) = same(t) & t[q] > 0\nown(doc)", "doc[q] == doc[k] & doc[q] > 0")
 
 
-def test_own_names_hide_the_librarys_with_a_note_and_never_inside_it():
+def test_user_names_hide_library_names_with_a_note():
     found = read("def window(w) = q > w\nwindow(3) & sliding(1, 1)", kind="mask")
     assert found.mask is parse_expression("q > 3 & sliding(1, 1)")
     assert found.notes == ["`window` is defined here and hides the library's `window`"]
@@ -184,7 +184,7 @@ def test_a_lambda_is_the_same_expression_as_the_text(text):
     assert traced.tables.keys() == tables.keys()
 
 
-def test_score_lambdas():
+def test_score_lambdas_give_the_expr_of_the_library():
     assert score(lambda score, q, k, h: score + slopes[h] * (k - q)).expr is score("alibi(slopes)", slopes=slopes).expr
     assert score(lambda score: 50.0 * np.tanh(score / 50.0)).expr is score("softcap(50.0)").expr
 
@@ -200,7 +200,7 @@ def test_reading_a_mask_imports_neither_torch_nor_jax_nor_lark():
 @pytest.mark.parametrize(
     "text", ["def f(x, y) = x | (y * 3)\nmask = q >= k", "((w & 3) | (v * 2)) > q", "(v - 1 ^ w) == k"]
 )
-def test_an_undeclared_name_that_is_computed_with_makes_bits_of_a_sign(text):
+def test_undeclared_names_in_sums_turn_a_bar_into_bitwise_or(text):
     """`y * 3` is a number, so `x | (y * 3)` is of bits, though nothing declares x or y."""
     assert read(text, kind="mask").mask is not None
 
@@ -219,6 +219,6 @@ def test_a_definition_that_nobody_calls_may_be_of_bits(either, other):
 
 
 @pytest.mark.parametrize("body", ["x & (k > 1) if q > k else y + k", "(x and y) if q > k else y + k"])
-def test_a_definition_that_fits_no_call_is_refused_though_nobody_calls_it(body):
+def test_unused_definition_that_fits_no_call_is_refused(body):
     with pytest.raises(MaskSyntaxError):
         read(f"def f(x, y, z) = {body}\nmask = q >= k", kind="mask")

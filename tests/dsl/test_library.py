@@ -33,7 +33,7 @@ def case(signature, length):
 LENGTHS = (40, 100)
 
 
-def test_every_mask_has_words():
+def test_library_masks_each_have_a_reference_in_words():
     assert {e.name for e in ENTRIES.values() if e.signature in MASKS} == {*words.WORDS, "random_keep"}
 
 
@@ -189,14 +189,14 @@ def test_mods_and_numbers_are_reached_by_name():
 
 
 @pytest.mark.parametrize("signature", MASKS)
-def test_no_number_needs_64_bits(signature):
+def test_library_masks_need_no_64_bit_integers(signature):
     """With positions and table entries below 2^20, every mask runs in 32 bits: JAX has no others by default."""
     one = MASKS[signature]
     limits = dict.fromkeys(("b", "h", "q", "k", "B", "H", "Q_LEN", "KV_LEN", *one.params), 2.0**20)
     assert not needs_int64([simplify(bind(one.mask.expr, one.mask.tables))], limits)
 
 
-def test_the_library_in_python():
+def test_library_entry_has_its_fields_and_is_read_only():
     entry = fk.library()["causal(offset)"]
     assert (entry.name, entry.params, entry.section) == ("causal", ("offset",), "Order")
     assert entry.text == "def causal(offset) = q + offset >= k"

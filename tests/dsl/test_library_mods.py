@@ -79,7 +79,7 @@ FORMULAS = {
 ELSEWHERE = {"softcap_fraction(c)", "activation(f, n)"}
 
 
-def test_every_mod_has_a_formula():
+def test_library_score_mods_each_have_a_reference_formula():
     assert {*FORMULAS, *ELSEWHERE} == set(MODS)
 
 
@@ -116,7 +116,7 @@ def test_t5_buckets_are_the_same_in_float32():
         assert t5_bucket(-border, half, far, False) == t5_bucket(1 - border, half, far, False) + 1
 
 
-def test_the_fraction_is_near_tanh():
+def test_softcap_fraction_is_near_tanh():
     x = np.linspace(-1000, 1000, 400_001)
     mod = fk.score("softcap_fraction(c)", c=1.0)
     have = evaluate(mod.expr, {"score": x, "c": 1.0})
@@ -144,6 +144,6 @@ def test_softmax_of_an_activation_undone_is_the_activation(name):
     np.testing.assert_allclose(out * np.exp(lse) - 1.0 * v.sum(0), f(s) @ v, rtol=1e-9, atol=1e-9)
 
 
-def test_mods_compose():
+def test_score_mods_compose_by_then():
     both = applied(fk.score("alibi then softcap(50)"))
     np.testing.assert_allclose(both, 50 * np.tanh(FORMULAS["alibi"]() / 50))

@@ -103,7 +103,7 @@ def arguments(one):
     return [v.astype(np.float64) if getattr(v, "dtype", None) == np.float32 else v for v in values]
 
 
-def test_the_collection_is_whole_and_hides_nothing():
+def test_peer_collection_is_complete_and_hides_no_library_name():
     assert {*MASK_FORMULAS} == {*MASKS}
     assert {*MOD_FORMULAS} == {*MODS}
     assert {*MASKS, *MODS} == {*ENTRIES}
@@ -111,7 +111,7 @@ def test_the_collection_is_whole_and_hides_nothing():
 
 
 @pytest.mark.parametrize("signature", MASK_FORMULAS)
-def test_masks(signature):
+def test_peer_masks_equal_their_numpy_formula(signature):
     one = MASKS[signature]
     want = np.asarray(MASK_FORMULAS[signature](*arguments(one)))[: one.batch, : one.heads]
     want = np.broadcast_to(want, (one.batch, one.heads, SIZE, SIZE))
@@ -125,7 +125,7 @@ def test_masks(signature):
 
 
 @pytest.mark.parametrize("signature", MOD_FORMULAS)
-def test_mods(signature):
+def test_peer_score_mods_equal_their_numpy_formula(signature):
     one = MODS[signature]
     env = {**coordinates(2, HEADS, SIZE, SIZE), **one.score.scalars, "score": S}
     have = np.broadcast_to(evaluate(one.score.expr, env, one.score.tables), S.shape)

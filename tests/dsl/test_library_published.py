@@ -89,7 +89,7 @@ def test_tiles_of_different_sizes_for_queries_and_keys():
     assert (have.sum(-1) == 9).all()
 
 
-def test_sliding_tiles_with_even_kernels_and_tiles_that_are_not_square():
+def test_sliding_tiles_with_even_kernels_have_the_exact_count():
     """FastVideo's mask takes the tiles with |center - tile| <= n // 2: three for a kernel of two."""
 
     def theirs(q, k, tiles, kernel, tile):
@@ -121,7 +121,7 @@ def test_windows_in_true_division():
         assert have == max(int(np.floor(t * 3 / 128)) * 128, 0)
 
 
-def test_prefixes_seen_by_the_prefix_alone_are_prefixes_seen_by_all():
+def test_both_prefix_hides_no_more_than_prefix_lm():
     """`both_prefix` hides nothing more than `prefix_lm`: a query behind the prefix is causal and sees all of it."""
     for n, p in ((20, 7), (7, 20), (9, 0)):
         np.testing.assert_array_equal(ours(f"both_prefix({p})", n), ours(f"prefix_lm({p})", n))

@@ -101,7 +101,7 @@ PRINTED = [
 
 
 @pytest.mark.parametrize(("e", "text"), PRINTED, ids=[t for _, t in PRINTED])
-def test_printed_form(e, text):
+def test_printed_expression_reads_back_as_itself(e, text):
     assert show(e) == text
     assert parse_expression(text) is e
 

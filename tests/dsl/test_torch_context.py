@@ -40,7 +40,7 @@ def alibi(score, b, h, q, k):
 # -- what is captured -------------------------------------------------------------------------------
 
 
-def test_the_originals_are_kept_and_the_values_are_copies():
+def test_captured_tensors_are_kept_and_their_values_copied():
     mod = fk.score(alibi)
     assert mod.origin.captured == {"slopes": slopes}
     assert isinstance(mod.params["slopes"], np.ndarray)
@@ -68,7 +68,7 @@ def test_renamed_parameters_keep_their_originals():
     assert both.at(q="q // 2").origin.captured.keys() == {"doc", "doc_2"}
 
 
-def test_learned_scalars_are_parameters_and_constants_are_literals():
+def test_learned_scalars_are_parameters_constants_are_literals():
     gain, one = torch.nn.Parameter(torch.tensor(0.5)), torch.nn.Parameter(torch.tensor([2.0]))
     fixed = torch.tensor(3)
     made = fk.score(lambda s, b, h, q, k: gain * s + one[0] * torch.tensor(0.1) + fixed + one.exp()[0])
@@ -77,7 +77,7 @@ def test_learned_scalars_are_parameters_and_constants_are_literals():
     assert made.origin.captured["gain"] is gain
 
 
-def test_what_is_computed_of_captured_tensors_alone():
+def test_torch_expressions_of_captures_alone_are_computed_once():
     lens, tree = torch.tensor([3, 4]), torch.ones(4, 3)
     assert shown(lambda b, h, q, k: (doc * 2)[q] == k) == "doc[q] * 2 == k"  # stays an expression of the tensor
     assert shown(lambda b, h, q, k: k < doc.max()) == "k < scalar"  # a whole array gone through: once, now
@@ -96,7 +96,7 @@ def test_names_that_the_language_has_taken_get_a_line():
     assert str(fk.score(lambda s, b, h, q, k: s * scale[q]).bind(scale_=np.zeros(8))) == "score * scale_[q]"
 
 
-def test_every_dtype_and_view():
+def test_captured_tensors_may_have_any_dtype_and_view():
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
         t = (torch.arange(8) % 3).to(dtype)
         want = (t[:, None] == t[None])[:5, :5].numpy()
@@ -155,7 +155,7 @@ class Straight(torch.autograd.Function):
         return grad
 
 
-def test_a_custom_function_is_read_through_its_forward_and_says_so():
+def test_custom_autograd_function_is_read_through_its_forward():
     applied = Straight.apply
     for fn in (lambda s, b, h, q, k: Straight.apply(s) + 1, lambda s, b, h, q, k: applied(s) + 1):
         found = trace(fn)
@@ -192,7 +192,7 @@ def test_a_position_can_be_printed(capsys):
 # -- what the trace leaves alone ------------------------------------------------------------------------------
 
 
-def test_the_users_function_and_tensors_are_untouched():
+def test_torch_trace_leaves_function_and_tensors_unchanged():
     table = torch.ones(3)
 
     def fn(b, h, q, k, t=table):
@@ -241,7 +241,7 @@ def with_constant(s, b, h, q, k):
     [torch.no_grad, torch.inference_mode, Counting, functools.partial(torch.device, "meta"), torch.enable_grad,
      functools.partial(torch.autocast, "cpu")],
 )  # fmt: skip
-def test_other_contexts(around):
+def test_torch_trace_ignores_active_modes_and_devices(around):
     plain = trace(with_constant).expr
     with around():
         assert trace(with_constant).expr is plain

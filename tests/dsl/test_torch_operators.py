@@ -57,7 +57,7 @@ UNARY = sorted({*ON_FLOAT, *ON_NUMBER, *PIECES, "sign", "sgn", "softplus", "gelu
 
 @pytest.mark.parametrize("name", UNARY)
 @pytest.mark.parametrize("kind", TABLES)
-def test_of_one(name, kind):
+def test_unary_torch_functions_have_the_values_of_torch(name, kind):
     fn = find(name)
     try:
         fn(TABLES[kind])
@@ -82,7 +82,7 @@ def test_signs_of_zeros_and_infinities(name):
 )
 @pytest.mark.parametrize("left", TABLES)
 @pytest.mark.parametrize("right", TABLES)
-def test_of_two(name, left, right):
+def test_binary_torch_functions_have_the_values_of_torch(name, left, right):
     fn = find(name)
     x, y = TABLES[left], TABLES[right].flip(0).clone()
     y = torch.where(y == 0, torch.ones_like(y), y) if right != "bool" else torch.ones_like(y)  # division by 0 differs
@@ -118,7 +118,7 @@ ONCE = {
 
 @pytest.mark.parametrize("name", ONCE)
 @pytest.mark.parametrize("kind", ["float", "int"])
-def test_other_signatures(name, kind):
+def test_torch_functions_with_options_have_the_values_of_torch(name, kind):
     if (name, kind) == ("one number", "int"):
         pytest.skip("torch has no mean of Ints")
     y = INTS.flip(0).clone()
@@ -127,7 +127,7 @@ def test_other_signatures(name, kind):
 
 @pytest.mark.parametrize("name", [*REDUCTIONS, "norm", "prod", "max", "min"])
 @pytest.mark.parametrize("kind", TABLES)
-def test_reductions(name, kind):
+def test_torch_reductions_have_the_values_of_torch(name, kind):
     table = TABLES[kind].reshape(4, 4)
     fn = getattr(torch, name)
     along = {} if name in ("max", "min") else {"dim": -1}
@@ -140,7 +140,7 @@ def test_reductions(name, kind):
     np.testing.assert_allclose(np.broadcast_to(got, 4), want.numpy(), rtol=1e-6)
 
 
-def test_the_table_is_covered():
+def test_torch_operator_table_is_covered_by_these_tests():
     others = {"where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "to", "type", "type_as", "astype",
               "float_power", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "fabs"}  # fmt: skip
     swapped = {n for n in SCALARS if n[0] == "r" and n[1:] in (*BINARY, "div", "and", "or", "xor")}
@@ -172,7 +172,7 @@ SHAPED = {
 
 
 @pytest.mark.parametrize("name", SHAPED)
-def test_shapes(name):
+def test_torch_shape_functions_have_the_values_of_torch(name):
     x = torch.nn.Parameter(torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1)))
     want = SHAPED[name](x).detach()
     places = "bhqk"[: want.ndim]

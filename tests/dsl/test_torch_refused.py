@@ -88,7 +88,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fn", "message"), REFUSED, ids=[m for _, m in REFUSED])
-def test_refused_at_the_users_line(fn, message):
+def test_torch_errors_name_the_line_of_the_user(fn, message):
     before = bias.clone()
     with pytest.raises(TraceError) as caught:
         trace(fn)
@@ -122,7 +122,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("fn", "message"), WHOLE, ids=[m for _, m in WHOLE])
-def test_refused_as_a_whole(fn, message):
+def test_torch_functions_of_a_wrong_form_are_refused(fn, message):
     with pytest.raises(TraceError) as caught:
         fk.mask(fn)
     assert str(caught.value).startswith(message)

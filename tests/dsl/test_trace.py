@@ -41,7 +41,7 @@ def test_globals_closures_defaults_partials_and_helpers():
     assert shown(by_place) == ("q - k < 3", [])
 
 
-def test_the_users_function_is_untouched():
+def test_trace_leaves_the_function_unchanged():
     ids = np.array([1, 2, 3])
 
     def fn(q, k):
@@ -53,7 +53,7 @@ def test_the_users_function_is_untouched():
     assert isinstance(doc, np.ndarray)
 
 
-def test_one_array_is_one_table_and_two_of_one_name_are_two():
+def test_captured_array_is_one_table_however_often_it_is_read():
     a = np.array([1, 2])
 
     def outer():
@@ -66,7 +66,7 @@ def test_one_array_is_one_table_and_two_of_one_name_are_two():
     )  # fmt: skip
 
 
-def test_indexing():
+def test_indexing_of_captured_arrays_becomes_lookups():
     assert shown(lambda b, h, q, k: bias[b][h][q, k] > 0)[0] == "bias[b, h, q, k] > 0"
     found = trace(lambda b, h, q, k: bias[0][b, q, k] > 0)
     assert show(found.expr, found.tables) == "bias[b, q, k] > 0"
@@ -95,7 +95,7 @@ NUMPY = [
 
 
 @pytest.mark.parametrize(("fn", "text"), NUMPY, ids=[t for _, t in NUMPY])
-def test_numpy_functions(fn, text):
+def test_numpy_functions_trace_to_their_text_and_values(fn, text):
     found = trace(fn, "mask")
     assert show(found.expr) == text
     q, k = np.arange(5)[:, None], np.arange(5)[None]
@@ -134,7 +134,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fn", "message"), REFUSED, ids=[m for _, m in REFUSED])
-def test_refused_at_the_users_line(fn, message):
+def test_trace_errors_name_the_line_of_the_user(fn, message):
     with pytest.raises(TraceError) as caught:
         trace(fn, "mask")
     text = str(caught.value)
@@ -156,7 +156,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("fn", "kind", "message"), SHAPES, ids=[m for _, _, m in SHAPES])
-def test_refused_as_a_whole(fn, kind, message):
+def test_functions_of_a_wrong_form_are_refused(fn, kind, message):
     with pytest.raises(TraceError) as caught:
         trace(fn, kind)
     assert str(caught.value).startswith(message)

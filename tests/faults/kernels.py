@@ -26,7 +26,7 @@ SANITIZERS = {
     "address,undefined": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),
 }
-SLICE = (  # of the matrix, on every processor
+SLICE = (  # exhaustive, on every processor
     "plain", "bfloat16", "float16", "float64", "relative-bias", "documents", "empty-rows", "decode", "gqa", "holes",
     "decode-pages", "prefill-holes",
 )  # fmt: skip

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.runtime.machine import cpp_build
 
@@ -24,15 +24,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=550)
 
 
-@pytest.mark.parametrize("name", some(FAST, "disk-full", "read-only", "sigterm"))
-def test_a_round(name):
+@pytest.mark.parametrize("name", default_only(FAST, "disk-full", "read-only", "sigterm"))
+def test_fault_round_ends_without_a_failure(name):
     line = campaign.one(campaign.FAULTS[name][0], name, 100, 0)
     if line["left_out"]:
         pytest.skip(f"left out: {line['left_out']}")
     assert not line["failure"], line["failure"]
 
 
-def test_fifty_kills(tmp_path):
+def test_kills_during_a_build_leave_a_usable_cache(tmp_path):
     """One round of kills with a stand-in compiler that writes in pieces, and one with the real compiler."""
     file = tmp_path / "rounds.jsonl"
     done = run("kills", "kills-of-gcc", "--seed", "100", "--rounds", "1", "--resume", str(file))
@@ -101,7 +101,7 @@ def test_a_planted_fault_of_the_cache_is_found(what):
     assert any(x in done.stderr for x in words.split("|")), done.stderr
 
 
-def test_what_is_left_behind_is_found(tmp_path):
+def test_leftover_files_fail_the_check_of_a_fault(tmp_path):
     (tmp_path / "a.tmp").touch()
     with pytest.raises(AssertionError, match="left behind"):
         places.clean(tmp_path)
@@ -126,7 +126,7 @@ def test_texts_of_other_processes_are_python():
 # -- the campaign --------------------------------------------------------------------------------------------------
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_fault_campaign_resumes_where_it_stopped(tmp_path, monkeypatch):
     seen, file = [], tmp_path / "rounds.jsonl"
 
     def work(draw):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import cache_model
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.from_jax import scalars as jax_scalars
@@ -31,7 +31,7 @@ from outside import programs  # isort: skip
 Problem, TARGETS, rows = targets.Problem, targets.TARGETS, targets.rows
 
 
-SLICES = {  # cases of every run, and of the matrix behind them
+SLICES = {  # cases of every run, and exhaustive ones behind them
     "meaning": (600, 600), "layout": (60, 120), "canonical": (600, 600), "front": (60, 60), "simplifier": (400, 400),
     "hostile": (300, 300), "answers": (15, 30), "exports": (60, 60), "score": (50, 150), "gradients": (50, 100),
     "reorder": (30, 60), "kernels": (0, 1), "rows": (1, 1), "dropout": (1, 1), "caches": (10, 30), "gluon": (2, 4),
@@ -43,12 +43,12 @@ APART = {"triton": (0, 2), "parallel": (0, 1)}  # in processes: Triton interpret
 def slices(of):
     often = [pytest.param(t, 0, n, id=t) for t, (n, _) in of.items() if n]
     return often + [
-        pytest.param(t, n, end, id=f"{t}-more", marks=pytest.mark.matrix) for t, (n, end) in of.items() if n < end
+        pytest.param(t, n, end, id=f"{t}-more", marks=pytest.mark.exhaustive) for t, (n, end) in of.items() if n < end
     ]
 
 
 @pytest.mark.parametrize(("target", "start", "end"), slices(SLICES))
-def test_a_slice(target, start, end):
+def test_slice_of_a_fuzz_target_has_no_failure(target, start, end):
     failures = [failure for i in range(start, end) if (failure := campaign.one(target, 100, i)[1])]
     assert not failures, "\n".join(f["test"] for f in failures)
 
@@ -74,8 +74,8 @@ def test_an_hour_of_all_targets(target, tmp_path):
 CORPUS = ["meaning", "layout", "canonical", "answers", "exports", "reorder"]
 
 
-@pytest.mark.parametrize("target", some(CORPUS, "meaning", "layout", "canonical", "exports"))
-def test_the_corpus(target):
+@pytest.mark.parametrize("target", default_only(CORPUS, "meaning", "layout", "canonical", "exports"))
+def test_corpus_programs_pass_their_fuzz_target(target):
     programs_of_it = corpus.read()
     assert len(programs_of_it) > 40
     for p in programs_of_it:
@@ -85,7 +85,7 @@ def test_the_corpus(target):
 WITH_MEANING = ["meaning", "layout", "canonical", "front", "simplifier", "exports", "gradients", "answers"]
 
 
-@pytest.mark.parametrize("target", some(WITH_MEANING, "meaning", "layout", "canonical", "simplifier"))
+@pytest.mark.parametrize("target", default_only(WITH_MEANING, "meaning", "layout", "canonical", "simplifier"))
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = [failure for i in range(40) if (failure := campaign.one(target, 0, i)[1])]
@@ -104,12 +104,12 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(t, marks=pytest.mark.matrix if t == "rows" else ())
+        pytest.param(t, marks=pytest.mark.exhaustive if t == "rows" else ())
         for t in TARGETS
         if t not in {"canonical", "front", "simplifier", "hostile", "score", "caches", "stores", *APART}
     ],
 )
-def test_what_a_program_shows_is_compared(target):
+def test_wrong_rows_of_a_program_fail_the_fuzz_target(target):
     with pytest.raises(AssertionError):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
 
@@ -117,8 +117,8 @@ def test_what_a_program_shows_is_compared(target):
 @pytest.mark.parametrize(
     ("name", "table", "key"),
     [("numpy", numpy_functions.UFUNCS, "minimum"),
-     pytest.param("torch", torch_functions.FUNCTIONS, "minimum", marks=pytest.mark.matrix),
-     pytest.param("jax", jax_scalars.SCALARS, "min", marks=pytest.mark.matrix)],
+     pytest.param("torch", torch_functions.FUNCTIONS, "minimum", marks=pytest.mark.exhaustive),
+     pytest.param("jax", jax_scalars.SCALARS, "min", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkeypatch):
     monkeypatch.setitem(table, key, table[key.replace("min", "max")])
@@ -132,7 +132,7 @@ def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkey
 @pytest.mark.parametrize(
     ("name", "part", "wrong"),
     [pytest.param("mod-by-negative", "after", lambda x, n: rules_division.minus(x) % lit(-n.name),
-                  marks=pytest.mark.matrix),
+                  marks=pytest.mark.exhaustive),
      ("min-decided", "when", lambda x, y: facts.ordered(y, x))],
 )  # fmt: skip
 def test_a_fault_of_the_simplifier_is_found_and_made_small(name, part, wrong, monkeypatch):
@@ -164,26 +164,26 @@ def test_functions_are_of_all_forms():
             assert f"{module}.{function}(" in bodies[name], (name, function)
 
 
-def test_what_a_cache_attends_to_is_compared(monkeypatch):
+def test_wrong_mask_of_a_cache_fails_the_fuzz_target(monkeypatch):
     monkeypatch.setitem(caches.MASKS, "causal", lambda q, k: q > k)
     with pytest.raises(AssertionError, match="append: off by"):
         TARGETS["caches"]("causal; append:3,2")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_wrong_rows_of_an_order_are_found(monkeypatch):
     monkeypatch.setattr(kernels, "Rows", lambda queries, keys: Rows(queries, keys[::-1].copy()))
     with pytest.raises(AssertionError, match="native permutation out: off by"):
         TARGETS["rows"](Problem("q >= k", {}, np.tri(9, dtype=bool)[None, None]))
 
 
-def test_what_a_store_attends_to_is_compared(monkeypatch):
+def test_wrong_values_of_a_store_fail_the_fuzz_target(monkeypatch):
     monkeypatch.setattr(cache_model.OfTorch, "stored", lambda self, x: 1.1 * x)
     with pytest.raises(AssertionError):
         TARGETS["stores"]("torch plain float32 1 20")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_wrong_score_is_found_and_made_small(monkeypatch):
     monkeypatch.setitem(scores.NAMES, "tanh", scores.NAMES["sin"])
     failures = [failure for i in range(40) if (failure := campaign.one("score", 0, i)[1])]
@@ -237,12 +237,12 @@ class WithColumns:
         return getattr(self.layout, name)
 
 
-def test_another_mask_is_no_synonym():
+def test_different_mask_fails_as_a_synonym():
     with pytest.raises(AssertionError, match="synonym"):
         TARGETS["canonical"](Problem("q >= k", {}, rows("#.", "##"), synonym="q > k"))
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path):
+def test_fuzz_campaign_resumes_where_it_stopped(tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     at_once = campaign.run("meaning", 3, 250, whole)
     campaign.run("meaning", 3, 100, parts)
@@ -322,6 +322,6 @@ def test_a_definition_that_nobody_calls_is_made_small():
 
 
 @pytest.mark.parametrize(("target", "seed", "i"), [("meaning", 3000, 191959), ("flash", 77, 3), ("flash", 77, 65)])
-def test_what_campaigns_have_found(target, seed, i):
+def test_failures_of_earlier_campaigns_stay_fixed(target, seed, i):
     failure = campaign.one(target, seed, i)[1]
     assert failure is None, failure

@@ -22,7 +22,7 @@ TILE = Tile(128, 64, 8, 3)
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.9"])
-def test_the_model_is_held_to_what_was_published(version):
+def test_full_model_is_within_bands_of_published_figures(version):
     rows = json.loads(RESULTS.read_text())["parts"][f"validation, Triton {version}"]["rows"]
     assert set(rows) == {name(*row[:4]) for row in ROWS}
     for direction, mask, dim, length, published, _ in ROWS:
@@ -56,8 +56,8 @@ def test_jax_takes_the_forward_that_the_model_finds_faster():
     assert taken >= {("window 128", 64), ("documents", 64), ("causal", 64)}
 
 
-@pytest.mark.matrix
-def test_the_results_are_what_the_model_says():
+@pytest.mark.exhaustive
+def test_stored_validation_equals_the_full_model():
     import triton
 
     if not triton.__version__.startswith("3.9"):
@@ -96,14 +96,14 @@ def test_groups_of_heads():
     assert len(all_.full) == 4 * len(work.full)
 
 
-def test_waves():
+def test_makespan_counts_waves_over_multiprocessors():
     assert full.makespan([2.0] * 132, 132) == (2, 0)
     assert full.makespan([2.0] * 133, 132) == (4, 1 - 133 / 264)
     assert full.makespan([1.0, 1.0, 4.0], 2)[0] == 5  # the longest last
     assert full.makespan([4.0, 1.0, 1.0], 2)[0] == 4  # and first
 
 
-def test_power():
+def test_gpu_clock_falls_with_the_power_drawn():
     shares = np.linspace(0, 1, 11)
     clocks = [H100.clock_under(x) for x in shares]
     assert clocks[0] == H100.clock
@@ -144,7 +144,7 @@ def kernel(tmp_path, monkeypatch):
     return full.Kernel(made, border, rest, 64 * 64, 256)
 
 
-def test_the_way_through_a_kernel(kernel):
+def test_path_through_a_kernel_reaches_its_products(kernel):
     (code,) = parse(kernel.compiled.text)
     first, second = code.products
     assert full.path(code, 0, [first.start]) == [0, 1, 2, 3]

@@ -18,15 +18,15 @@ def test_a_mask_takes_few_instructions_a_pair(mask):
     assert 1.5 < report.mask_cost("ours", mask, 64) <= MOST[mask]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MOST)
-def test_every_class_of_masks_takes_few_instructions_a_pair(mask, dim):
+def test_mask_classes_take_few_instructions_per_pair(mask, dim):
     assert 1.5 < report.mask_cost("ours", mask, dim) <= MOST[mask]
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.9"])
-def test_every_class_has_its_row(version):
+def test_mask_cost_results_have_a_row_for_each_class(version):
     rows = json.loads(RESULTS.read_text())["parts"][f"masks, Triton {version}"]["rows"]
     assert list(rows) == list(report.CLASSES)
     assert set(report.CLASSES) <= ours.MASKS.keys() & flex.MASKS.keys()

@@ -37,7 +37,7 @@ def rows():
     return json.loads(RESULTS.read_text())["parts"]["measured, Triton 3.6"]["rows"]
 
 
-def test_the_model_is_asked_for_the_work_that_was_timed():
+def test_model_computes_the_work_that_was_timed():
     for _, direction, mask, dim, lengths in known():
         for length, row in lengths.items():
             work = row["figures"]["tflops"]["frisket"] * row["figures"]["ms"]["frisket"] * 1e9

@@ -19,7 +19,7 @@ stall=5 @!P1 BRA `(.L_x_0)
 """
 
 
-def test_control_bits():
+def test_sass_control_bits_give_stalls_and_barriers():
     (kernel,) = sass.parse(listing(LOOP))
     one, two = kernel.instructions[1], kernel.instructions[3]
     assert (one.op, one.stall, one.write, one.read, one.wait) == ("MUFU.EX2", 1, 2, 7, 1)
@@ -79,7 +79,7 @@ def test_text_without_encodings_is_refused():
         sass.parse("        /*0000*/                   MOV R1, R2 ;")
 
 
-def test_every_class_has_operations():
+def test_sass_operations_have_their_kind():
     known = {"HGMMA.64x8x16": "matrix", "LDGSTS.E.128": "LDGSTS", "UTMALDG.2D": "TMA", "UIADD3": "uniform",
              "LDC": "LDG", "LDSM.16.M88.4": "LDSM", "R2P": "logic", "SYNCS.ARRIVE": "barrier", "F2FP.BF16": "convert",
              "STL": "local", "IMAD.MOV.U32": "integer", "UTCHMMA": "matrix"}  # fmt: skip

@@ -29,7 +29,7 @@ def rows(*tiles, groups=2, places=4):
     return Rows(FIXED + 1e6 * np.array(tiles, float), FIXED, groups, places, 0, H100)
 
 
-def test_the_long_rows_of_all_heads_start_before_short_ones():
+def test_long_rows_of_all_heads_start_before_short_ones():
     x = rows(1, 1, 1, 1, 4, groups=2, places=4)  # 16 tiles on 4 places
     assert round(longest_of_all(x) / 1e6) == 4
     assert round(longest_of_a_head(x) / 1e6) == 5  # the second head's long row waits for places
@@ -79,7 +79,7 @@ def test_long_rows_are_divided_as_launches_divide_them(kernel):
     assert parts_of(kernel, Case("window 128", length=8192)) is None
 
 
-def test_no_schedule_beats_the_mean():
+def test_schedules_never_beat_the_mean_load():
     x = rows(*np.random.default_rng(0).integers(1, 50, 40), groups=3, places=7)
     mean = (x.all - H100.launch).sum() / x.places
     assert all(f(x) >= mean for f in SCHEDULES.values())

@@ -17,7 +17,7 @@ from frisket.runtime.backends.triton import tiles
 @pytest.mark.parametrize("arch", search.ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize("dim", search.DIMS)
-def test_candidates_fit(arch, kernel, dim):
+def test_tile_candidates_fit_into_shared_memory(arch, kernel, dim):
     found = search.candidates(Cell(arch, kernel, "long", dim))
     assert found
     assert len(set(found)) == len(found) < 42 * len(Cell(arch, kernel, "long", dim).reads)
@@ -29,7 +29,7 @@ def test_candidates_fit(arch, kernel, dim):
         assert tiles.shared(kernel, dim, own, walked, t.stages) <= tiles.SHARED[arch]
 
 
-def test_the_published_best_tiles_are_candidates():
+def test_published_best_tiles_are_candidates():
     """tokamax's search on an H100, for a kernel of the same shape: 128 x 128 in 8 warps at head size 128, 128 x 64 in
     4 at 64, 3 stages each."""
     assert Tile(128, 128, 8, 3) in search.candidates(Cell("sm_90", "forward", "long", 128))
@@ -56,7 +56,7 @@ def test_a_score_mod_keeps_the_warps_and_the_own_side():
 A, B, C = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2)
 
 
-def test_the_worse_of_two_decides_and_spills_are_out():
+def test_tile_search_takes_the_worse_time_and_drops_spills():
     here = {A: {"seconds": 1.0}, B: {"seconds": 2.0}, C: {"stack": 8}}
     assert search.best(here, None) == [A, B]
     assert search.best(here, {A: {"seconds": 3.0}, B: {"seconds": 2.5}, C: {"seconds": 0.1}}) == [B, A]
@@ -72,14 +72,14 @@ def test_without_a_model_larger_own_sides_go_first():
     assert Cell("sm_80", "dq", "long", 64).modelled
 
 
-def test_one_stage_comes_after_half_a_side():
+def test_single_stage_tiles_rank_after_tiles_of_half_a_side():
     """Copies that wait for products cost more than tiles that read each key twice, but on AMD, which has one stage."""
     cell = Cell("sm_100", "dkv", "long", 128)
     assert search.ranked(cell, Tile(64, 64, 8, 2)) < search.ranked(cell, Tile(64, 128, 8, 1))
     assert search.ranked(cell, Tile(64, 64, 8, 1)) < search.ranked(cell, Tile(32, 32, 8, 2))
 
 
-def test_a_tile_that_spills_in_one_form_or_makes_no_product_is_out(monkeypatch):
+def test_tile_that_spills_in_any_form_is_not_a_candidate(monkeypatch):
     cell, tile = Cell("sm_100", "dkv", "long", 128), Tile(64, 64, 8, 2)
     seen = []
 
@@ -125,7 +125,7 @@ def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
     )
 
 
-def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
+def test_tile_table_is_unchanged_where_each_candidate_spills(table, monkeypatch, capsys):
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
     monkeypatch.setattr(search, "evaluate", lambda cell, t: {"stack": 8})
     before = table.read_text()

@@ -10,7 +10,7 @@ from gpu_sim.serving import GROUP, KEY_HEADS, Block, Program, Step, divided, fet
 LENGTHS = (131_072, *[1024] * 31)
 
 
-def test_streams():
+def test_memory_streams_take_the_known_cycles():
     one = Block(10, 100, 400)  # 4 bytes a cycle where nobody else reads
     assert stream([one], 1, 1000) == 110
     assert stream([one] * 3, 1, 1000) == 330  # one after another
@@ -20,7 +20,7 @@ def test_streams():
     assert stream([one, Block(5, 0, 0)], 1, 1000) == 115  # a program without tiles
 
 
-def test_what_one_stream_leaves_others_take():
+def test_bandwidth_that_a_stream_leaves_is_taken_by_others():
     """400 bytes at 3 of 6 a cycle, and then 400 more at the 4 that one program can read."""
     assert stream([Block(0, 100, 400), Block(0, 200, 800)], 2, 6) == pytest.approx(400 / 3 + 100)
 

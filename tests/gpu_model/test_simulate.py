@@ -78,7 +78,7 @@ def pipelined(stages, work=60):
     return f"DEPBAR.LE SB0, {stages - 2:#x}\nBAR.SYNC.DEFER_BLOCKING 0x0\n" + work * "stall=4 FADD R1, R1, R2\n" + COPY
 
 
-def test_copies_are_waited_for_with_two_stages_and_hidden_by_four():
+def test_copies_are_hidden_with_four_stages_and_not_with_two():
     assert period(pipelined(2)) > H100.copy_latency
     assert 240 <= period(pipelined(4)) < 340 < H100.copy_latency
 
@@ -90,7 +90,7 @@ def test_copies_run_at_the_rate_of_l2():
 
 
 @pytest.mark.parametrize("name", ["copy_latency", "lds_latency", "mufu_latency", "matrix_latency", "barrier", "membar"])
-def test_no_faster_with_a_longer_latency(name):
+def test_longer_latency_never_makes_a_loop_faster(name):
     text = pipelined(2, 8) if name in ("copy_latency", "barrier") else ""
     text += "write=1 MUFU.EX2 R0, R1\nwait=2 FADD R1, R0, R0\nwrite=1 LDS R0, [R1]\nwait=2 WARPGROUP.ARRIVE\n"
     text += f"{PRODUCT.format(64)}\nWARPGROUP.DEPBAR.LE gsb0, 0x0\nread=2 MEMBAR.ALL.CTA\n"
@@ -101,7 +101,7 @@ def test_no_faster_with_a_longer_latency(name):
 
 
 @pytest.mark.parametrize("name", ["l2_rate", "shared_rate"])
-def test_no_slower_with_more_bandwidth(name):
+def test_more_bandwidth_never_makes_a_loop_slower(name):
     text = pipelined(4, 4) + "LDS.128 R0, [R4]\n" * 12
     times = [period(text, gpu=replace(H100, **{name: f * getattr(H100, name)}), turns=100) for f in (0.25, 0.5, 1, 2)]
     assert times == sorted(times, reverse=True)
@@ -143,7 +143,7 @@ def test_blocks_that_share_an_sm():
     assert set(GPUS) == {"sm_80", "sm_90"}
 
 
-def test_copies_by_tma_are_hidden_where_they_come_two_repetitions_ahead():
+def test_tma_copies_two_repetitions_ahead_are_hidden():
     text = """
 .L_x_0:
       SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3

@@ -43,7 +43,7 @@ def kernel():
     return found
 
 
-def test_programs(kernel):
+def test_warp_specialised_kernel_splits_into_programs(kernel):
     one, two, loader = programs(kernel)
     assert (len(one.loops), len(two.loops), len(loader.loops)) == (2, 2, 1)
     assert (one.copies, two.copies, loader.copies) == (False, False, True)
@@ -64,7 +64,7 @@ def test_copies_bound_a_kernel_that_waits_for_them(kernel):
     assert one > 1500 > two  # one stage waits for each copy
 
 
-def test_all_that_is_copied_is_used(kernel):
+def test_copied_bytes_of_a_specialised_kernel_are_used(kernel):
     run = simulate(H100, roles(kernel, H100, (3, 5), 2, 8192))
     assert run.bytes >= 9 * 2 * 8192
     assert all(run.finished)

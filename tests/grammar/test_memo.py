@@ -58,7 +58,7 @@ def test_an_entry_beyond_the_bound_is_kept_alone():
     assert table.info().entries == 1
 
 
-def test_the_process_has_a_budget(monkeypatch):
+def test_memo_tables_share_a_budget_of_bytes(monkeypatch):
     tables.clear()  # those of other tests may be heavier
     heavy, light = Memo("heavy", 10), Memo("light", 10)
     heavy.put(1, bytes(50_000))
@@ -109,7 +109,7 @@ def test_errors_are_not_remembered(by):
     assert broken.memo.info().entries == 0
 
 
-def test_none_is_an_answer():
+def test_memo_remembers_none_as_an_answer():
     asked = []
     nothing = memo(8, by="identity")(lambda x: asked.append(x))
     x = Thing()
@@ -131,7 +131,7 @@ def test_functions_may_call_themselves_and_each_other():
 
 
 @pytest.mark.parametrize("by", ["value", "identity", "weak"])
-def test_threads(by):
+def test_memo_answers_are_right_under_threads(by):
     """Every answer is right and the counts are whole while threads ask, evict and clear."""
     sizes = memo(16, by=by, bytes=40_000)(lambda x: (x, bytes(x.size)))
     things = [Thing() for _ in range(64)]

@@ -58,7 +58,7 @@ def found(c: dict) -> dict:
     return dense.gradients(c["q"], c["k"], c["v"], mask(), MOD, c["dout"], c["dlse"], **options(c))
 
 
-def test_central_differences():
+def test_dense_gradients_equal_central_differences():
     c, step = case(), 1e-6
     grads = found(c)
     places = [(c, n, grads[f"d{n}"]) for n in ("q", "k", "v", "sinks")]
@@ -82,7 +82,7 @@ def test_central_differences():
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_torch_autograd(dropped):
+def test_dense_gradients_equal_torch_autograd(dropped):
     torch = pytest.importorskip("torch")
     c = case(1)
     grads = dense.gradients(

@@ -48,7 +48,7 @@ def differences(e: Expr, env: dict, name: str, step: float = 1e-6) -> float:
     return float(up - down) / (2 * step)
 
 
-def test_every_operator_that_carries_float_has_a_row():
+def test_derivative_table_has_each_float_operator():
     floats = {
         op for op in OPERATORS if op not in ("random", "and", "or", "float")
         and any(
@@ -61,7 +61,7 @@ def test_every_operator_that_carries_float_has_a_row():
 
 
 @pytest.mark.parametrize("op", sorted(DERIVATIVES))
-def test_row(op):
+def test_derivative_of_an_operator_equals_central_differences(op):
     e = build(op, *operands(op))
     positive = op in ("log", "log2", "sqrt", "rsqrt", "pow")
     compared = 0
@@ -124,13 +124,13 @@ EDGES = [  # expression, x, y, derivative by x, by y: what torch gives
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda t: f"{t[0]} at {t[1]}, {t[2]}")
-def test_edge(edge):
+def test_derivative_at_an_edge_is_the_listed_one(edge):
     e, x, y, dx, dy = edge
     got = {"x": 0.0, "y": 0.0} | slopes(e, {"x": x, "y": y})
     assert got == pytest.approx({"x": dx, "y": dy}, nan_ok=True)
 
 
-def test_what_is_reached_through_int_and_bool_alone_has_none():
+def test_derivatives_through_ints_and_bools_are_zero():
     t = lookup("t", (h,), FLOAT)
     step = to_float(build("floor", t)) + where(t > 0.5, 1.0, 2.0) + build("sign", t) + to_float(build("int", X))
     found = derivatives(score + step)
@@ -223,7 +223,7 @@ def many(seeds: range) -> None:
     assert counts[1] < 0.05 * counts[0], counts  # 0 * sqrt(0): torch has NaN there too
 
 
-def test_random_expressions():
+def test_derivatives_of_random_expressions():
     many(range(400))
 
 
@@ -239,7 +239,7 @@ MODS = cases.mods(S)
 
 
 @pytest.mark.parametrize("name", sorted(MODS))
-def test_library_mod(name):
+def test_derivatives_of_library_score_mods(name):
     case = MODS[name]
     made = work(program_of(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
     plan = made.plan
@@ -310,7 +310,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize(("want", "index"), [(o, e) for o, group in BUFFERS.items() for e in group], ids=str)
-def test_over(want, index):
+def test_gradient_buffer_is_indexed_as_listed(want, index):
     assert over((index,)) == want
     assert over((h, simplify(index))) == want
 
@@ -323,7 +323,7 @@ def test_over_of_more_than_one_index():
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_what_a_buffer_leaves_out_does_not_matter(part):
+def test_gradient_buffer_omits_only_axes_of_no_influence(part):
     """Random indices, evaluated everywhere: they are constant along what `over` says they do not depend on."""
     seen = dict.fromkeys(("head", "row", "column", "diagonal"), 0)
     for seed in range(500):

@@ -10,7 +10,7 @@ from frisket.lowering.pipeline import PIPELINE
 from frisket.lowering.stages import NAMES
 
 
-def test_the_list_has_every_stage_in_order():
+def test_pipeline_lists_each_stage_in_order():
     assert tuple(stage.__name__ for stage in PIPELINE) == NAMES
 
 

@@ -19,7 +19,7 @@ class Group:
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    marked: str = "not slow and not matrix and not outside"
+    marked: str = "not slow and not exhaustive and not outside"
 
 
 SIMPLIFY = tuple(
@@ -32,45 +32,63 @@ ANALYSIS = tuple(
 )
 # those that run planners, not whole calls
 PLANNED = (
-    "written_masks random_masks room_runs_out long_tables_are_searched_in_blocks ranges_of_rows sorted_tables "
-    "operators_of_floats ranges_of_nearly_all_entries "
-    "positions_outside_of_all_pieces_belong_to_the_nearest boxes_of_tables what_tables_may_be "
-    "the_same_launches_plan_anew"
-).split()
+    "triton_planner_equals_torch_on_written_masks",
+    "triton_planner_equals_torch_on_random_masks",
+    "room_runs_out",
+    "long_tables_are_searched_in_blocks",
+    "ranges_of_rows",
+    "triton_planner_reads_sorted_tables_that_end_early",
+    "operators_of_floats",
+    "triton_planner_ranges_of_nearly_all_entries",
+    "positions_outside_of_all_pieces_belong_to_the_nearest",
+    "triton_planner_boxes_of_tables_equal_torch",
+    "triton_planner_takes_tables_of_any_integer_dtype",
+    "triton_planner_launches_replay_on_new_tables",
+)
 # beside those of the slice
 MORE = {
     "lowering/kernels/triton/triton_interpreted.py": (
-        "every_case[holes]",
-        "every_case_with_closed_form_bounds[window-crop]",
+        "triton_cases_equal_the_reference[holes]",
+        "triton_cases_with_closed_form_bounds[window-crop]",
     ),
     "lowering/kernels/triton/triton_interpreted_decode.py": (
         "parts_of_every_case[full]",
-        "parts_in_proportion_to_what_sequences_see",
+        "decode_parts_follow_the_length_of_sequences",
         "a_long_sequence_has_parts_of_its_own",
         "parts_by_head_where_the_mask_tells_heads_apart",
         "parts_of_some_heads_of_a_large_group",
     ),
-    "lowering/kernels/triton/triton_interpreted_stored.py": ("forward[many queries, small pages]",),
+    "lowering/kernels/triton/triton_interpreted_stored.py": (
+        "triton_forward_reads_stored_keys_and_values[many queries, small pages]",
+    ),
     "lowering/kernels/triton/triton_captured_interpreted.py": ("opposite_shares_of_an_entry_have_a_sum_of_zero",),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
         "whole_tiles_alone",
-        "every_case[gqa]",
-        "every_case[empty-rows]",
+        "triton_gradient_cases_equal_the_reference[gqa]",
+        "triton_gradient_cases_equal_the_reference[empty-rows]",
     ),
 }
 # on a JAX that interprets these kernels, 0.11 or later
 FORWARD = (
-    "products_of_a_gpu", "texts_are_their_expressions", "a_ragged_causal_kernel", "interpreted[holes]",
-    "interpreted[relative-bias]", "sinks_and_dropout", "lowers_for_a_gpu",
-    "the_walk_has_every_visible_tile_and_no_other",
-    "tiles_that_there_are_not", "default_tiles_fit", "more_batch_entries_than_a_grid_has", "a_call_without_keys",
-)  # fmt: skip
+    "products_of_a_gpu",
+    "texts_are_their_expressions",
+    "a_ragged_causal_kernel",
+    "pallas_gpu_forward_equals_the_reference_without_races[holes]",
+    "pallas_gpu_forward_equals_the_reference_without_races[relative-bias]",
+    "pallas_gpu_forward_with_sinks_and_dropout",
+    "lowers_for_a_gpu",
+    "pallas_gpu_walk_visits_exactly_the_visible_tiles",
+    "tiles_that_there_are_not",
+    "default_tiles_fit",
+    "more_batch_entries_than_a_grid_has",
+    "a_call_without_keys",
+)
 BACKWARD = (
-    "gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied",
+    "pallas_gpu_gradients_multiply_visible_tiles_alone",
     "layouts_read_no_tile_but_the_visible",
     "spans_may_be_traced",
     "dropout_scales_what_survives",
-    "sums_that_do_not_fit_registers_are_found_by_a_kernel_each",
+    "pallas_gpu_splits_dk_and_dv_that_exceed_registers",
 )
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"
@@ -106,7 +124,7 @@ AREAS = {
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
              f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py",
              f"{KERNELS}/gluon/test_gluon_compiled.py"), ("torch", "triton"),
-            marked="not slow and not outside",  # most of those for Blackwell are of the matrix
+            marked="not slow and not outside",  # most of those for Blackwell are exhaustive
         ),
         Group(
             ("lowering/kernels/pallas_tpu/skeletons/*.tpl",),
@@ -125,7 +143,7 @@ AREAS = {
             ("lowering/kernels/pallas_gpu/skeletons/*.tpl",),
             (*(f"{KERNELS}/pallas/test_pallas_gpu.py::test_{name}" for name in FORWARD),
              *(f"{KERNELS}/pallas/test_pallas_gpu_backward.py::test_{name}" for name in BACKWARD)), ("jax",),
-            marked="not slow and not outside",  # most of the interpreted ones are of the matrix
+            marked="not slow and not outside",  # most of the interpreted ones are exhaustive
         ),
         Group(
             ("lowering/kernels/cpp/backward*.hpp",),
@@ -138,7 +156,8 @@ AREAS = {
             ("lowering/kernels/cpp/forward*.hpp", "lowering/kernels/cpp/decode.hpp", "lowering/kernels/cpp/gemm.hpp",
              "lowering/kernels/cpp/scores.hpp", "lowering/kernels/cpp/vectors.hpp"),
             (f"{KERNELS}/cpp/test_native_holes.py", f"{KERNELS}/cpp/test_cpp_forward.py",
-             f"{KERNELS}/cpp/test_native_stored.py::test_stored", "tests/runtime/backends/test_native_distance.py",
+             f"{KERNELS}/cpp/test_native_stored.py::test_native_forward_reads_stored_keys_and_values",
+             "tests/runtime/backends/test_native_distance.py",
              f"{KERNELS}/cpp/test_native_variants.py::test_half_precision_without_its_instructions",
              f"{KERNELS}/cpp/test_cpp_weights.py"), ("torch",),
             marked="not slow and not outside",

@@ -105,7 +105,7 @@ __builtin_prefetch(from);
 """
 
 
-def test_what_changes_nothing_is_no_mutant(tmp_path):
+def test_changes_without_effect_are_not_mutants(tmp_path):
     """Larger arrays, the choice of two equal numbers, lanes that are the same, what is fetched ahead, and blank lines
     and comments of a generated text."""
     lines = [f"{m.line} {m.kind}: {m.before.strip()} -> {m.after.strip()}" for m in told(tmp_path, "a.hpp", IDLE)]
@@ -113,21 +113,21 @@ def test_what_changes_nothing_is_no_mutant(tmp_path):
     assert told(tmp_path, "a.py", "def f(page):\n    page.blank()\n    page.comment('rows')\n") == []
 
 
-def test_every_area_has_files():
+def test_mutation_areas_have_mutants_and_existing_tests():
     for groups in areas.AREAS.values():
         for group in groups:
             assert len(areas.mutants(run.ROOT, group)) > 50, group.files
             assert all((run.ROOT / t.partition("::")[0]).exists() for t in group.tests)
 
 
-def test_the_table_of_equivalent_mutants_is_up_to_date():
+def test_table_of_equivalent_mutants_names_existing_lines():
     there = {m.id for groups in areas.AREAS.values() for g in groups for m in areas.mutants(run.ROOT, g)}
     known = table.equivalent()
     assert all(known.values())
     assert not set(known) - there, "the lines have changed: look at these mutants again"
 
 
-def test_a_score():
+def test_mutation_score_counts_outcomes():
     results = [{"outcome": o} for o in ["killed"] * 6 + ["timed out", "survived", "equivalent", "invalid"]]
     assert table.summary("rules", results) == "| rules | 10 | 1 | 1 | 6 | 1 | 1 | 87.5% |"
 
@@ -157,8 +157,8 @@ print(json.dumps({r["id"]: r["outcome"] for r in run.of_group(group, mutants)}))
 """
 
 
-@pytest.mark.matrix
-def test_outcomes():
+@pytest.mark.exhaustive
+def test_mutants_are_killed_survive_time_out_or_are_invalid():
     done = subprocess.run([sys.executable, "-c", RUN], cwd=run.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

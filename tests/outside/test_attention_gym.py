@@ -227,7 +227,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask(name):
+def test_attention_gym_masks_equal_dense_evaluation(name):
     mask = MASKS[name]
     want = over_all_pairs(mask, LENGTH, LENGTH)
     read = fk.mask(mask).dense(LENGTH, LENGTH, batch=BATCH, heads=HEADS)
@@ -365,7 +365,7 @@ def test_distances_in_a_graph_and_the_edges_on_the_way():
 
 
 @pytest.mark.parametrize("activation", [functional.gelu, functional.relu, torch.sigmoid])
-def test_another_activation_than_softmax(activation):
+def test_flex_attention_computes_activations_by_its_lse(activation):
     """exp(log(f(s) + 1)) is f(s) + 1, so the sum of rows undoes the softmax."""
     q, k, v = arrays(kv_heads=HEADS)
     score = lambda s, b, h, i, j: torch.log(activation(s) + 1)  # noqa: E731

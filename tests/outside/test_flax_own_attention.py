@@ -44,7 +44,7 @@ def close(found, want, much=1e-5):
 
 @pytest.mark.parametrize("lead", [(2,), (2, 3)], ids=["one batch axis", "two batch axes"])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_function(name, lead):
+def test_flax_attention_fn_equals_flax_with_masks(name, lead):
     mask = MASKS[name]
     if mask is not None and len(lead) == 2:
         mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], 3, *mask.shape[1:]))
@@ -72,7 +72,7 @@ def test_biases_and_their_gradients(shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes(dtype):
+def test_flax_attention_fn_keeps_dtypes_of_flax(dtype):
     q, k, v = (normal(2, LENGTH, HEADS, SIZE, dtype=dtype) for _ in range(3))
     found, want = (run(q, k, v, mask=MASKS["causal"]) for run in (attention_fn(), nnx.dot_product_attention))
     assert found.dtype == want.dtype
@@ -82,7 +82,7 @@ def test_dtypes(dtype):
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-def test_grouped_heads(kv_heads):
+def test_flax_attention_fn_takes_grouped_heads(kv_heads):
     q, k, v = normal(2, LENGTH, HEADS, SIZE), *(normal(2, LENGTH, kv_heads, SIZE) for _ in "kv")
     wide = (jnp.repeat(x, HEADS // kv_heads, 2) for x in (k, v))
     close(attention_fn("causal")(q, k, v), nnx.dot_product_attention(q, *wide, is_causal=True))
@@ -100,7 +100,7 @@ def layers(**options):
 
 @pytest.mark.parametrize("options", [{}, {"normalize_qk": True}, {"use_bias": False}, {"qkv_features": 16}], ids=str)
 @pytest.mark.parametrize("name", ["none", "causal", "combined"])
-def test_the_layer_and_its_parameters(name, options):
+def test_flax_layer_and_its_gradients_equal_flax(name, options):
     x, weights = normal(2, LENGTH, FEATURES), normal(2, LENGTH, FEATURES)
 
     def of(layer):
@@ -140,7 +140,7 @@ def test_dropout_draws_by_its_key_and_keeps_the_mean():
     close(run(q, k, ones, dropout_rng=jax.random.key(1), dropout_rate=0.4, deterministic=True), ones)
 
 
-def test_what_a_layer_hides_has_no_gradient():
+def test_flax_layer_has_no_gradient_from_hidden_tokens():
     """A token that no query sees changes nothing, as flax's tests of causal masks look at it."""
     x = normal(2, LENGTH, FEATURES)
     for layer in layers():

@@ -139,7 +139,7 @@ def check(case, lengths, heads, dtype):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", CASES)
-def test_options(name, lengths):
+def test_jax_attention_options_equal_jax(name, lengths):
     check(CASES[name], LENGTHS[lengths], GROUPS["heads"], "float32")
 
 

@@ -10,7 +10,7 @@ from .programs import EMPTY, FULL, PARTIAL, Node, campaign, kinds_of, make, quot
 
 
 @pytest.mark.parametrize("first", range(0, 4000, 100))
-def test_programs(first):
+def test_random_programs_agree_with_the_outside_evaluator(first):
     failed = {seed: (why, make(seed).text) for seed, why in campaign(first, 100)}
     assert not failed
 
@@ -20,7 +20,7 @@ def test_a_seed_is_a_program():
     assert len({make(seed).text for seed in range(200)}) > 180
 
 
-def test_the_evaluator_has_the_meanings_of_the_page():
+def test_outside_evaluator_gives_the_examples_of_the_page():
     """The examples that docs/language.md states."""
     assert quotient(-7, 2) == -4
     assert [quotient(7, 0), remainder(7, 0), remainder(-7, 2)] == [0, 0, 1]

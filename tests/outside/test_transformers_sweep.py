@@ -25,7 +25,7 @@ def _imported_before_processes_are_forked():
         yield
 
 
-def test_every_type_is_accounted_for():
+def test_transformers_sweep_has_each_model_type():
     assert sorted(KNOWN) == transformers_sweep.types()
     assert {found["verdict"] for found in KNOWN.values()} <= set(transformers_sweep.VERDICTS)
 

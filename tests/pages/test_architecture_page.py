@@ -21,11 +21,11 @@ def tree():
     return ROOMS.house.Tree(ROOT)
 
 
-def test_the_picture_is_of_these_imports(tree):
+def test_architecture_picture_is_of_the_imports(tree):
     assert ROOMS.FILE.read_text(encoding="utf-8") == ROOMS.svg(ROOMS.imports(tree)), "run: python docs/rooms.py"
 
 
-def test_every_folder_is_a_room(tree):
+def test_architecture_page_has_each_folder(tree):
     assert {ROOMS.room(name) for name in tree.parsed} - {"runtime"} == {*ROOMS.rows()}
 
 
@@ -34,14 +34,14 @@ def test_arrows_that_a_path_replaces_are_left_out():
     assert ROOMS.arrows(edges) == ([("cli", "facade"), ("facade", "flex")], [("flex", "cli")])
 
 
-def test_every_file_that_the_page_names_is_there():
+def test_files_named_on_the_architecture_page_exist():
     named = re.findall(r"`([\w./]+/[\w.]+\.\w+)`", PAGE)
     assert len(named) > 30
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")
-def test_the_road_is_the_one_that_a_call_takes(tree):
+def test_steps_on_the_architecture_page_are_those_of_a_call(tree):
     assert [int(step) for step, _ in STEPS] == [*range(1, 11)]
     entered = set(tree.called["road"])
     for step, files in STEPS:
@@ -49,7 +49,7 @@ def test_the_road_is_the_one_that_a_call_takes(tree):
         assert named <= entered, f"step {step}: a call enters no function of {named - entered}"
 
 
-def test_every_object_is_a_class_of_its_file():
+def test_objects_on_the_architecture_page_are_classes():
     objects = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .* \| (.*) \|$", PAGE, re.M)
     assert len(objects) > 5
     for classes, files in objects:
@@ -57,7 +57,7 @@ def test_every_object_is_a_class_of_its_file():
         assert [c for c in re.findall(r"\w+", classes) if f"\nclass {c}" not in text] == []
 
 
-def test_the_table_has_every_row_of_figures():
+def test_architecture_page_has_each_row_of_figures():
     (table,) = re.findall(r"written by docs/house\.py --write -->\n(.*?)<!-- end -->", PAGE, re.S)
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.strip().split("\n")[2:]] == [
         row.words for row in ROOMS.house.ROWS.values()

@@ -5,7 +5,7 @@ from support.scripts import script
 from frisket.runtime.cli.main import COMMANDS
 
 
-def test_the_page_is_what_the_script_writes(monkeypatch):
+def test_command_line_page_is_up_to_date(monkeypatch):
     made = script("command_line")
     monkeypatch.setenv("COLUMNS", "80")
     written = made.PAGE.read_text(encoding="utf-8")

@@ -3,6 +3,6 @@
 from support.scripts import script
 
 
-def test_the_page_is_what_the_script_writes():
+def test_compatibility_page_is_up_to_date():
     made = script("compatibility")
     assert made.page() == made.PAGE.read_text(encoding="utf-8"), "run `python docs/compatibility.py`"

@@ -22,7 +22,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.frisket"))
 TABLES = {"doc": np.zeros(512, np.int32), "star": np.zeros(512, bool)}
 
 
-def test_the_quick_start_is_two_complete_commands():
+def test_readme_quick_start_is_two_complete_commands():
     first, tests = readme.commands().values()
     for command in (first, tests):
         assert "\n" not in command
@@ -35,7 +35,7 @@ def test_the_quick_start_is_two_complete_commands():
     assert readme.fenced()[-1][1].strip() == tests
 
 
-def test_the_readme_blocks_run_in_order():
+def test_readme_blocks_run_in_order():
     ran: list[str] = []
     readme.run(shell=ran.append)
     assert ran == ["pip install -e '.[transformers]' -c constraints.txt\n"]
@@ -56,7 +56,7 @@ def test_settings_are_listed():
     assert listed == [(v.name, v.meaning) for v in VARIABLES]
 
 
-def test_the_chart_is_what_the_script_writes():
+def test_readme_chart_is_up_to_date():
     pictures = script("pictures")
     assert pictures.chart() == (ROOT / "docs" / "assets" / "chart.svg").read_text(encoding="utf-8")
     ms = pictures.json.loads(pictures.RESULTS.read_text())["parts"]["forward"]["rows"]["causal"]["figures"]["ms"]
@@ -73,7 +73,7 @@ def test_pictures_of_block_sparsity_are_drawn(tmp_path):
     assert len(shown) == 5
 
 
-def test_the_tour_names_every_file_once():
+def test_tour_names_each_source_file_once():
     named = re.findall(r"^- `([^`]+)`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"), re.M)
     files = [f for room in ("grammar", "dsl", "lowering", "runtime") for f in (ROOT / room).rglob("*")]
     kinds = (".py", ".lark", ".frisket", ".html", ".js", ".hpp", ".cpp", ".tpl")
@@ -95,7 +95,7 @@ def test_examples_lay_out(path):
     assert program.mask.layout(512, 512).visible_pairs > 0
 
 
-def test_the_tables_of_the_language_are_what_the_script_writes():
+def test_language_page_is_up_to_date():
     language = script("language")
     assert language.page() == (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     assert len(language.MARK.findall(language.page())) == 5

@@ -25,7 +25,7 @@ def coloured(text, rules):
     return None
 
 
-def test_every_terminal_of_the_grammar_has_a_colour():
+def test_grammar_terminals_have_a_colour_in_editors():
     rules, bare = token_classes(), re.sub(r"^//.*|^[A-Z]+: /.*", "", LARK, flags=re.M)
     signs = set(re.findall(r'"([^"\n]+)"', bare))
     assert len(signs) > 30
@@ -55,6 +55,6 @@ def test_texts_lex_without_errors():
     assert [value for kind, value in lexer.get_tokens("q ? k") if kind in Error] == ["?"]
 
 
-def test_the_file_of_editors_is_up_to_date():
+def test_editor_grammar_is_up_to_date():
     assert EDITORS.FILE.read_text(encoding="utf-8") == EDITORS.text(), "run `python docs/editors.py`"
     assert json.loads(EDITORS.text())["scopeName"] == "source.frisket"

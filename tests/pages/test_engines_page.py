@@ -18,7 +18,7 @@ def engines():
     return module
 
 
-def test_the_page_is_fresh(engines):
+def test_engines_page_is_up_to_date(engines):
     assert engines.PAGE.read_text(encoding="utf-8") == engines.page(), "python docs/engines.py"
 
 

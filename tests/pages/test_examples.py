@@ -26,13 +26,13 @@ def sentences(output):
     return [re.sub(r"(#[\s,]*)+", "#", re.sub(r"\d[\d.,]*(?:e[-+]\d+)?", "#", line)) for line in lines]
 
 
-def test_the_page_is_written_from_the_programs():
+def test_examples_page_is_up_to_date():
     assert examples.page({program: printed(program) for program in examples.PROGRAMS}) == PAGE
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", examples.PROGRAMS)
-def test_it_runs(program):
+def test_example_programs_run_and_print_the_page(program):
     """With its assertions: exit status 0; and it prints the sentences that the page shows."""
     if program == "natten_image":
         pytest.importorskip("matplotlib")

@@ -28,22 +28,22 @@ COUNTED = {  # signature -> the line that is counted at 4,096 tokens
 }
 
 
-def test_the_pages_are_what_the_script_writes(monkeypatch):
+def test_gallery_pages_are_up_to_date(monkeypatch):
     monkeypatch.setattr(GALLERY, "counted", lambda entry: COUNTED[entry.signature])  # the next two look at these
     assert GALLERY.pages() == PAGES
 
 
 @pytest.mark.parametrize("entry", MASKS[::8], ids=lambda e: e.signature)
-def test_what_is_saved(entry):
+def test_saved_tiles_of_selected_masks_are_up_to_date(entry):
     assert GALLERY.counted(entry) == COUNTED[entry.signature]
 
 
-@pytest.mark.matrix
-def test_what_every_mask_saves():
+@pytest.mark.exhaustive
+def test_saved_tiles_of_the_library_are_up_to_date():
     assert {e.signature: GALLERY.counted(e) for e in MASKS} == COUNTED
 
 
-def test_every_entry_has_its_place_and_its_picture():
+def test_gallery_entries_have_their_place_and_picture():
     assert re.findall(r"^### `(.*)`$", TEXT, re.M) == [e.signature for e in in_order()]
     shown = re.findall(r"^!\[\w+\]\((\w+\.png)\)$", TEXT, re.M)
     assert sorted(shown) == sorted(p.name for p in (DOCS / "gallery").glob("*.png"))
@@ -58,7 +58,7 @@ def in_order():
     return sorted(everything, key=lambda e: list(PAGES).index(f"gallery/{GALLERY.slug(e.section)}.md"))
 
 
-def test_the_python_draws_what_is_drawn():
+def test_gallery_python_makes_the_mask_of_the_picture():
     """The line of Python below a definition makes the mask or score mod of the picture."""
     lines = {e.signature: GALLERY.code(e, GALLERY.drawn(e)) for e in library().values() if GALLERY.drawn(e)}
     for signature, code in lines.items():
@@ -68,7 +68,7 @@ def test_the_python_draws_what_is_drawn():
     assert sum(len(readme.blocks("python", DOCS / p)) for p in PAGES) == len(lines)
 
 
-def test_what_beside_a_definition_has_no_name_in_python_is_a_program():
+def test_gallery_code_of_peer_masks_is_a_program():
     for entry in GALLERY.peer_cases.entries().values():
         one, text = GALLERY.drawn(entry), "\n".join(GALLERY.code(entry, GALLERY.drawn(entry))[1:-1])
         params = {n: x for n, x in one.params.items() if isinstance(x, np.ndarray)}
@@ -83,7 +83,7 @@ def test_pictures_are_small_and_are_pictures():
         assert 300 < len(data) < 24_000, path.name
 
 
-def test_the_script_draws_them(tmp_path):
+def test_gallery_script_draws_pictures(tmp_path):
     drawn = {"causal.png", "softcap1.png", "alibi.png"}
     for name, write in GALLERY.pictures():
         if name in drawn:

@@ -15,7 +15,7 @@ def test_there_are_six():
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda p: p.stem)
-def test_it_is_committed_as_it_ran(path):
+def test_notebook_is_committed_as_it_ran(path):
     """Every cell of code in order, without an error, without what one machine or one run leaves behind."""
     text = path.read_text(encoding="utf-8")
     book = json.loads(text)
@@ -28,9 +28,9 @@ def test_it_is_committed_as_it_ran(path):
     assert book["cells"][0]["source"][0].startswith("# ")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BOOKS, ids=lambda p: p.stem)
-def test_it_prints_what_is_committed(path):
+def test_notebook_prints_its_committed_outputs(path):
     for module in ("nbclient", "nbconvert", "matplotlib", "torch", "jax"):
         pytest.importorskip(module)
     notebooks = script("notebooks")

@@ -33,7 +33,7 @@ NOT_RUN = {
 }
 
 
-def test_what_is_not_run():
+def test_blocks_that_pages_do_not_run_are_listed():
     assert {(page, block.why) for page in PAGES for block in blocks(page) if block.why} == NOT_RUN
 
 
@@ -47,9 +47,9 @@ def own_registries(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.matrix if p in LONG else ()) for p in PAGES if p not in ELSEWHERE]
+    "page", [pytest.param(p, marks=pytest.mark.exhaustive if p in LONG else ()) for p in PAGES if p not in ELSEWHERE]
 )
-def test_the_page(page, tmp_path, monkeypatch, request):
+def test_page_blocks_run_and_print_the_shown_output(page, tmp_path, monkeypatch, request):
     if page == "operations.md":
         request.getfixturevalue("own_registries")
     monkeypatch.chdir(tmp_path)

@@ -9,13 +9,13 @@ from support.scripts import script
 PAGE = script("performance")
 
 
-def test_the_page_is_what_the_script_writes():
+def test_performance_pages_are_up_to_date():
     assert (DOCS / "performance.md").read_text(encoding="utf-8") == PAGE.page(), "run: python docs/performance.py"
     written = (DOCS / "predictions.md").read_text(encoding="utf-8")
     assert written == PAGE.predictions(), "run: python docs/performance.py"
 
 
-def test_its_charts(tmp_path):
+def test_performance_charts_are_listed_and_repeatable(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = dict(PAGE.charts())
     assert set(drawn) == {p.name for p in (DOCS / "performance").iterdir()}
@@ -28,7 +28,7 @@ def test_its_charts(tmp_path):
     assert b"<svg" in again
 
 
-def test_the_first_table_has_rows_for_every_line():
+def test_headline_table_has_a_row_for_each_line():
     every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
     head = PAGE.page().partition("## What is slower")[0]
     assert [x.words for x in PAGE.HEADLINES if not PAGE.multiples(every[x.file], x.part, x.rows, x.pair)] == []
@@ -83,7 +83,7 @@ def test_readme_says_the_same_figures():
     assert f"one core of an {PAGE.device(every['layout']['peers'])}, frisket's layout" in readme
 
 
-def test_other_pages_say_the_same_figures():
+def test_pages_state_the_figures_of_the_results():
     every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
     pages = {n: (DOCS / f"{n}.md").read_text(encoding="utf-8") for n in ("caches", "engines", "pallas", "transformers")}
 
@@ -160,12 +160,12 @@ def choice(every, name):
     return every["engines"]["choose"]["rows"][name]["figures"]["us"]
 
 
-def test_the_table_of_context_parallelism():
+def test_parallel_page_has_the_table_of_the_results():
     (topic,) = (t for t in PAGE.topics() if t.file == "context-parallel")
     assert "\n".join(PAGE.deals(PAGE.loaded(topic))) in (DOCS / "parallel.md").read_text(encoding="utf-8")
 
 
-def test_every_loss_is_at_the_top():
+def test_rows_where_frisket_is_slower_come_first():
     row = {
         "figures": {"ms": {"native": 2.0, "flex": 1.0}, "s, first call": {"native": 3.0, "peer": 1.0}},
         "ratios": {"flex / native": [0.5, 0.4, 0.6], "flex / library": [0.9, 0.8, 1.1], "native / flex": [0.5]},
@@ -197,7 +197,7 @@ def test_rows_are_counted_by_table():
     assert [row[1] for row in lost] == ["no mask, 4096 x 256, forward and backward"]
 
 
-def test_no_ratio_to_a_peer_is_left_out():
+def test_ratios_to_peers_are_compared_with_frisket():
     """The second name of a ratio is frisket, or known to be no contest with a peer."""
     others = {"4k, a visible pair", "contiguous", "float32", "order", "here", "eager", "sdpa"}  # frisket beside itself
     others |= {"numpy and lark", "one addition", "the custom call alone"}  # parts of what frisket does
@@ -238,7 +238,7 @@ def test_bundles_beyond_the_goal_are_at_the_top():
     assert [x[2:] for x in PAGE.against({"tpu-tables": parts})] == [["frisket / splash", "1.03", "at most 1.02"]]
 
 
-def test_the_gpu_that_was_measured_is_named():
+def test_performance_page_names_the_measured_gpu():
     assert "Never measured: Blackwell, GPUs of AMD, and TPUs" in PAGE.page()
     machines = {t.file: [x["machine"] for x in PAGE.loaded(t).values()] for t in PAGE.topics()}
     assert {file for file, found in machines.items() if any("gpu" in m for m in found)} == {"gpu"}

@@ -142,7 +142,7 @@ class C:
 '''
 
 
-def test_the_prose_of_a_module():
+def test_prose_of_a_module_is_read():
     code = PROSE.Code()
     code.read(PROSE.Text("dsl/a.py", MODULE))
     assert {(x.line, x.text) for x in code.docstrings} == {
@@ -157,17 +157,6 @@ def test_the_prose_of_a_module():
     ]
     assert [(x.line, x.text) for x in code.texts] == [(17, "x is wrong; write something else for 'x'")]
     assert (code.comments_in_functions, code.lines) == (2, MODULE.count("\n"))
-
-
-def test_bad_names_of_tests_are_found():
-    names = ["test_a_plan", "test_a_plan_b", "test_what_holds_of_plans", "test_" + "long_" * 12, "test_a_plan_b"]
-    file = PROSE.Text("tests/test_a.py", "".join(f"def {name}(): ...\n" for name in names))
-    assert [(x.rule, x.where) for x in PROSE.misnamed_tests([file])] == [
-        ("short", "tests/test_a.py:1"),
-        ("pointers", "tests/test_a.py:3"),
-        ("long", "tests/test_a.py:4"),
-        ("shared", "tests/test_a.py:5"),
-    ]
 
 
 def test_public_docstrings_are_read():
@@ -279,16 +268,16 @@ def code():
     return PROSE.code()
 
 
-def test_every_source_is_read(code):
+def test_sources_of_prose_are_read(code):
     places = {source: {text.place for text in texts} for source, texts in PROSE.texts(code).items()}
-    assert {*places, "tests"} == {*PROSE.SOURCES}
+    assert {*places} == {*PROSE.SOURCES}
     assert {"README.md", "CONTRIBUTING.md", "docs/index.md"} <= places["pages"] == places["headings"]
     assert "frisket show --help" in places["help"]
     assert {"frisket.compile", "frisket.caches.jax.KVCache"} <= places["public"]
     assert all("runtime/attention/attention.py" in places[x] for x in ("docstrings", "comments", "texts"))
 
 
-def test_every_count_is_its_limit(code):
+def test_counts_are_their_limits(code):
     counts = PROSE.counts(code)
     assert {name for names in counts for name in names.split()} <= {*PROSE.SOURCES, *PROSE.RULES}
     assert PROSE.complaints(counts, PROSE.limits()) == []

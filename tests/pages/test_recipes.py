@@ -125,13 +125,13 @@ def ran(heading: str, block: Block):
     return out, q, k, v
 
 
-def test_every_recipe_has_a_dense_mask():
+def test_recipes_each_have_a_dense_mask():
     assert re.findall(r"^## (.*)$", PAGE, re.M) == [*DENSE]
     assert len(RECIPES) == sum(map(len, DENSE.values()))
 
 
 @pytest.mark.parametrize(("heading", "number", "block"), recipes())
-def test_a_recipe(heading, number, block):
+def test_recipe_equals_attention_under_its_dense_mask(heading, number, block):
     out, q, k, v = ran(heading, block)
     mask = DENSE[heading][number]
     q = q[:, :, :64] if heading == "Cross attention" else q[:, :, -mask.shape[-2] :]

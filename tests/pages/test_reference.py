@@ -63,7 +63,7 @@ def lacking(names):
     return bare, shown
 
 
-def test_every_public_name_has_a_docstring():
+def test_public_names_have_a_docstring():
     assert lacking(public())[0] == []
 
 
@@ -71,7 +71,7 @@ def internal():
     return {f"{kind}.{name}" for kind, names in INTERNAL.items() for name in names.split()}
 
 
-def test_every_public_name_has_an_example():
+def test_public_names_have_an_example():
     assert {*lacking(public())[1]} - internal() == set()
 
 
@@ -85,7 +85,7 @@ def test_internal_names_are_not_in_the_reference():
             assert name not in members[1].split(", ") if members else f'"!^{name}$"' in options
 
 
-def test_the_count_can_fail():
+def test_names_without_docstring_or_example_are_counted():
     names = [
         ("m.f", "Does it.\n\n>>> f()", None, True), ("m.g", "", None, True), ("m.C", "C(x, y)", None, True),
         ("m.C.show", "Shows.", ">>> c.show()", True), ("m.C.hide", "Hides.", ">>> c.show()", True),

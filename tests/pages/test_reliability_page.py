@@ -5,6 +5,6 @@ from support.scripts import script
 endurance = script("endurance")
 
 
-def test_the_page_is_as_written():
+def test_reliability_page_is_up_to_date():
     text = endurance.PAGE.read_text(encoding="utf-8")
     assert endurance.page(text) == text, "run `python docs/endurance.py`"

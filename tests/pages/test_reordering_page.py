@@ -24,7 +24,7 @@ def test_rows_of_the_papers():
 
 
 @pytest.mark.parametrize(("axis", "groups"), [("32, 13", 1), ("60, 7, 2, 1, false", 2), ("61, 5, 3, 2, true", 3)])
-def test_the_tiles_of_a_halo(axis, groups):
+def test_tiles_of_a_halo_are_counted_as_on_the_page(axis, groups):
     """Tiles of one query and one key are the visible pairs; tiles of a whole axis are its remainders."""
     made = script("reordering")
     size = int(axis.partition(",")[0])
@@ -33,8 +33,8 @@ def test_the_tiles_of_a_halo(axis, groups):
     assert made.halo(axis, 4, 4) >= made.halo(axis, 1, 1) / 16
 
 
-@pytest.mark.matrix
-def test_the_page_is_what_the_script_writes():
+@pytest.mark.exhaustive
+def test_reordering_page_is_up_to_date():
     made = script("reordering")
     text = made.PAGE.read_text(encoding="utf-8")
     assert made.page(text) == text, "run `python docs/reordering.py`"

@@ -29,14 +29,14 @@ LOADERS = re.compile(
 )
 
 
-def test_the_limits_are_those_of_the_source():
+def test_security_limits_are_constants_of_the_source():
     assert len(LIMITS) == PAGE.count("| `frisket.") == 26
     for name, value in LIMITS.items():
         module, _, constant = name.rpartition(".")
         assert getattr(importlib.import_module(module), constant) == value, name
 
 
-def test_every_place_that_loads_code_is_listed():
+def test_security_page_lists_each_place_that_loads_code():
     found = set()
     for room in ("grammar", "dsl", "lowering", "runtime"):
         for path in (ROOT / room).rglob("*.py"):
@@ -112,12 +112,12 @@ ASKED = {"text": "causal", "q_len": 256, "kv_len": 256, "batch": 1, "heads": 1, 
         {"batch": 1 << 22, "heads": 1 << 22},
     ],
 )
-def test_the_explorer_refuses_what_is_too_large(more):
+def test_explorer_refuses_requests_beyond_its_limits(more):
     assert "data" in answer(ASKED, {})
     assert "data" not in answer({**ASKED, **more}, {})
 
 
-def test_the_explorers_answer_stays_small():
+def test_explorer_answer_for_long_masks_stays_small():
     """Four million tokens, an irregular mask: the answer holds what the page draws, not the tiles."""
     found = answer({**ASKED, "text": "(q // 64 * k // 64) % 5 < 2", "q_len": 1 << 22, "kv_len": 1 << 22}, {})
     assert "data" in found

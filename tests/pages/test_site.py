@@ -40,12 +40,12 @@ needs_mkdocs = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("module", ["frisket", *(f"frisket.{door}" for door in DOORS)])
-def test_every_public_name_is_in_the_reference(module):
+def test_public_names_are_in_the_reference(module):
     for name in importlib.import_module(module).__all__:
         assert re.search(rf"^::: {re.escape(module)}\.{name}$|`{name}`", API, re.M), name
 
 
-def test_what_the_reference_has_is_public_once():
+def test_reference_names_are_public_and_listed_once():
     named = re.findall(r"^::: ([\w.]+)$", API, re.M)
     assert len(set(named)) == len(named)
     for name in named:  # frisket.runtime.export is what `Layout.to_...` give
@@ -53,7 +53,7 @@ def test_what_the_reference_has_is_public_once():
         assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
 
 
-def test_every_page_has_its_place():
+def test_pages_are_all_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
@@ -62,7 +62,7 @@ def test_every_page_has_its_place():
 
 
 @needs_mkdocs
-def test_what_comes_from_elsewhere_is_found(tmp_path):
+def test_site_check_finds_resources_of_other_hosts(tmp_path):
     hooks = script("site_hooks")
     page = tmp_path / "page.html"
     page.write_text(
@@ -106,8 +106,8 @@ def site(tmp_path_factory):
 
 
 @needs_mkdocs
-@pytest.mark.matrix
-def test_the_site_is_built_without_a_network(site):
+@pytest.mark.exhaustive
+def test_site_is_built_without_a_network(site):
     assert "frisket.compile" in (site / "api" / "attention" / "index.html").read_text(encoding="utf-8")
     code = (site / "index.html").read_text(encoding="utf-8")
     assert '<span class="gp">&gt;&gt;&gt; </span>' in code  # a session, not a text
@@ -132,9 +132,9 @@ def served(site):
 
 
 @needs_mkdocs
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
-def test_a_search_for_the_terms_of_the_field_leads_where_it_should(site):
+def test_site_search_finds_the_page_of_each_term(site):
     shown = "[...document.querySelectorAll('.md-search-result__item a')].map(a => a.pathname)"
     found = {}
     with served(site) as (origin, page):
@@ -146,14 +146,14 @@ def test_a_search_for_the_terms_of_the_field_leads_where_it_should(site):
     assert [word for word in COMMON if "/glossary/" not in found[word]] == []
 
 
-def test_every_term_has_its_line_in_the_glossary():
+def test_glossary_has_each_term():
     headings = re.findall(r"^## (.*)$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.M)
     assert headings == sorted(headings, key=str.lower)
     assert [word for word in [*LEADS, *COMMON] if not any(word.lower() in h.lower() for h in headings)] == []
 
 
 @needs_mkdocs
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
 def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
     with served(site) as (origin, page):

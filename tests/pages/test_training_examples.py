@@ -12,14 +12,14 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.matrix
-def test_splash_replaced():
+@pytest.mark.exhaustive
+def test_maxtext_example_replaces_splash_attention():
     pytest.importorskip("jax")
     found = runpy.run_path(str(EXAMPLES / "maxtext_style.py"))["main"]()
     assert len(found) == 2  # it compares them itself
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_fsdp_and_context_parallel():
     """Over two processes; `aot_eager` traces what Inductor would compile."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -52,5 +52,5 @@ def test_a_flattened_batch_is_its_documents(packed):
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_the_trainer(packed, tmp_path):
+def test_packed_trainer_example_takes_twelve_steps(packed, tmp_path):
     assert len(packed.main(str(tmp_path))) == 12

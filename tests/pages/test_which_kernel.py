@@ -39,7 +39,7 @@ def named(text):
     return [n for n in re.findall(r"`([\w-]+)`", text) if n in RECORDS]
 
 
-def test_every_backend_and_variable_is_in_the_list():
+def test_kernel_list_names_each_backend_and_variable():
     assert set(named(LIST)) | set(offered()) == set(RECORDS)
     assert all(name in LIST for name in CHOICES)
 
@@ -52,7 +52,7 @@ def test_kernels_of_a_device(framework, platform):
     assert [*dict.fromkeys(named(ROWS[framework, platform]))] == [*dict.fromkeys([*ours, *faster, *last])]
 
 
-def test_every_platform_has_a_row():
+def test_kernel_table_has_each_platform():
     ours = {(f, p) for f in ("torch", "jax") for b in backends_of(f) for p in b.platforms if not b.is_engine}
     assert set(ROWS) == ours | {("torch", "others"), ("jax", "others")}
 
@@ -74,7 +74,7 @@ def test_kernels_of_a_cpu(framework, otherwise, monkeypatch):
     assert calls(512, framework) == otherwise
 
 
-def test_the_engine_that_no_call_names(monkeypatch):
+def test_sdpa_runs_short_calls_on_a_cpu_without_compiler(monkeypatch):
     assert CHECKED == {"sdpa": ("cpu",)}
     monkeypatch.setenv("CXX", "/no/such/compiler")
     longest = int(re.search(r"only `sdpa` runs: .* up to (\d+) queries", LIST)[1])

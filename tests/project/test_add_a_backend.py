@@ -52,7 +52,7 @@ def test_lists_have_the_backend(toy, capsys):
         fk.compile("causal", backend="toys")
 
 
-def test_the_source_prints(toy, capsys):
+def test_toy_backend_prints_its_source(toy, capsys):
     text = fk.compile("causal & window(9)", "softcap(5)").source("toy")
     assert "def attention_forward(" in text
     assert "q >= k" in text
@@ -73,7 +73,7 @@ def test_frisket_check_takes_it(toy, capsys):
     assert re.search("torch +toy +float32 ", capsys.readouterr().out)
 
 
-def test_gradients_are_refused(toy):
+def test_toy_backend_refuses_gradients(toy):
     with pytest.raises(BackwardError) as caught:
         fk.compile("causal", backend="toy")(*arrays(gradients=True))
     assert str(caught.value) == (

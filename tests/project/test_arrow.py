@@ -64,7 +64,7 @@ def at_module_level(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_layer_imports_upward(path):
+def test_layers_never_import_a_layer_above(path):
     layer = LAYERS.index(path.relative_to(ROOT).parts[0])
     above = tuple(f"frisket.{name}" for name in LAYERS[layer + 1 :])
     named = set(imports(ast.parse(path.read_text()), path))
@@ -101,7 +101,7 @@ def test_importing_frisket_touches_no_framework():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_the_rule_sees_a_wrong_import():
+def test_layer_rule_sees_a_wrong_import():
     tree = ast.parse("def f():\n    from frisket.runtime.masks.mask import Mask\nimport torch")
     assert set(imports(tree, ROOT / "dsl" / "x.py")) == {"frisket.runtime.masks.mask", "torch"}
     assert set(imports(at_module_level(tree), ROOT / "dsl" / "x.py")) == {"torch"}
@@ -140,7 +140,7 @@ def tree():
     return HOUSE.Tree(ROOT)
 
 
-def test_no_modules_import_one_another(tree):
+def test_modules_have_no_import_cycle(tree):
     assert HOUSE.cycles(tree).found == ["2: frisket.dsl.ir frisket.dsl.show"]
 
 
@@ -149,7 +149,7 @@ def test_imports_inside_functions_wait_for_a_framework(tree):
     assert not list(misplaced(tree))
 
 
-def test_what_waits_is_imported_inside_functions_alone(tree):
+def test_heavy_frameworks_are_imported_inside_functions(tree):
     local = {(found.source, found.target) for found in tree.imports if found.local}
     for source, targets in LATER.items():
         assert all(any(s == source and t.startswith(name) for s, t in local) for name in targets)

@@ -56,7 +56,7 @@ def names_compared(text: str) -> list[int]:
     return sorted({n.lineno for n in found})
 
 
-def test_no_code_outside_the_backends_compares_with_a_name():
+def test_code_outside_backends_never_compares_their_names():
     files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py") if "runtime/backends/" not in f.as_posix()]
     found = []
     for file in files:
@@ -90,7 +90,7 @@ def test_a_comparison_is_found(bad):
 @pytest.mark.parametrize(
     "good", ['def f(backend="cpp"): pass', 'choose("triton")', '"""of triton"""', 'x = {"a": "cpp"}']
 )
-def test_other_uses_of_a_name_are_none(good):
+def test_uses_of_a_backend_name_without_comparison_pass(good):
     assert names_compared(good) == []
 
 

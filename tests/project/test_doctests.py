@@ -36,7 +36,9 @@ def _own_registries(monkeypatch):
 LONG = {"frisket.runtime.caches.jax_paged", "frisket.runtime.caches.jax_ring", "frisket.runtime.parallel.attend"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix if n in LONG else ()) for n in modules()])
-def test_doctest(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in LONG else ()) for n in modules()]
+)
+def test_docstring_examples_print_the_shown_output(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0

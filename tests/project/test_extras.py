@@ -94,11 +94,11 @@ def test_a_command_installs_from_where_frisket_came(said, command, tmp_path, mon
 
 
 @pytest.mark.parametrize("package", EXTRAS)
-def test_the_extra_brings_the_package(package):
+def test_extra_brings_the_package_that_errors_name(package):
     assert any(requirement.startswith(package) for requirement in OPTIONAL[EXTRAS[package]])
 
 
-def test_no_page_or_message_names_the_distribution_of_somebody_else():
+def test_requirements_name_the_distribution_of_frisket():
     """`frisket` on the package index is another project: every requirement says `frisket-attention`."""
     folders = "grammar dsl lowering runtime tests docs benchmarks examples .github .ci".split()
     files = [*ROOT.iterdir(), *(file for name in folders for file in (ROOT / name).rglob("*"))]
@@ -112,7 +112,7 @@ def test_no_page_or_message_names_the_distribution_of_somebody_else():
     assert PROJECT["name"] == DISTRIBUTION
 
 
-def test_it_is_an_import_error_and_one_of_ours():
+def test_missing_package_error_is_an_import_error():
     with pytest.raises(MissingPackageError) as caught, extras():
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     assert isinstance(caught.value, ImportError)
@@ -120,7 +120,7 @@ def test_it_is_an_import_error_and_one_of_ours():
     assert caught.value.name == "torch"
 
 
-def test_other_modules_are_missed_as_ever():
+def test_missing_modules_of_frisket_raise_plain_errors():
     with pytest.raises(ModuleNotFoundError) as caught, extras():
         import frisket.no_such_module  # noqa: F401
     assert not isinstance(caught.value, MissingPackageError)

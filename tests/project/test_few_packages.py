@@ -40,19 +40,19 @@ def python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[
     [
         ("torch", "triton"),
         *(
-            pytest.param(*x, marks=pytest.mark.matrix)
+            pytest.param(*x, marks=pytest.mark.exhaustive)
             for x in (("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla"))
         ),
     ],
 )
-def test_a_call_imports_no_small_package_where_the_cache_has_a_folder(framework, backend, tmp_path):
+def test_call_with_a_cache_folder_imports_no_small_package(framework, backend, tmp_path):
     code = WITHOUT.format(names={"platformdirs", "rich", "shtab", "lark"}) + CALLS[framework].format(backend=backend)
     done = python(code, FRISKET_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == {"torch": ["1", "2", "40", "16"], "jax": ["1", "40", "2", "16"]}[framework]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.matrix), "cpp"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.exhaustive), "cpp"])
 def test_without_a_folder_the_error_says_what_to_set(backend):
     code = WITHOUT.format(names={"platformdirs"}) + CALLS["torch"].format(backend=backend)
     done = python(code, TRITON_INTERPRET="1")
@@ -63,7 +63,7 @@ def test_without_a_folder_the_error_says_what_to_set(backend):
     assert "pip install platformdirs, or set FRISKET_CACHE_DIR" in last
 
 
-def test_programs_of_the_benchmarks_find_the_checkout_where_nothing_is_installed(tmp_path):
+def test_benchmarks_run_from_a_checkout_without_installation(tmp_path):
     """-S leaves out what installs: packages come by PYTHONPATH, and no `.pth` file is read."""
     packages = [p for p in sys.path if p.endswith("site-packages")]
     path = os.pathsep.join([str(BENCHMARKS), *packages])

@@ -24,7 +24,7 @@ def test_a_line_with_its_own_noun_is_let_through(line):
     assert not points(line)
 
 
-def test_docstrings():
+def test_first_lines_of_docstrings_stand_alone():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [(file, node) for file, node in HOUSE.Tree(HOUSE.ROOT).nodes if isinstance(node, kinds)]
     lines = [(file, text.split("\n")[0]) for file, node in nodes if (text := ast.get_docstring(node))]
@@ -32,7 +32,7 @@ def test_docstrings():
     assert [f"{file}: {line}" for file, line in lines if points(line)] == []
 
 
-def test_the_tour():
+def test_lines_of_the_tour_stand_alone():
     lines = (HOUSE.ROOT / "docs" / "tour.md").read_text(encoding="utf-8").splitlines()
     said = [line.partition(" — ")[2] for line in lines if line.startswith("- `")]
     assert len(said) > 300

@@ -1,4 +1,5 @@
-"""Folders that one can read: twenty modules at most, and no second file for one prefix but where a list says why."""
+"""Folders that one can read: twenty modules at most, and no second file for one prefix but where a list says why.
+Golden files are under the path of their test."""
 
 import re
 from collections import Counter
@@ -63,6 +64,23 @@ def test_files_that_prose_names_are_there():
     found = {(p.name, name) for p in texts for name in named.findall(p.read_text(encoding="utf-8"))}
     assert len(found) > 300
     assert not [one for one in found if not (ROOT / one[1]).exists()]
+
+
+def homeless_goldens(tests):
+    """The folders of golden files that are not the path of a test, without its suffix."""
+    folders = {path.parent.relative_to(tests / "golden") for path in (tests / "golden").rglob("*") if path.is_file()}
+    return {folder.as_posix() for folder in folders if not (tests / folder).with_suffix(".py").is_file()}
+
+
+def test_goldens_are_under_the_path_of_their_test():
+    assert not homeless_goldens(ROOT / "tests")
+
+
+def test_a_golden_without_its_test_is_seen(tmp_path):
+    for name in ("golden/dsl/test_x/a.txt", "golden/dsl/test_y/a.txt", "golden/a.txt", "dsl/test_x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert homeless_goldens(tmp_path) == {"dsl/test_y", "."}
 
 
 def test_a_bad_folder_is_seen(tmp_path):

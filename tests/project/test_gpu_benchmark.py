@@ -56,8 +56,8 @@ def measured(*rows: tuple[str, str], stand_ins: bool = False) -> list[dict]:
     return [json.loads(line) for line in python("-c", script, json.dumps(rows)).splitlines()]
 
 
-@pytest.mark.matrix
-def test_every_part_that_runs_in_its_own_process():
+@pytest.mark.exhaustive
+def test_gpu_benchmark_parts_measure_in_separate_processes():
     forward, backward, decode, serving, layout, tune, right, profile = measured(
         ("speed", "forward: sinks, window 1024, D 16"), ("speed", "backward: ALiBi, causal, D 16"),
         ("speed", "decode: causal, batch 1"), ("serving", "4 queries, int8, pages of 64"),
@@ -81,7 +81,7 @@ def test_every_part_that_runs_in_its_own_process():
     assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_rows_of_engines():
     """Right rows of each engine (lse, gradients of its own and of generated kernels) and its speed, and right rows of
     Gluon, which has no gradients of its own, by stand-ins."""
@@ -103,8 +103,8 @@ def test_rows_of_engines():
         assert "takes float16 and bfloat16" in row["rows"]["48"]["notes"]["frisket, flash"]
 
 
-@pytest.mark.matrix
-def test_smoke_tries_every_way_to_the_device_and_says_what_is_installed():
+@pytest.mark.exhaustive
+def test_gpu_smoke_lists_versions_and_tries_each_launcher():
     versions, *ways = measured(
         ("smoke", "versions"), ("smoke", "torch, triton, backward"), ("smoke", "torch, triton, table on the device"),
         ("smoke", "jax, triton, forward"),
@@ -113,7 +113,7 @@ def test_smoke_tries_every_way_to_the_device_and_says_what_is_installed():
     assert all(way["figures"]["s"]["took"] > 0 for way in ways)
 
 
-def test_the_parts_of_the_first_hour_come_first_and_in_order():
+def test_gpu_benchmark_parts_of_the_first_hour_come_first():
     from gpu_parts import PARTS
     from gpu_scale import FULL
 
@@ -140,7 +140,7 @@ def test_the_parts_of_the_first_hour_come_first_and_in_order():
     assert 32768 in FULL.lengths
 
 
-def test_what_no_machine_has_measured_comes_first(tmp_path, capsys):
+def test_gpu_benchmark_rows_without_results_come_first(tmp_path, capsys):
     names = ["triton, a, bfloat16", "triton, b, bfloat16", "triton, c, bfloat16", "triton, d, bfloat16"]
 
     def row(**error):
@@ -157,7 +157,7 @@ def test_what_no_machine_has_measured_comes_first(tmp_path, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_the_next_hour_on_an_h100():
+def test_gpu_page_states_the_rows_that_results_lack():
     """The page says what the results lack. Rows that never ran come before what ran without lse."""
     from gpu_parts import PARTS
     from gpu_scale import FULL
@@ -217,8 +217,8 @@ def test_counters_are_read_from_what_ncu_writes():
         gpu_profile.read("==ERROR== no permission")
 
 
-@pytest.mark.matrix
-def test_every_part_of_jax():
+@pytest.mark.exhaustive
+def test_gpu_benchmark_measures_each_part_of_jax():
     forward, backward, window, correct = measured(
         ("jax-forward", "window 1024, D 16"), ("jax-backward", "causal, D 16"), ("jax-window", "window 1024, D 16"),
         ("jax-cases", "triton, forward, float32"),
@@ -231,7 +231,7 @@ def test_every_part_of_jax():
     assert correct["figures"]["cases"] == {"passed": 2, "refused": 0, "failed": 0}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_rows_are_kept_and_resumed(tmp_path):
     command = ["speed", "--dry", "--only", "forward: full", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"

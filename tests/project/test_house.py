@@ -34,7 +34,7 @@ COMPILER = pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no cal
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=COMPILER if n in HOUSE.CALLED else ()) for n in HOUSE.ROWS])
-def test_the_house_is_in_order(tree, name):
+def test_house_figures_stay_within_their_limits(tree, name):
     count = HOUSE.ROWS[name].count(tree)
     over = [(n, limit) for n, limit in zip(count.figures, LIMITS[name], strict=False) if n > limit]
     assert not over, f"python docs/house.py --list {name}\n" + "\n".join(count.found)
@@ -99,7 +99,7 @@ def small(tmp_path_factory):
         ("lines", (28,), "lowering 6"),
     ],
 )
-def test_what_a_row_counts(small, name, figures, found):
+def test_house_row_counts_the_listed_findings(small, name, figures, found):
     count = HOUSE.ROWS[name].count(small)
     assert count.figures == figures
     assert found in count.found
@@ -114,14 +114,14 @@ def test_rows_of_a_call_name_functions_and_tables(tree):
     assert all(" -> " in line for line in HOUSE.ROWS["grown"].count(tree).found)
 
 
-def test_every_row_has_its_definition():
+def test_house_rows_are_defined_and_limited():
     defined = {line.split()[0] for line in HOUSE.__doc__.splitlines() if line[:1].isalpha() and "  " in line}
     assert set(HOUSE.ROWS) <= defined | {"docstrings"}
     assert set(LIMITS) == set(HOUSE.ROWS)
     assert (DOCS / "house_call.py").exists()
 
 
-def test_the_command(small, capsys, monkeypatch):
+def test_house_command_lists_and_prints_tables(small, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["house.py", "--tree", str(small.root), "--list", "classes"])
     HOUSE.main()
     assert capsys.readouterr().out == "Step: lowering/two.py:2 runtime/one.py:10\n"

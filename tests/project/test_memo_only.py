@@ -79,11 +79,11 @@ def found():
     return {(str(f.relative_to(ROOT)), name) for f in FILES for name in caches(ast.parse(f.read_text()))}
 
 
-def test_no_other_caches(found):
+def test_sources_have_no_cache_outside_memo(found):
     assert found - REGISTRIES == set()
 
 
-def test_the_list_of_registries_is_short_and_true(found):
+def test_registries_that_are_not_caches_exist(found):
     assert found >= REGISTRIES
 
 

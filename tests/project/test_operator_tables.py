@@ -15,7 +15,7 @@ SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a
 
 
 @pytest.mark.parametrize("name", names())
-def test_no_operator_lacks_a_row(name):
+def test_operators_have_a_row_in_each_table(name):
     assert not missing(name), f"`{name}` lacks rows in\n" + "\n".join(missing(name))
 
 
@@ -48,20 +48,20 @@ def test_a_row_that_goes_is_missed(monkeypatch, module, table, name):
     assert {line.split(":")[0] for line in missing(name)} == files
 
 
-def test_operators_are_spared_with_a_reason_and_only_where_they_lack_a_row():
+def test_operators_without_a_row_are_excused_with_a_reason():
     for table in TABLES:
         assert not table.spared or table.why
         assert not [name for name in table.spared if table.has(name)], table.file
         assert table.spared <= {*names()}
 
 
-def test_what_an_operator_takes():
+def test_operator_types_and_results_are_enumerated():
     assert len(names()) == len(operator_tables.evaluate.OPERATORS)
     assert operator_tables.types("floor")[0] == (ir.FLOAT,)
     assert operator_tables.results("where") == {ir.INT, ir.FLOAT, ir.BOOL}
 
 
-def test_the_section_of_contributing_names_every_table():
+def test_contributing_names_each_operator_table():
     named = set(re.findall(r"`([\w./]+/[\w.]+\.\w+)`", SECTION))
     assert {t.file for t in TABLES} <= named
     assert not [file for file in named if not (ROOT / file).exists()]

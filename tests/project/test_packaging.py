@@ -10,8 +10,8 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import matrix
 import pytest
+import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,7 +28,7 @@ def folder(package):
     raise AssertionError(package)
 
 
-def test_the_package_list_is_the_folders_on_disk():
+def test_package_list_is_the_folders_on_disk():
     listed = {folder(package) for package in SETUPTOOLS["packages"]}
     rooms = (ROOT / name for name in ("grammar", "dsl", "lowering", "runtime"))
     found = {file.parent for room in rooms for file in room.rglob("*.py")}
@@ -37,7 +37,7 @@ def test_the_package_list_is_the_folders_on_disk():
     assert all((place / "__init__.py").is_file() for place in listed)
 
 
-def test_every_data_file_is_declared():
+def test_data_files_are_declared_as_package_data():
     for room in ("grammar", "dsl", "lowering", "runtime"):
         for file in (ROOT / room).rglob("*"):
             if file.is_dir() or "__pycache__" in file.parts or file.suffix == ".py":
@@ -58,9 +58,9 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_lower_bounds_are_those_that_passed():
-    outcomes = json.loads(matrix.RESULTS.read_text(encoding="utf-8"))
+    outcomes = json.loads(versions.RESULTS.read_text(encoding="utf-8"))
     tried = {}
-    for name in matrix.ENVIRONMENTS:
+    for name in versions.ENVIRONMENTS:
         if "oldest" in name and outcomes[name].get("failures") == []:
             for package, version in outcomes[name]["versions"].items():
                 tried.setdefault(package, []).append(version)
@@ -77,13 +77,13 @@ def test_core_dependencies_are_declared(name):
     assert any(r.startswith(name) for r in PROJECT["project"]["dependencies"])
 
 
-def test_the_command_is_installed():
+def test_frisket_command_is_installed():
     entry = next(e for e in metadata.entry_points(group="console_scripts") if e.name == "frisket")
     module, function = entry.value.split(":")
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_version_is_written_once():
+def test_package_version_is_written_once():
     import frisket
 
     assert "version" not in PROJECT["project"]
@@ -127,7 +127,7 @@ def test_test_files_have_unique_names():
         "import frisket as fk, frisket.runtime.masks.layout; fk.mask('causal').layout(9, 9)",
     ],
 )
-def test_python_started_beside_a_clone_called_frisket_imports_the_package(tmp_path, statement):
+def test_clone_called_frisket_does_not_hide_the_package(tmp_path, statement):
     """Without `__init__.py` at the top, the folder is a namespace package that hides an editable install."""
     (tmp_path / "frisket").symlink_to(ROOT)
     done = subprocess.run([sys.executable, "-c", statement], cwd=tmp_path, capture_output=True, text=True)

@@ -17,7 +17,7 @@ def collected(*options):
     return [line for line in done.stdout.splitlines() if "::" in line], done.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_parts_are_all_tests_once():
     first, second, every = (collected("--part", part)[0] for part in ("1/2", "2/2", "1/1"))
     assert sorted(first + second) == sorted(every)

@@ -35,20 +35,20 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
+def test_public_functions_have_their_parameters(name):
     have = inspect.signature(getattr(fk, name)).parameters
     shown = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in have.values()]
     assert set(FUNCTIONS[name].split()) <= set(shown)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods(name):
+def test_public_classes_have_their_methods(name):
     kind = getattr(fk, name)
     fields = {f for base in kind.__mro__ for f in getattr(base, "__annotations__", {})}
     assert set(METHODS[name].split()) <= {*dir(kind), *fields}
 
 
-def test_layout_arguments():
+def test_mask_layout_has_its_parameters_and_defaults():
     have = inspect.signature(fk.Mask.layout).parameters
     wanted = "q_len kv_len batch heads block origin sizes exact budget".split()
     assert [n for n in have if n != "self"] == wanted
@@ -56,11 +56,11 @@ def test_layout_arguments():
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
+def test_public_errors_are_frisket_errors(name):
     assert issubclass(getattr(fk, name), fk.FrisketError)
 
 
-def test_the_list_is_what_there_is():
+def test_public_names_are_exported_and_exist():
     assert {*FUNCTIONS, *METHODS, *ERRORS} <= set(fk.__all__)
     assert all(hasattr(fk, name) for name in fk.__all__)
     with pytest.raises(AttributeError, match="module 'frisket' has no attribute 'maks'"):

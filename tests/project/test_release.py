@@ -21,7 +21,7 @@ def steps(workflow):
     return [step for job in workflow["jobs"].values() for step in job["steps"]]
 
 
-def test_the_newest_changes_and_the_citation_are_of_this_version():
+def test_changelog_and_citation_are_of_this_version():
     assert CHANGES[0] == ("Unreleased", "")
     version, date = CHANGES[1]
     assert version == frisket.__version__
@@ -42,21 +42,21 @@ def test_workflows_run_what_people_run():
         "tests/readme.py tests",
         "tests/readme.py first",
         "tests/typecheck.py",
-        "-m matrix",
+        "-m exhaustive",
         "tests/release.py",
     ):
         assert command in script, command
     assert 'dist=$(realpath -m "${DIST:-' in script
 
 
-def test_the_tests_from_outside_are_a_tier_of_their_own():
+def test_outside_tests_are_excluded_by_default():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert "not slow and not matrix and not outside" in options["addopts"]
+    assert "not slow and not exhaustive and not outside" in options["addopts"]
     assert "outside" in [line.partition(":")[0] for line in options["markers"]]
     assert "outside" not in (ROOT / ".ci" / "run").read_text().replace("outside the tree", "")
 
 
-def test_every_supported_python_is_tested():
+def test_supported_python_versions_are_tested_in_ci():
     jobs = WORKFLOWS["ci.yml"]["jobs"]
     tested = {step["with"]["python-version"] for step in jobs["all"]["steps"] if "setup-python" in step.get("uses", "")}
     tested |= set(jobs["tests"]["strategy"]["matrix"]["python"])
@@ -73,7 +73,7 @@ def test_actions_are_pinned_and_tokens_read(name):
     assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
 
 
-def test_only_publishing_may_ask_for_an_identity_and_only_the_site_may_write():
+def test_release_workflow_grants_the_fewest_permissions():
     jobs = WORKFLOWS["release.yml"]["jobs"]
     assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
         "publish": {"id-token": "write"},
@@ -83,7 +83,7 @@ def test_only_publishing_may_ask_for_an_identity_and_only_the_site_may_write():
     assert WORKFLOWS["release.yml"][True] == {"push": {"tags": ["v*"]}}  # `on` is a boolean of YAML 1.1
 
 
-def test_what_contributors_are_told_to_run_is_there():
+def test_commands_and_files_of_contributing_exist():
     page = ROOT / "CONTRIBUTING.md"
     commands = [part.strip() for block in readme.blocks("bash", page) for part in re.split(r"&&|;|\n", block)]
     known = ("pip install -e '.[", "ruff ", "pytest", "git diff ", "mkdocs build --strict", "python ")

@@ -35,7 +35,7 @@ def test_steps_tiles_and_rows_are_counted(kernel):
     assert counts(tpu_tables.splash_total, 1) == [128, 8 if kernel == "dkv" else 16, 72]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_tables_and_visits(monkeypatch):
     monkeypatch.setattr(tpu_tables, "MASKS", {"documents": tpu_tables.MASKS["documents"]})
     monkeypatch.setattr(tpu_tables, "LENGTHS", {2048: 1})

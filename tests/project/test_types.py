@@ -14,7 +14,7 @@ def module(name: str) -> ModuleType:
     return found
 
 
-def test_what_needs_no_framework(tmp_path):
+def test_typed_example_without_frameworks_runs(tmp_path):
     module("understand").main(tmp_path)
 
 

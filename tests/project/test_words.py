@@ -1,4 +1,5 @@
-"""Words: a class name means one thing in the tree, and names that other files use say what they stand for."""
+"""Words: a class name means one thing in the tree, names that other files use say what they stand for, and the name of
+a test says its subject, then what holds."""
 
 import ast
 from collections import Counter
@@ -21,6 +22,11 @@ PUBLIC = {
 }  # fmt: skip
 
 VAGUE = {"what", "given", "found", "made", "kept", "said", "held"}
+# a report of pytest shows the name of a test without its file, and these are no subject there
+POINTING = frozenset(
+    "it its they them their this that these those what which who whose other others another one same the "
+    "all every some no none nothing nobody".split()
+)
 
 
 def repeated(trees):
@@ -48,6 +54,30 @@ def imported(trees):
     """Every name that some file imports."""
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     return {name.name for node in nodes for name in node.names}
+
+
+def names_of_tests(folder):
+    """The names of all test functions, those of files that run as children too."""
+    paths = (path for path in folder.rglob("*.py") if "golden" not in path.parts)
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+
+
+def unclear(names):
+    """Names of tests that are shared, long, of one or two words, or begin without a subject."""
+    counts = Counter(names)
+    words = {name: name.split("_")[1:] for name in counts}
+    return {n for n, w in words.items() if counts[n] > 1 or len(n) > 60 or len(w) < 3 or w[0] in POINTING}
+
+
+def test_names_of_tests_say_subject_and_what_holds():
+    assert unclear(names_of_tests(HOUSE.ROOT / "tests")) == set()
+
+
+def test_an_unclear_name_of_a_test_is_found():
+    long = f"test_layout_of_{'documents_' * 5}is_exact"
+    bad = {"test_rest", "test_what_is_refused_here", "test_tiles_of_two_files", long}
+    assert unclear([*bad, "test_tiles_of_two_files", "test_layout_is_exact"]) == bad
 
 
 def test_class_names_are_unique():

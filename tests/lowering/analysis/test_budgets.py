@@ -12,7 +12,7 @@ import pytest
 from support import masks
 from support.forget import forget
 from support.lowering.effort import at_most
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, EvaluationError, LoweringError, Undecided
@@ -84,7 +84,7 @@ KINDS = np.random.default_rng(0).integers(0, 1500, MILLION, dtype=np.int32)
     ("text", "most", "tables"),
     [
         ("block_diffusion(524288, 32)", 14, {}),
-        pytest.param("causal | same(kind) & kind[q] > 0", 100, {"kind": KINDS}, marks=pytest.mark.matrix),
+        pytest.param("causal | same(kind) & kind[q] > 0", 100, {"kind": KINDS}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_memory_of_layouts_at_a_million_tokens(text, most, tables):
@@ -220,7 +220,7 @@ def _reduction(rng, depth):
     return reduce(kind, lit(lo), lit(lo + rng.randrange(1, 9)), body)
 
 
-def test_steps_multiply():
+def test_steps_of_nested_reductions_multiply():
     inner = reduce("sum", lit(0), lit(10), lambda j: q + j)
     assert steps(reduce("max", lit(0), lit(20), lambda i: substitute(inner, {q: i * q}) + k)) > 200
     assert steps(inner) < 60
@@ -268,8 +268,8 @@ def one_irregular(seed, budget, seconds):
                 raise
 
 
-@pytest.mark.parametrize("seed", every_other(range(12)))
-def test_irregular_masks(seed):
+@pytest.mark.parametrize("seed", thinned(range(12)))
+def test_irregular_masks_stay_within_the_budget_of_steps(seed):
     one_irregular(seed, 1 << 26, 12)
 
 

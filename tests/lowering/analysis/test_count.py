@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import SIZES, build
@@ -60,8 +60,8 @@ def check(case: masks.Case) -> Counter[str]:
     return Counter(counted=1, pieces=sum(r.pieces is not None for r in found))
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_written_masks(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_counts_of_written_masks_equal_brute_force(name):
     rng = random.Random(f"count {name}")
     stat = sum((check(masks.case(masks.written()[name], rng)) for _ in range(4)), Counter())
     assert bool(stat["beyond"]) == (name in BEYOND)
@@ -86,7 +86,7 @@ QUASI_AFFINE = {
 
 
 @pytest.mark.parametrize("name", QUASI_AFFINE)
-def test_pieces(name):
+def test_quasi_affine_masks_are_counted_in_pieces(name):
     """Long enough that most queries are not asked."""
     stat: Counter[str] = Counter()
     for seed in range(3):
@@ -101,14 +101,14 @@ def test_pieces(name):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
-def test_random_masks(seed):
+def test_counts_of_random_masks_equal_brute_force(seed):
     rng = random.Random(seed)
     check(masks.case(masks.random_mask(rng), rng))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_counts_of_many_random_masks_equal_brute_force(seed):
     rng = random.Random(f"count slow {seed}")
     stat = sum((check(masks.case(masks.random_mask(rng), rng)) for _ in range(500)), Counter())
     assert stat["counted"] > 300
@@ -141,7 +141,7 @@ def test_functions_that_fall_and_that_do_neither():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_groups(seed):
+def test_members_of_a_group_between_positions_are_counted(seed):
     """Members of a group between two positions, for values near and far apart, present and absent."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 60))

@@ -83,7 +83,7 @@ def test_tables_of_many_entries_are_left_alone(monkeypatch):
     np.testing.assert_array_equal(fk.mask("t[q] == t[k]", t=table).layout(length, length, block=16).kinds(), want)
 
 
-def test_every_box_is_asked_rightly():
+def test_boxes_share_an_id_where_their_entries_do():
     rng = np.random.default_rng(0)
     tables = {"t": rng.integers(0, 400, 85), "u": rng.integers(0, 400, 101)}
     zero = np.zeros(1, np.int64)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
@@ -57,15 +57,15 @@ def records(found):
     assert (bounds[..., 1:, 0] >= bounds[..., :-1, 3])[later].all()
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_written_masks(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_layout_of_written_masks_is_exact(name):
     rng = random.Random(name)
     for _ in range(5):
         check(masks.case(masks.written()[name], rng))
 
 
-@pytest.mark.parametrize("seed", [n if n < 70 else pytest.param(n, marks=pytest.mark.matrix) for n in range(500)])
-def test_random_masks(seed):
+@pytest.mark.parametrize("seed", [n if n < 70 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(500)])
+def test_layout_of_random_masks_is_exact(seed):
     rng = random.Random(seed)
     one_random_mask(rng)
 
@@ -79,11 +79,13 @@ def test_random_masks(seed):
         "~(k % 2 != 0) ^ (k + 6) % 7 == 6",
     ],
 )
-def test_a_piece_of_a_tile_holds_no_phase_that_it_is_too_narrow_for(text, block):
+def test_narrow_piece_of_a_tile_has_no_phase_wider_than_itself(text, block):
     check(masks.Case(parse_expression(text, {}), 17, 39, 1, 1, block))
 
 
-@pytest.mark.parametrize("seed", [n if n < 320 else pytest.param(n, marks=pytest.mark.matrix) for n in range(290, 600)])
+@pytest.mark.parametrize(
+    "seed", [n if n < 320 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(290, 600)]
+)
 def test_tiles_smaller_than_the_periods(seed):
     rng = random.Random(seed)
     check(masks.small_tiles(masks.periodic_mask(rng), rng))
@@ -162,7 +164,7 @@ def test_many_small_tiles(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_layout_of_many_random_masks_is_exact(seed):
     rng = random.Random(f"slow {seed}")
     for _ in range(1000):
         one_random_mask(rng)

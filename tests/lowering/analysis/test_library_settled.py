@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cases
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 REASONS = {
     "natten1d(size, n, dilation, stride, is_causal)": "visible keys lie a dilation apart, at the corner of a tile",
@@ -19,7 +19,7 @@ WIDE = {  # past the budget at a million tokens: the border itself is a share of
 }
 
 
-@pytest.mark.parametrize("name", every_other(cases.masks(64)))
+@pytest.mark.parametrize("name", thinned(cases.masks(64)))
 def test_at_four_thousand_tokens(name):
     case = cases.masks(4096)[name]
     if not case.fits:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.forget import forget
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
@@ -35,7 +35,7 @@ NAMES = (
 def battery():
     """A short form of the other tests of this folder: labels, ranges, values."""
     for text in test_simplify.TEXTS:
-        test_simplify.test_simplified_text(text)
+        test_simplify.test_texts_simplify_to_the_listed_text(text)
     env, bound = test_simplify.grid(), test_simplify.tables()
     for seed in range(30):
         mask = masks.random_mask(random.Random(f"mutant {seed}"), depth=3)
@@ -205,8 +205,8 @@ sound = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
-def test_the_battery_passes_on_sound_code():
+@pytest.mark.exhaustive
+def test_analysis_battery_passes_on_the_unchanged_code():
     forget()
     battery()
     assert len(MUTANTS) >= 20
@@ -215,7 +215,7 @@ def test_the_battery_passes_on_sound_code():
 NOTICED_SOON = "affine ends swapped", "and is or", "a disjunction keeps its first term"
 
 
-@pytest.mark.parametrize("name", some(MUTANTS, *NOTICED_SOON))
+@pytest.mark.parametrize("name", default_only(MUTANTS, *NOTICED_SOON))
 def test_a_mistake_is_noticed(name, monkeypatch):
     where, attribute, wrong = MUTANTS[name]
     if where == "TRANSFER":

@@ -281,7 +281,7 @@ def told(e: Expr | None) -> str:
 
 
 @pytest.mark.parametrize("row", RANGES.replace("\n    ", " ").strip().split("\n"))
-def test_a_range(row):
+def test_range_of_a_text_has_the_listed_ends(row):
     text, _, range = row.partition(" -> ")
     r = ends(expr(text))
     flags = [name for name, is_so in (("attained", r.attained), ("dense", r.dense)) if is_so]
@@ -441,7 +441,7 @@ float(k) != abs(sin(f[q])) -> 1184 1 1295 111 0
 
 
 @pytest.mark.parametrize("row", UNDECIDED.strip().split("\n"))
-def test_what_questions_leave_undecided(row):
+def test_undecided_rectangles_of_questions_have_the_listed_count(row):
     text, _, counts = row.partition(" -> ")
     assert undecided(simplify(expr(text))) == list(map(int, counts.split()))
 
@@ -529,7 +529,7 @@ int(k % 3 == 1) == 1 -> 3
 
 
 @pytest.mark.parametrize("row", PERIODS.strip().split("\n"))
-def test_the_period_of_a_clause(row):
+def test_period_of_a_clause_is_the_listed_one(row):
     text, _, period = row.partition(" -> ")
     found = re.findall(r"tk >= (\d+)", told(some(simplify(expr(text)))))
     assert max(map(int, found), default=0) == int(period)

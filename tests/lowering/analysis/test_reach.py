@@ -90,7 +90,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_guarded(name):
+def test_guarded_lookups_stay_inside_their_tables(name):
     rng = random.Random(name)
     for _ in range(6):
         assert check(masks.case(GUARDED[name], rng))
@@ -98,7 +98,7 @@ def test_guarded(name):
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
-def test_random_masks(seed):
+def test_lookups_of_random_masks_stay_inside_or_have_a_witness(seed):
     rng = random.Random(seed)
     mask = masks.random_mask(rng)
     table = lookup("glob", (masks.random_int(rng, 1),), BOOL)
@@ -113,7 +113,7 @@ def test_a_table_guards_only_where_it_is_inside_itself():
     assert [x.proved for x in made.lookups] == [False, True]
 
 
-def test_what_is_said():
+def test_layout_reports_the_reach_of_its_lookups():
     anc = np.ones((30, 30), bool)
     made = fk.mask("k < p | anc[q, k - p]", p=4, anc=anc).layout(30, 30)
     assert [str(x) for x in made.lookups] == [

@@ -125,7 +125,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(("type", "depth"), NESTED)
-def test_ranges_of_operators_on_operators_are_no_looser_and_right(type, depth, scope):
+def test_ranges_of_nested_operators_contain_and_are_no_looser(type, depth, scope):
     rng, found = random.Random(f"{type.value} {depth}"), 0
     for _ in range(200):
         e = number(rng, type, depth)
@@ -216,7 +216,7 @@ DECIDED = {
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in (joined, bounds) else pytest.mark.matrix) for f in DECIDED],
+    [pytest.param(f, marks=() if f in (joined, bounds) else pytest.mark.exhaustive) for f in DECIDED],
     ids=lambda family: family.__name__,
 )
 def test_questions_decide_as_often_and_are_right(family, scope):

@@ -117,7 +117,7 @@ def contains(e, scope):
             assert len(seen) == seen[-1] - seen[0] + 1, e
 
 
-def test_the_table_of_operators_is_complete():
+def test_transfer_table_lacks_only_the_unbounded_operators():
     """An operator without a transfer function is one whose range nothing is known of, on purpose."""
     unknown = {"bitor", "bitxor", "bitnot", "pow", "random", "sin", "cos", "tan", "erf", "rsqrt"}
     assert not unknown & set(TRANSFER)
@@ -181,7 +181,7 @@ def test_bounds_on_q_k_and_their_difference_are_exact(scope):
         np.testing.assert_array_equal(np.broadcast_to(scope.value(always(mask), corners()), any_true.shape), all_true)
 
 
-def test_no_written_mask_needs_its_elements_looked_at():
+def test_written_masks_are_settled_without_single_elements():
     """How many tiles are settled element by element, per mask; 0 unless a reason is given."""
     from frisket.lowering.analysis.layout import analyse
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
@@ -54,12 +54,12 @@ def arity(op):
 CASES = [(op, types) for op in sorted(set(MEANING) - {"random"}) for types in signatures(op)]
 
 
-def test_the_table_has_every_operator():
+def test_aten_operator_table_is_complete():
     assert set(OPERATORS) == set(MEANING)
 
 
 @pytest.mark.parametrize(("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
-def test_operator(op, types):
+def test_aten_operators_have_the_values_of_the_reference(op, types):
     values = [SMALL[op] if t is INT and op in SMALL else VALUES[t] for t in types]
     grids = np.meshgrid(*values, indexing="ij")
     names = [f"x{i}" for i in range(len(types))]
@@ -95,7 +95,7 @@ def test_lookups_clamp_and_literals_need_no_tensor():
     assert TileProgram(ir.TRUE, torch.float32)({}, {}).item() is True
 
 
-def test_the_score_is_overwritten_only_after_its_last_use():
+def test_aten_score_is_overwritten_only_after_its_last_use():
     e = score + function("tanh", score) * score
     s = torch.randn(3, 4)
     want = s + s.tanh() * s
@@ -110,7 +110,7 @@ def test_the_score_is_overwritten_only_after_its_last_use():
         ((q - k) * h < 3, False), (eq(ir.lookup("t", (q - k,)), 1), True),
     ],
 )  # fmt: skip
-def test_distance_only(e, answer):
+def test_aten_finds_score_mods_of_the_distance_alone(e, answer):
     assert distance_only(e) is answer
 
 
@@ -193,8 +193,8 @@ def check(got, want, tolerance=3e-6):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mod", ["none", "softcap", "alibi"])
-@pytest.mark.parametrize("mask", every_other(MASKS))
-def test_masks(mask, mod, shape):
+@pytest.mark.parametrize("mask", thinned(MASKS))
+def test_aten_masks_and_score_mods_equal_the_reference(mask, mod, shape):
     check(*run(MASKS[mask], SCORES[mod], SHAPES[shape], shared=shape != "square"), tolerance=1e-5)
 
 
@@ -205,13 +205,13 @@ def test_score_mods_in_float64(mod, mask):
 
 
 @pytest.mark.parametrize("block", [(64, 32), (32, 64), (48, 16), (512, 512)])
-def test_unequal_tiles(block):
+def test_aten_tiles_may_have_unequal_sides(block):
     for mask in ("causal", "sinks", "documents", "prefix"):
         check(*run(MASKS[mask], None, SHAPES["square"], block=block, shared=True), tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 1.6e-2)])
-def test_half_precision(dtype, tolerance):
+def test_aten_half_precision_is_near_the_reference(dtype, tolerance):
     got, want = run(MASKS["documents"], SCORES["softcap"], SHAPES["gqa"], dtype=dtype, shared=True)
     check(got[:1], want[:1], tolerance)
     check(got[1:], want[1:], 1e-5)  # scores, and with them the lse, are float32 whatever the arrays are
@@ -244,7 +244,7 @@ ELSEWHERE = {"softcap": SCORES["softcap"], "bias": SCORES["bias"], "hidden": whe
     Geometry(2, 4, 2, 300, 300, 16, 16, 0.25), Geometry(1, 4, 1, 131, 400, 8, 8, 0.3),
     Geometry(2, 4, 4, 100, 260, 8, 8, 0.3, (1, 2, 37, 5), (4, 8, 600, 600)),
 ], ids=["gqa", "long-keys", "crop"])  # fmt: skip
-@pytest.mark.parametrize("mod", every_other(SLIDING))
+@pytest.mark.parametrize("mod", thinned(SLIDING))
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "band", "by-head", "documents", "sinks", "empty-rows"])
 def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape):
     used = []
@@ -257,12 +257,12 @@ def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape)
 
 
 @pytest.mark.parametrize("mod", ELSEWHERE)
-def test_other_score_mods_do_not(monkeypatch, mod):
+def test_aten_sliding_call_leaves_out_most_score_mods(monkeypatch, mod):
     monkeypatch.setattr(aten_sliding, "_results", None)
     check(*run(causal, ELSEWHERE[mod], Geometry(1, 4, 2, 600, 600, 16, 16, 0.25), shared=True), tolerance=1e-5)
 
 
-def test_any_strides():
+def test_aten_forward_takes_arrays_of_any_strides():
     def twisted(x, y, z):
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
         y = y.transpose(2, 3).contiguous().transpose(2, 3)
@@ -275,7 +275,7 @@ def test_any_strides():
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mod", ["none", "alibi"])
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
-def test_masked_positions_never_contribute(mask, mod, poison):
+def test_aten_hidden_keys_never_reach_results(mask, mod, poison):
     g = Geometry(1, 4, 4, 600, 600, 16, 16, 0.25)
 
     def poisoned(x, y, z):

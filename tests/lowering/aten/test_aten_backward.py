@@ -46,7 +46,7 @@ class Both(torch_gradients.Both):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_mask_and_mod(name):
+def test_aten_gradients_equal_the_reference(name):
     Both(CASES[name]).check()
 
 
@@ -68,7 +68,7 @@ def test_captured_gradients_in_float32(name):
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "gqa", "softcap", "empty-rows", "nothing"])
 @pytest.mark.parametrize(("sinks", "dropout"), [(True, 0.0), (False, 0.3), (True, 0.6)])
-def test_sinks_and_dropout(name, sinks, dropout):
+def test_aten_gradients_with_sinks_and_dropout(name, sinks, dropout):
     Both(CASES[name], sinks=sinks, dropout=dropout).check()
 
 
@@ -77,7 +77,7 @@ def test_captured_gradients_under_dropout():
 
 
 @pytest.mark.parametrize("name", ["gqa", "window", "alibi", "v-wider"])
-def test_float64(name):
+def test_aten_gradients_in_float64_equal_the_reference(name):
     Both(CASES[name].but(dtype="float64")).check()
 
 
@@ -86,12 +86,12 @@ def test_float64(name):
     "name",
     [
         "gqa",
-        pytest.param("alibi", marks=pytest.mark.matrix),
-        pytest.param("prefix and window", marks=pytest.mark.matrix),
+        pytest.param("alibi", marks=pytest.mark.exhaustive),
+        pytest.param("prefix and window", marks=pytest.mark.exhaustive),
         "by column, gqa",
     ],
 )
-def test_half_precision(name, dtype, monkeypatch):
+def test_aten_gradients_in_half_precision_are_near(name, dtype, monkeypatch):
     case = {**CASES, **HARD, **MODS}[name].but(dtype=dtype)
     Both(case).check_half()
     Both(case, dlse=False, sinks=True, dropout=0.2).check_half()
@@ -102,12 +102,12 @@ def test_half_precision(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(8, 256), (256, 8), (24, 24)])
-def test_head_sizes(dim, v_dim):
+def test_aten_gradients_take_unequal_head_sizes(dim, v_dim):
     Both(Case(window, dim=dim, v_dim=v_dim, q_len=200, kv_len=200)).check()
 
 
 @pytest.mark.parametrize("name", ["gqa", "window", "v-wider"])
-def test_any_strides(name):
+def test_aten_gradients_take_arrays_of_any_strides(name):
     def twisted(x, y, z):
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
         y = y.transpose(2, 3).contiguous().transpose(2, 3)
@@ -125,7 +125,7 @@ def test_gradients_and_tables_of_any_strides():
     both.check()
 
 
-def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
+def test_row_without_keys_has_no_gradient_for_nan_cotangents():
     both = Both(CASES["empty-rows"])
     both.ours()
     empty = both.lse == -math.inf
@@ -140,7 +140,8 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"q"}, {"k"}, set(), *(pytest.param(x, marks=pytest.mark.matrix) for x in ({"v"}, {"t0"}, {"q", "t0"}))]
+    "wanted",
+    [{"q"}, {"k"}, set(), *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ({"v"}, {"t0"}, {"q", "t0"}))],
 )
 def test_only_what_is_wanted(wanted):
     Both(MODS["by column, gqa"], wanted=frozenset(wanted)).check()
@@ -155,7 +156,7 @@ def test_a_value_without_influence_has_gradient_zero():
     assert both.ours()["t0"].tolist() == [0.0] * 150
 
 
-def test_masked_positions_never_contribute():
+def test_aten_hidden_keys_never_reach_gradients():
     for poison, name in ((math.nan, "triangle"), (math.inf, "causal"), (-math.inf, "gqa"), (math.nan, "gqa")):
         case = {**CASES, **HARD}[name].but(kv_len=900 if name == "triangle" else 170)
         clean = Both(case)
@@ -173,7 +174,7 @@ def test_a_query_before_a_bad_key_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("name", ["by row, clamped", "learned softcap", "by column, gqa"])
-def test_gradcheck(name):
+def test_aten_captured_gradients_pass_gradcheck(name):
     case = MODS[name].but(q_len=7, kv_len=9, dim=3, v_dim=2, block=(4, 4), dtype="float64")
     both = Both(case)
     names = sorted(both.everything)
@@ -237,7 +238,7 @@ def two_threads():
 
 
 @pytest.mark.parametrize("name", ["window", "gqa", "mqa", "triangle", "by column, gqa", "pairs", "plane"])
-def test_equal_calls_give_equal_bits(name, two_threads, monkeypatch):
+def test_aten_backward_repeats_bit_for_bit(name, two_threads, monkeypatch):
     monkeypatch.setattr(aten_backward, "BUDGET", 1 << 14)
     both = Both({**CASES, **HARD, **MODS}[name], dropout=0.2 if name == "gqa" else 0.0)
     first = both.check(5e-5)
@@ -246,7 +247,7 @@ def test_equal_calls_give_equal_bits(name, two_threads, monkeypatch):
         assert all(torch.equal(again[n], x) for n, x in first.items())
 
 
-def test_the_flash_kernel_is_used_where_it_fits(monkeypatch):
+def test_aten_backward_takes_the_flash_kernel_where_it_fits(monkeypatch):
     seen = []
     real = aten_backward.flash_backward
     monkeypatch.setattr(aten_backward, "flash_backward", lambda *a: (seen.append(a), real(*a)))
@@ -258,7 +259,7 @@ def test_the_flash_kernel_is_used_where_it_fits(monkeypatch):
     assert not seen
 
 
-def test_no_graph_is_left_behind():
+def test_aten_backward_leaves_no_autograd_graph():
     both = Both(MODS["by row"], change=lambda *x: tuple(y.requires_grad_() for y in x))
     both.tables = {n: t.requires_grad_() for n, t in both.tables.items()}
     assert not any(x.requires_grad for x in both.ours().values())

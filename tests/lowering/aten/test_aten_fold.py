@@ -45,7 +45,7 @@ def summed(cells, over, g):
 
 @pytest.mark.parametrize("g", [PLAIN, PLACED, BY_BATCH], ids=["plain", "placed", "by batch"])
 @pytest.mark.parametrize("case", CASES)
-def test_fold(case, g):
+def test_folded_gradients_equal_numpy_add_at(case, g):
     over, index, shape = CASES[case]
     cells = np.random.default_rng(0).standard_normal((g.batch, g.heads, g.q_len, g.kv_len))
     env = {**coordinates(*cells.shape, g.origin, g.full), "s0": 2}
@@ -59,7 +59,7 @@ def test_fold(case, g):
     assert fold(Gradient("t0", index, ONE, over), buffer.float(), shape, g, {"s0": 2}, BUCKET).dtype == torch.float32
 
 
-def test_a_slot_is_one_number_and_a_scattered_buffer_is_the_table():
+def test_fold_of_a_slot_is_a_number_and_of_scatter_the_table():
     buffer = torch.arange(8.0).view(2, 4)
     assert fold(Gradient("s0", (), ONE, "head"), buffer, (), PLAIN, {}, {}).item() == 28
     assert fold(Gradient("t0", (q, k), ONE, "scatter"), buffer, (2, 4), PLAIN, {}, {}) is buffer

@@ -64,11 +64,11 @@ SOME = np.random.default_rng(4).permutation(len(everything()))[:16].tolist()
 
 
 @pytest.mark.parametrize("case", [list(everything())[i] for i in SOME], ids=str)
-def test_some(case):
+def test_aten_runs_selected_library_entries(case):
     check(*case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", everything(), ids=str)
-def test_all(case):
+def test_aten_runs_the_whole_library(case):
     check(*case)

@@ -26,7 +26,8 @@ atexit.register(call, "causal & window(900)")
 
 
 @pytest.mark.parametrize(
-    "before", [pytest.param("", id="no pool", marks=pytest.mark.matrix), pytest.param("call('causal')", id="a pool")]
+    "before",
+    [pytest.param("", id="no pool", marks=pytest.mark.exhaustive), pytest.param("call('causal')", id="a pool")],
 )
 def test_calls_at_exit(before):
     text = AT_EXIT.format(before=before)
@@ -35,7 +36,7 @@ def test_calls_at_exit(before):
     assert not done.stderr
 
 
-def test_no_further_threads(monkeypatch):
+def test_thread_pool_works_where_no_second_thread_starts(monkeypatch):
     """The first thread of a pool does not wait for a second one that cannot be started."""
     before, started, start = torch.get_num_threads(), [], threading.Thread.start
 

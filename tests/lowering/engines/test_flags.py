@@ -127,7 +127,7 @@ def test_documents_of_a_crop_and_of_a_decode_step() -> None:
         ("causal & q // 3 % 2 == k // 3 % 2", "equal values of `q // 3 % 2` are not adjacent in batch entry 0"),
     ],
 )  # fmt: skip
-def test_what_flags_say(text: str, said: str) -> None:
+def test_flags_of_a_mask_print_as_listed(text: str, said: str) -> None:
     mask = fk.mask(text, **({"doc": np.repeat([0, 1, 2], [300, 300, 424])} if "doc" in text else {}))
     assert str(flags(mask, place(1024, 1024))).startswith(said)
 

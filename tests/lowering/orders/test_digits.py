@@ -40,7 +40,7 @@ def test_places_are_a_permutation_by_rising_digits(made, missing):
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(digits())
-def test_the_formula_is_the_place_where_it_is_closed(made):
+def test_digit_order_formula_gives_the_places(made):
     order, length = made
     if closed(order, length):
         assert np.array_equal(evaluate(position(order, q), {"q": np.arange(length)}), places(order, length))
@@ -58,7 +58,7 @@ def test_joined_digits_are_the_same_order(made):
 
 
 @pytest.mark.parametrize("length", [16, 15, 13])
-def test_remainders(length):
+def test_digit_order_sorts_by_remainder(length):
     by_remainder = (OrderDigit(4, 4), OrderDigit(1, 4))
     assert places(by_remainder, length).tolist() == sorted(range(length), key=lambda p: (p % 4, p // 4))
 

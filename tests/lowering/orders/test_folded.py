@@ -14,7 +14,7 @@ ENTRIES = cases.masks(LENGTH)
 
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("sides", ["q", "k", "qk"])
-def test_every_mask_of_the_library(name, sides):
+def test_folded_library_masks_keep_their_values(name, sides):
     case = ENTRIES[name]
     shape = case.batch, case.heads, case.q_len, case.kv_len
     rng = np.random.default_rng(len(name))

@@ -12,7 +12,7 @@ import torch
 from support import masks
 from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
-from support.matrix import every_other
+from support.tiers import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.dsl.errors import EvaluationError
@@ -98,8 +98,8 @@ EXACT = (
 JNP = ("segments", "tile-map", "nan-bias")  # each has to be compiled: a second or two
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_written_masks(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_flat_planner_is_sound_on_written_masks(name):
     rng = random.Random(name)
     for i in range(4):
         case = masks.case(masks.written()[name], rng)
@@ -123,14 +123,14 @@ def test_documents_are_intervals():
     assert flat.planner(masks.written()["segments"]).seen
 
 
-@pytest.mark.parametrize("seed", [n if n < 60 else pytest.param(n, marks=pytest.mark.matrix) for n in range(200)])
-def test_random_masks(seed):
+@pytest.mark.parametrize("seed", [n if n < 60 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(200)])
+def test_flat_planner_is_sound_on_random_masks(seed):
     one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed < 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_flat_planner_is_sound_on_many_random_masks(seed):
     rng = random.Random(f"flat, slow {seed}")
     for _ in range(250):
         one_random_mask(rng)
@@ -207,7 +207,7 @@ def stripes(seed, columns=400):
 
 
 @pytest.mark.parametrize(("room", "n"), [(400, 200), (64, 200), (64, 4), (6, 1), (400, 1), (33, 2)])
-def test_what_finds_no_room_is_partial(room, n):
+def test_flat_planner_marks_tiles_without_room_partial(room, n):
     case = stripes(1)
     found, want = Found(case, room=room, n=n), truth(case)
     assert sound(found.kinds, want)
@@ -343,8 +343,8 @@ def test_torch_looks_at_no_value(name, sorted_):
 
 @pytest.mark.parametrize("backend", ["jnp", "torch"])
 @pytest.mark.parametrize("name", golden_planners.NAMES)
-def test_text(name, backend, golden):
-    golden_planners.check(golden, name, f"{backend}.py", lambda made: text.emit(made, WORDS[backend][0]))
+def test_golden_flat_planner_in_jnp_and_torch(name, backend, golden):
+    golden_planners.check(golden, name, ".py", lambda made: text.emit(made, WORDS[backend][0]), f"{backend}_")
 
 
 def test_meta_tensors_suffice():

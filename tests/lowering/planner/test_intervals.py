@@ -128,6 +128,6 @@ def written(text: str) -> str:
 
 
 @pytest.mark.parametrize("row", INTERVALS.replace("\n    ", " ").strip().split("\n"))
-def test_intervals(row):
+def test_interval_of_a_mask_is_the_listed_one(row):
     text, _, wanted = row.partition(" -> ")
     assert written(text) == wanted

@@ -13,7 +13,7 @@ import pytest
 from support import masks
 from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl import ir
@@ -92,7 +92,7 @@ def compare(cases):
     )  # fmt: skip
 
 
-def test_written_masks():
+def test_cpp_planner_equals_numpy_on_written_masks():
     rng = random.Random("written")
     cases = [(masks.case(m, rng), s, 64) for m in masks.written().values() for s in (frozenset(), DOC)]
     told = {
@@ -106,14 +106,14 @@ def one_random(rng):
     return masks.case(masks.random_mask(rng), rng), rng.choice([frozenset(), DOC]), rng.choice([64, 64, 8, 6])
 
 
-def test_random_masks():
+def test_cpp_planner_equals_numpy_on_random_masks():
     rng = random.Random("random")
     assert compare([(case, DOC, 64) for case in masks.short_tables()] + [one_random(rng) for _ in range(20)]) > 39
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_cpp_planner_equals_numpy_on_many_random_masks(seed):
     rng = random.Random(f"many {seed}")
     assert compare([one_random(rng) for _ in range(250)]) > 160
 
@@ -143,7 +143,7 @@ LITERALS = {
 
 
 @pytest.mark.parametrize("written", LITERALS)
-def test_literals(written):
+def test_cpp_planner_literals_keep_their_value(written):
     assert text._literal(lit(LITERALS[written])).text == written
 
 
@@ -181,7 +181,7 @@ LITERAL = {INT: int, FLOAT: float, BOOL: bool}
 NARROW = {"mul": range(-9, 10), "shl": range(-3, 15), "pow": range(8)}  # Ints whose results fit
 
 
-def test_every_operator():
+def test_cpp_planner_operators_equal_the_reference():
     """Over a grid of awkward values, beside the interpreter."""
     names = {INT: "xyz", FLOAT: "uvw", BOOL: "rst"}
     some = [(op, types) for op in sorted(set(MEANING) - {"random"}) for n in (1, 2, 3)
@@ -244,14 +244,14 @@ def test_ranges_of_tables(n):
     assert compare(cases) == 6
 
 
-def test_ranges_of_nearly_all_entries():
+def test_cpp_planner_ranges_of_nearly_all_entries():
     cases = masks.rare_entries()
     mask, plan = planner(cases[0], frozenset())
     (run,) = compiled([plan])
     assert all(agree(run, plan, mask, case) for case in cases)
 
 
-def test_boxes_of_tables():
+def test_cpp_planner_boxes_of_tables_equal_numpy():
     rng = np.random.default_rng(3)
     n = 190
     table, line = rng.integers(-99, 99, (2, 3, 9, 21)), np.arange(n) // 9 % 5
@@ -280,7 +280,7 @@ MASKS_OF_IDS = {
 
 
 @pytest.mark.parametrize("ids", [7, 64, 5000])
-@pytest.mark.parametrize("name", every_other(MASKS_OF_IDS))
+@pytest.mark.parametrize("name", thinned(MASKS_OF_IDS))
 def test_ids_in_any_order(name, ids):
     """No tile with a visible pair is left out, and hardly one without: ranges of ids alone leave out few."""
     rng, n = np.random.default_rng(ids), 700
@@ -310,9 +310,9 @@ def test_ids_in_any_order(name, ids):
 
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)
-def test_text(name, golden):
+def test_golden_cpp_planner(name, golden):
     made = golden_planners.made(name)
-    golden_planners.check(golden, name, "cpp.cpp", text.function)
+    golden_planners.check(golden, name, ".cpp", text.function)
     assert text.emit(made).endswith(text.function(made))
 
 
@@ -363,7 +363,7 @@ def test_real_tables_of_torch(watched):
     torch.testing.assert_close(seen[0], seen[2])
 
 
-def test_tables_without_memory_of_their_own_go_through_the_text_of_torch(watched):
+def test_tensors_without_memory_take_the_torch_planner(watched):
     """Fake tensors and those of a transform: nothing of theirs may be read."""
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode

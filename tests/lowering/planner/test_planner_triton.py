@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)
-def test_text(name, golden):
-    golden_planners.check(golden, name, "triton.py", lambda made: text.emit(made).text)
+def test_golden_triton_planner(name, golden):
+    golden_planners.check(golden, name, ".py", lambda made: text.emit(made).text)
 
 
 def test_names_of_parameters_stand_apart():
@@ -28,11 +28,11 @@ def test_names_of_parameters_stand_apart():
         compile(made.text, name, "exec")
 
 
-@pytest.mark.matrix
-def test_interpreted():
+@pytest.mark.exhaustive
+def test_triton_planner_passes_in_the_interpreter():
     run(HERE / "triton_planner_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-def test_compiled():
+@pytest.mark.exhaustive
+def test_triton_planner_compiles_without_a_gpu():
     run(HERE / "triton_planner_compiled.py")

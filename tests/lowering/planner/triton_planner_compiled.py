@@ -49,7 +49,7 @@ def compiled(kernel, types, constants, arch, warps=1):
         for a in MACHINES
     ],
 )
-def test_planners_compile(name, arch):
+def test_triton_planner_kernels_compile_for_each_architecture(name, arch):
     made = text.emit(flat.planner(*PLANNERS[name]))
     assert "barrier" not in made.text  # on AMD it waits for no store: what others read is left to another launch
     module = load(made.text)

@@ -53,7 +53,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
 
 
 @pytest.mark.parametrize("name", [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in masks.written()])
-def test_written_masks(name):
+def test_triton_planner_equals_torch_on_written_masks(name):
     rng = random.Random(name)
     case = masks.case(masks.written()[name], rng)
     agree(case)
@@ -61,7 +61,7 @@ def test_written_masks(name):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 200))])
-def test_random_masks(seed):
+def test_triton_planner_equals_torch_on_random_masks(seed):
     rng = random.Random(f"triton {seed}")
     case = masks.case(masks.random_mask(rng), rng)
     agree(case, rng.choice([frozenset(), DOC]), rng.choice([64, 8, 6]))
@@ -125,12 +125,12 @@ def test_operators_of_floats():
                          params={"flag": op < "l", "n": 40}))  # fmt: skip
 
 
-def test_ranges_of_nearly_all_entries():
+def test_triton_planner_ranges_of_nearly_all_entries():
     for case in masks.rare_entries()[::4]:
         agree(case)
 
 
-def test_sorted_tables():
+def test_triton_planner_reads_sorted_tables_that_end_early():
     """Tables that end before the queries and the keys do."""
     for case in masks.short_tables()[::3]:
         agree(case, DOC)
@@ -143,7 +143,7 @@ def test_positions_outside_of_all_pieces_belong_to_the_nearest():
         agree(masks.Case(mask, 150, 150, 1, 1, (16, 8), sizes=(1, 1, 150, 150), tables={"off": off}))
 
 
-def test_boxes_of_tables():
+def test_triton_planner_boxes_of_tables_equal_torch():
     """More axes than two, along which levels are made five at a time."""
     table = np.random.default_rng(3).integers(-99, 99, (2, 3, 9, 40))
     at, n = (masks.b, masks.h), 190
@@ -154,7 +154,7 @@ def test_boxes_of_tables():
         agree(masks.Case(mask, n, n, 2, 3, (8, 4), sizes=(2, 3, n, n), tables={"t": table, "line": line}))
 
 
-def test_what_tables_may_be():
+def test_triton_planner_takes_tables_of_any_integer_dtype():
     """Any integers, bytes, halves, strided ones; numbers as tensors of the device."""
     plan = flat.planner((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < masks.w))
     zero = np.zeros(1, np.int64)
@@ -230,7 +230,7 @@ def test_documents_that_change_in_place(mask, on_device, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="records what the interpreter runs")
-def test_the_same_launches_plan_anew(monkeypatch):
+def test_triton_planner_launches_replay_on_new_tables(monkeypatch):
     """As in a graph that was captured: kernels with the arguments they had, and no Python between them."""
     from triton.runtime.interpreter import InterpretedFunction
 

@@ -36,7 +36,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("texts", ALIKE, ids=lambda t: t[0])
-def test_one_mask_is_one_expr(texts):
+def test_texts_of_one_mask_have_one_canonical_expr(texts):
     found = {canonical(read(t, kind="mask").mask).expr for t in texts}
     assert [show(e) for e in found] == [ALIKE[texts]]
 

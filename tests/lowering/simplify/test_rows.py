@@ -591,7 +591,7 @@ def test_repeats_go_however_long_a_chain_is(op):
     assert ordered([*terms, terms[3]]) is ordered(terms)
 
 
-def test_every_row_has_a_text():
+def test_rule_rows_each_have_a_text_that_they_change():
     functions = {"fold", "function-of-choice"}  # one row for each function of Floats
     told = {(name, expr(row.split(" -> ")[0]).op) for name, row in lines(CHANGED)}
     assert {(r.name, r.op) for r in RULES if r.name not in functions} == {t for t in told if t[0] not in functions}

@@ -34,7 +34,7 @@ def test_whole_floats_become_ints(text, ints):
 
 
 @pytest.mark.parametrize("text", STAY)
-def test_other_floats_stay(text):
+def test_floats_that_are_not_whole_stay_floats(text):
     e = parse_expression(text)
     assert any(n in show(simplify(e)) for n in ("floor", "float", "/", ".", "inf"))
     np.testing.assert_array_equal(evaluate(e, ENV), np.broadcast_to(evaluate(simplify(e), ENV), Q.shape))

@@ -79,7 +79,7 @@ def test_many_random_expressions_keep_their_values():
     assert refused < 20
 
 
-def test_every_operator_settles():
+def test_simplification_of_each_operator_reaches_a_fixpoint():
     """Expressions of every type and operator: the rules reach a fixpoint and it is one."""
     rng = random.Random(11)
     for _ in range(300):
@@ -153,7 +153,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_simplified_text(text):
+def test_texts_simplify_to_the_listed_text(text):
     mask = read(text, kind="mask").mask
     assert show(simplify(mask)) == show(read(TEXTS[text], kind="mask").mask)
 
@@ -211,7 +211,7 @@ def test_hidden_masks_are_hoisted(name):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_does_not_keep_minus_infinity_stays(name):
+def test_score_mods_that_lose_minus_infinity_are_not_hoisted(name):
     assert hoist(simplify(KEPT[name]), {})[0] is TRUE
     assert prepare(None, KEPT[name])[0] is None
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
@@ -28,12 +28,12 @@ def run(case, made=None, **changes):
 
 @pytest.mark.parametrize(
     "name",
-    some(
+    default_only(
         CASES, "causal", "documents-by-batch", "gqa", "empty-rows", "nothing", "crop", "origin-by-batch",
         "relative-bias", "masked-nan", "visible-minus-inf",
     ),
 )  # fmt: skip
-def test_every_case(name):
+def test_xla_cases_equal_the_reference(name):
     cases.check(CASES[name], *run(CASES[name]))
 
 
@@ -47,7 +47,7 @@ def test_every_case(name):
         ("empty-rows", "bfloat16"),
     ],
 )
-def test_half_precision(name, dtype):
+def test_xla_half_precision_is_near_the_reference(name, dtype):
     case = CASES[name].but(dtype=dtype)
     cases.check(case, *run(case))
 
@@ -55,14 +55,14 @@ def test_half_precision(name, dtype):
 @pytest.mark.parametrize(
     ("name", "block"), [("window", (32, 64)), ("window", (512, 512)), ("holes", (128, 32)), ("holes", (256, 128))]
 )
-def test_any_tile(name, block):
+def test_xla_takes_tiles_of_any_size(name, block):
     case = CASES[name].but(block=block)
     cases.check(case, *run(case))
 
 
 @pytest.mark.parametrize(
     "name",
-    some(
+    default_only(
         "causal window documents gqa empty-rows crop short-keys softcap alibi bias-plane masked-nan visible-minus-inf "
         "random".split(),
         "gqa", "empty-rows", "softcap", "documents",
@@ -82,7 +82,7 @@ def schedule(name):
 
 
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "softcap", "visible-minus-inf"])
-def test_sinks_dropout_and_the_largest_scores(name):
+def test_xla_sinks_dropout_and_largest_scores(name):
     case, rate = CASES[name], 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
     limits = dict.fromkeys(ir.COORDINATES, 2.0**14)
@@ -110,7 +110,7 @@ def test_few_queries_take_wide_chunks(kv_heads):
     cases.check(case, *run(case))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_many_heads_take_turns():
     case = CASES["gqa"].but(q_len=300, kv_len=300, heads=24, kv_heads=8, batch=3, block=(256, 128))
     work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
@@ -152,7 +152,7 @@ def test_nan_and_infinity_behind_the_mask_stay_there():
         cases.check(case, *got[:2])
 
 
-def test_new_values_compile_nothing():
+def test_xla_new_tables_do_not_recompile():
     xla._compiled.memo.clear()
     case = CASES["documents"]
     made = cases.plan(case)
@@ -163,7 +163,7 @@ def test_new_values_compile_nothing():
     assert (info.misses, info.hits) == (1, 2)
 
 
-def test_it_traces():
+def test_xla_forward_can_be_traced():
     case = CASES["documents"]
     made, spans = cases.plan(case), cases.spans(case)
 
@@ -188,7 +188,7 @@ def test_slots_and_origins_may_be_traced():
     cases.check(case, *call(40, 1000, *cases.arrays(case)))
 
 
-def test_the_schedule_covers_each_record_once(monkeypatch):
+def test_xla_schedule_covers_each_tile_range_once(monkeypatch):
     monkeypatch.setattr(xla_schedule, "WIDEST", 48)
     monkeypatch.setattr(xla_schedule, "CELLS", 48 * 16 * 2)
     rng = np.random.default_rng(3)

@@ -32,9 +32,9 @@ def run(case, made=None, spans=None, **options):
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.matrix if n in CI else pytest.mark.slow) for n in ALL],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive if n in CI else pytest.mark.slow) for n in ALL],
 )
-def test_every_case(name):
+def test_xla_gradients_equal_the_reference(name):
     compare(*run(ALL[name]))
 
 
@@ -51,7 +51,7 @@ def test_sinks_dropout_and_short_chunks(name, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_half_precision(dtype):
+def test_xla_gradients_in_half_precision_are_near(dtype):
     got, want = run(LEARNED["by-column"].but(dtype=dtype))
     assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
     assert got["t0"].dtype == jnp.float32
@@ -59,7 +59,7 @@ def test_half_precision(dtype):
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
+def test_xla_hidden_nan_reaches_no_gradient(place):
     """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
     att = fk.compile("causal & q != 5 & k != 5", backend="xla")
     arrays = [jnp.asarray(normal(1, 20, 2, 8)) for _ in range(4)]
@@ -72,14 +72,14 @@ def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
         np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-6)
 
 
-def test_float64():
+def test_xla_gradients_in_float64_equal_the_reference():
     with jax.enable_x64(True):
         got, want = run(LEARNED["scalar-twice"].but(dtype="float64"))
         assert {x.dtype for x in got.values()} == {jnp.dtype("float64")}
         compare(got, want, 1e-13)
 
 
-def test_new_values_compile_nothing_and_repeat_bit_for_bit():
+def test_xla_gradients_repeat_and_do_not_recompile():
     xla_backward._compiled.memo.clear()
     case = LEARNED["nested"]
     first, _ = run(case)
@@ -99,7 +99,7 @@ def test_new_values_compile_nothing_and_repeat_bit_for_bit():
         ("nested", {}, (0, 0, 0, 0), None),
     ],
 )
-def test_tiles_of_a_table_are_added_whole_where_nothing_is_clamped(name, tables, origin, expected):
+def test_xla_adds_whole_tiles_of_a_table_without_clamps(name, tables, origin, expected):
     case = LEARNED[name].but(origin=origin, tables={**LEARNED[name].tables, **tables})
     made = cases.plan(case)
     (gradient,) = backward_of(made).gradients

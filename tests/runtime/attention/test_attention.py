@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention(case, framework):
+def test_attention_equals_the_reference_in_torch_and_jax(case, framework):
     how, params = CASES[case]
     arrays = qkv(framework)
     out, lse = fk.attention(*arrays, **how, **params, return_lse=True)
@@ -67,7 +67,7 @@ def test_a_crop_in_global_coordinates(framework):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_layout_can_be_named(framework):
+def test_attention_takes_a_named_axis_order(framework):
     arrays = qkv(framework)
     natural = {"torch": "bhsd", "jax": "bshd"}
     other = {"torch": "bshd", "jax": "bhsd"}
@@ -84,7 +84,7 @@ def test_torch_and_jax_agree():
     np.testing.assert_allclose(ours.numpy(), np.asarray(theirs).swapaxes(1, 2), rtol=1e-5, atol=1e-5)
 
 
-def test_inside_jit():
+def test_attention_inside_jit_equals_eager():
     arrays = qkv("jax")
     att = fk.compile("causal & same(doc)", doc=DOC)
     np.testing.assert_allclose(jax.jit(att)(*arrays), att(*arrays), rtol=1e-6, atol=1e-6)
@@ -170,7 +170,7 @@ def test_check_raises_on_a_wrong_result(monkeypatch):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_dense_backend(framework):
+def test_dense_backend_equals_the_default(framework):
     arrays = qkv(framework)
     want = fk.attention(*arrays, "causal")
     got = fk.attention(*arrays, "causal", backend="dense")
@@ -210,7 +210,7 @@ def test_backends_say_why():
 # -- settings -------------------------------------------------------------------------------------
 
 
-def test_the_keyword_beats_the_environment(monkeypatch):
+def test_backend_keyword_overrides_the_environment(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "xla")
     with pytest.raises(
         fk.BackendError,
@@ -229,7 +229,7 @@ def test_stages_are_shown_once(monkeypatch, capsys):
     assert capsys.readouterr().err.count("mask = q >= k") == 1
 
 
-def test_every_call_is_checked_when_asked(monkeypatch):
+def test_calls_are_compared_under_frisket_check(monkeypatch):
     monkeypatch.setenv("FRISKET_CHECK", "1")
     real = module.Attention.run
     monkeypatch.setattr(module.Attention, "run", lambda *a: [*(x + 1e-3 for x in real(*a)[:2]), None])
@@ -269,7 +269,7 @@ def test_settings_are_one_table():
         ("causal & window(5)", (8, 16, 20), True),
     ],
 )
-def test_checks_for_empty_rows_go_where_every_query_sees_its_own_key(mask, shape, guard):
+def test_empty_row_guard_is_dropped_where_queries_see_a_key(mask, shape, guard):
     q_len, kv_len, start = shape
     params = {"doc": np.zeros(64, int)} if "doc" in mask else {}
     made = fk.compile(mask, **params).plan(q_len, kv_len, 1, 1, origin=(0, 0, start, 0)).work((8, 8))

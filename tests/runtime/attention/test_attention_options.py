@@ -34,7 +34,7 @@ def close(a, b):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("sinks", [SINKS, 0.5, -np.inf])
-def test_every_result_beside_the_interpreter(framework, sinks):
+def test_results_with_options_equal_the_reference(framework, sinks):
     given = {"dropout": 0.3, "seed": 9, "sinks": sinks, "return_lse": True, "return_max": True}
     want = fk.reference(Q, K, V, "causal & q > 2", "softcap(3)", layout="bhsd", **given)
     got = fk.attention(*arrays(framework), "causal & q > 2", "softcap(3)", **given)
@@ -47,8 +47,8 @@ def test_every_result_beside_the_interpreter(framework, sinks):
 
 
 @pytest.mark.parametrize("backend", ["cpp", "aten", "xla"])
-@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.matrix), "q <= k & k < 20"])
-def test_a_sink_that_is_infinite_takes_all_weight_and_one_that_is_nan_is_seen(backend, mask):
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.exhaustive), "q <= k & k < 20"])
+def test_infinite_sink_logit_takes_all_weight(backend, mask):
     """The limit of softmax: 0, lse inf, and a gradient of 1 through lse; NaN also where a row sees no key."""
     sinks = np.array([np.inf, 0.5, np.nan, -np.inf], np.float32)
     want = fk.reference(Q, K, V, mask, layout="bhsd", sinks=sinks, return_lse=True)
@@ -162,7 +162,7 @@ def test_a_dropped_weight_depends_on_its_place_in_the_whole():
     close(part, whole[:, 2:, 20:])
 
 
-def test_the_share_of_weights_and_their_mean():
+def test_dropout_keeps_the_mean_of_weights():
     ones = torch.ones(1, 1, 400, 8)
     out = fk.attention(ones, ones, ones, dropout=0.25, seed=0)
     assert abs(out.mean().item() - 1) < 0.01
@@ -252,14 +252,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refused(name):
+def test_bad_attention_options_are_refused(name):
     run, kind, text = BAD[name]
     with pytest.raises(kind) as error:
         run()
     assert str(error.value).startswith(text) if text.endswith("; ") else str(error.value) == text
 
 
-def test_nothing_large_is_copied_for_a_live_table():
+def test_score_table_reaches_the_executor_without_a_copy():
     """A bias that only the score mod reads goes to the executor as it is: same memory, no digest."""
     from frisket.lowering.aten import forward as aten
 

@@ -262,7 +262,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refused(name):
+def test_bad_arrays_are_refused_with_a_way_out(name):
     run, kind, text = BAD[name]
     with pytest.raises(kind) as error:
         run()

@@ -10,7 +10,7 @@ import numpy as np
 import peer_cases
 import pytest
 import torch
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.lowering import dense
@@ -131,39 +131,41 @@ NAMES = "mask", "mod"
 needs_compiler = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 
-@pytest.mark.parametrize(NAMES, every_other(SPREAD))
-def test_every_mod(mask, mod):
+@pytest.mark.parametrize(NAMES, thinned(SPREAD))
+def test_library_pairs_agree_in_torch_and_jax(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
 @pytest.mark.parametrize(  # the others with their gradients, below
-    NAMES, [pytest.param(*p, marks=pytest.mark.matrix if i % 6 else ()) for i, p in enumerate(PAIRS[::2])]
+    NAMES, [pytest.param(*p, marks=pytest.mark.exhaustive if i % 6 else ()) for i, p in enumerate(PAIRS[::2])]
 )
 def test_results_of_every_other_mask(mask, mod):
     Pair(mask, mod).check(("torch_forward", "aten"), ("jax_forward", "xla"))
 
 
 @pytest.mark.parametrize(
-    NAMES, [pytest.param(*p, marks=pytest.mark.matrix if i % 2 else pytest.mark.slow) for i, p in enumerate(PAIRS)]
+    NAMES, [pytest.param(*p, marks=pytest.mark.exhaustive if i % 2 else pytest.mark.slow) for i, p in enumerate(PAIRS)]
 )
 def test_gradients_of_every_mask(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
 @needs_compiler
-@pytest.mark.parametrize(NAMES, [pytest.param(*p, marks=() if p == SPREAD[1] else pytest.mark.matrix) for p in SPREAD])
-def test_native(mask, mod):
+@pytest.mark.parametrize(
+    NAMES, [pytest.param(*p, marks=() if p == SPREAD[1] else pytest.mark.exhaustive) for p in SPREAD]
+)
+def test_library_pairs_agree_on_native_kernels(mask, mod):
     Pair(mask, mod).check(*LIBRARY[:1], *NATIVE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("mod", MODS)
-def test_every_pair(mask, mod):
+def test_library_masks_with_each_score_mod_agree(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(NAMES, OF_PEERS)
-def test_what_peers_have(mask, mod):
+def test_peer_masks_and_mods_agree_in_torch_and_jax(mask, mod):
     Pair(mask, mod).check(*LIBRARY)

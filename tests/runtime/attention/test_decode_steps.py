@@ -38,7 +38,7 @@ def compiled(mask, score, backend):
 
 
 @pytest.mark.parametrize(("mask", "backend"), CASES)
-def test_every_step_is_right(mask, backend):
+def test_decode_steps_equal_the_reference(mask, backend):
     score = MASKS[mask]
     att = compiled(mask, score, backend)
     params = {n: TABLES[n] for n in fk.mask(mask).unbound}
@@ -71,7 +71,7 @@ def test_steps_share_a_plan(mask, backend, monkeypatch):
     assert made == (["plan"] if backend == "aten" else ["plan", "text"])
 
 
-def test_one_text_whatever_the_length():
+def test_decode_source_is_one_text_for_any_length():
     att, texts = fk.compile("causal & window(9) & (q // 4) % 2 == 0"), set()
     for at in (0, 5, 100, 5000, 70_000, 1 << 25):
         for kv_len in (at + 1, at + 1 + at % 7):

@@ -33,7 +33,7 @@ def test_jax_arrays_do_not_load_torch():
     assert found.strip() == "False"
 
 
-def test_every_public_name_is_there():
+def test_public_names_can_be_read_after_import():
     for name in fk.__all__:
         assert getattr(fk, name) is not None
     assert set(fk.__all__) <= set(dir(fk))

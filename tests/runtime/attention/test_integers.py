@@ -32,8 +32,8 @@ KINDS = {
 ALWAYS = {"numpy", "torch int32", "index"}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in KINDS])
-def test_every_length(kind):
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.exhaustive) for n in KINDS])
+def test_lengths_may_be_any_kind_of_integer(kind):
     i = KINDS[kind]
     m = fk.mask("causal & window(5)")
     want = m.layout(24, 24, batch=2, heads=3, block=(8, 4), sizes=(2, 3, 32, 32))
@@ -62,15 +62,15 @@ def test_every_length(kind):
 
 
 @pytest.mark.parametrize("wrong", [24.0, True, "24", np.array([24]), torch.tensor([24]), torch.tensor(24.0), None])
-def test_what_is_no_length(wrong):
+def test_lengths_that_are_not_integers_are_refused(wrong):
     for ask in (lambda n: fk.mask("causal").layout(n, 24), lambda n: fk.compile("causal").plan(24, n),
                 lambda n: flex.create_block_mask("causal", 1, 1, n, 24, "cpu")):  # fmt: skip
         with pytest.raises(fk.ShapeError):
             ask(wrong)
 
 
-@pytest.mark.matrix
-def test_symbolic_sizes():
+@pytest.mark.exhaustive
+def test_lengths_may_be_symbolic_sizes_of_torch():
     def run(q, lengths):
         mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, q.shape[2], q.shape[2], "cpu", 16)
         return flex.flex_attention(q, q, q, block_mask=mask)

@@ -92,7 +92,7 @@ def test_models_of_torch(kept, called):
         assert not torch.allclose(of(other)[0], of(model)[0])
 
 
-def test_averaged_models():
+def test_averaged_model_gives_its_own_results():
     model = Model()
     of(model)
     average = AveragedModel(model)
@@ -104,7 +104,7 @@ def test_averaged_models():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_plans(kept, flat):
+def test_copied_plans_give_the_same_results(kept, flat):
     att = fk.compile("same(doc)", "score + slope[h]", slope=np.ones(2, np.float32))
     plan = att.plan(S, S, 1, 2, doc=torch.tensor(DOC), flat=flat)
     want = att(*arrays(), plan=plan)
@@ -113,7 +113,7 @@ def test_plans(kept, flat):
 
 
 @pytest.mark.parametrize("make", [KVCache, RingKVCache])
-def test_caches(kept, make):
+def test_copied_caches_continue_independently(kept, make):
     att, cache = fk.compile("causal & window(6)", backend="native"), make(1, 8, 2, 16)
     steps = [[x[:, :, i : i + 1] for x in arrays()] for i in range(4)]
     for step in steps[:3]:
@@ -127,7 +127,7 @@ def _seen(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def test_what_was_asked_is_not_kept(kept):
+def test_pickles_do_not_grow_with_earlier_calls(kept):
     """A pickle is no longer after questions than before."""
     mask = fk.mask("causal & doc[q] == doc[k]", doc=DOC)
     score = fk.score("slope[h] * (k - q) + score", slope=np.ones(2, np.float32))
@@ -147,7 +147,7 @@ def test_what_was_asked_is_not_kept(kept):
     assert torch.equal(flex_attention(*arrays(), block_mask=others[3]), flex_attention(*arrays(), block_mask=blocks))
 
 
-def test_jax(kept):
+def test_copied_attention_of_jax_gives_the_same_results(kept):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, S, 2, 16))
     bias, doc = jnp.linspace(0, 1, S), jnp.asarray(DOC)
     att = fk.compile(lambda q, k: doc[q] == doc[k], lambda score, q, k: score + bias[k], sinks=jnp.ones(2))
@@ -179,7 +179,7 @@ def _output(model):
     return model(*arrays()).detach()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_processes_that_are_spawned(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3])  # they import this module, also where `pytest` was called
     model = Model()

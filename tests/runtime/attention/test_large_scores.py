@@ -120,9 +120,9 @@ def check(case, backend, flash=False, share=1e-7):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("itself", "sinks") else pytest.mark.matrix) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("itself", "sinks") else pytest.mark.exhaustive) for n in CASES]
 )
-def test_gradients(name, backend):
+def test_gradients_at_large_scores_are_near_float64(name, backend):
     check(CASES[name], backend, flash=backend == "cpp")
 
 
@@ -137,8 +137,8 @@ def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "case", [Case(), pytest.param(Case(length=700), marks=pytest.mark.matrix),
-             pytest.param(Case(score="score - 0.125 * (q - k)"), marks=pytest.mark.matrix)],
+    "case", [Case(), pytest.param(Case(length=700), marks=pytest.mark.exhaustive),
+             pytest.param(Case(score="score - 0.125 * (q - k)"), marks=pytest.mark.exhaustive)],
     ids=["causal", "flash", "bias"],
 )  # fmt: skip
 def test_gradients_of_sinks(case, backend):
@@ -180,8 +180,8 @@ def errors_of_sinks(case, att, size, seed):
 
 @NATIVE
 @pytest.mark.skipif(not shutil.which("g++") or cpp_cpu.lacking("avx2") != "", reason="g++ for x86 tunes so")
-@pytest.mark.parametrize("tuned", ["znver3", pytest.param("skylake", marks=pytest.mark.matrix)])
-def test_it_does_so_whatever_processor_the_compiler_tunes_for(tuned, tmp_path):
+@pytest.mark.parametrize("tuned", ["znver3", pytest.param("skylake", marks=pytest.mark.exhaustive)])
+def test_gradients_of_one_visible_key_do_not_depend_on_mtune(tuned, tmp_path):
     """For a Zen, g++ takes chains of fused multiply-adds apart unless it is told not to."""
     code = """
 import torch, frisket as fk
@@ -217,7 +217,7 @@ def test_a_query_that_sees_itself_alone_gives_dv_back(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_check_says_of_large_scores(backend):
+def test_check_passes_on_large_scores(backend):
     """The comparison with the interpreter finds no bug where there is none but rounding."""
     q, k, v, _ = drawn(Case(length=256), 10.0)
     report = fk.compile("causal", backend=backend).check(q * 10.0, k, v)

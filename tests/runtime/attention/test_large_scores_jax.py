@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 
@@ -84,17 +84,17 @@ def check(case: Case, backend: str, size: float, near: float = 4e-6, **how: Any)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", every_other(PART))
+@pytest.mark.parametrize("name", thinned(PART))
 def test_weights_of_a_row_sum_to_one_by_xla(name: str, size: float) -> None:
     check(CASES[name], "xla", size)
 
 
-@pytest.mark.parametrize("name", [pytest.param("one key", marks=pytest.mark.matrix), "affine"])
+@pytest.mark.parametrize("name", [pytest.param("one key", marks=pytest.mark.exhaustive), "affine"])
 def test_weights_of_a_row_sum_to_one_by_pallas_for_tpus(name: str) -> None:
     check(CASES[name], "pallas-tpu", 1e9)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["xla", "pallas-tpu"])
@@ -102,14 +102,14 @@ def test_weights_of_a_row_sum_to_one(backend: str, name: str, size: float) -> No
     check(CASES[name], backend, size)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1e3, 1e9])
 @pytest.mark.parametrize("name", ["one key", "causal", "affine"])
 def test_weights_of_a_row_sum_to_one_by_pallas_for_hopper(name: str, size: float) -> None:
     check(CASES[name], "pallas-mosaic-gpu", size, near=0.02, dtype="bfloat16", dim=64)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["xla", "pallas-tpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_sixteen_bits_sum_to_one(backend: str, dtype: str) -> None:
@@ -137,7 +137,7 @@ def dense(case: Case, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkd->bqhd", p, v[:, :, 0], precision="highest")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "size"), [*(("xla", x) for x in EVERY), *(("pallas-tpu", x) for x in SIZES)])
 @pytest.mark.parametrize("name", ["one key", "everything", "causal", "affine"])
 def test_gradients_are_as_good_as_those_of_one_softmax(backend: str, name: str, size: float) -> None:

@@ -43,7 +43,7 @@ def torch_parts(found, dtype="float64"):
 
 
 @pytest.mark.parametrize("q0", [0, 7])  # from 7 on, queries 10 and 11 see nothing at all
-def test_all_the_keys(q0):
+def test_merged_parts_equal_attention_over_all_keys(q0):
     found, (want, want_lse) = parts(q0=q0)
     assert np.isneginf(want_lse).any() == (q0 == 7)
     out, lse = fk.merge(*found, layout="bhsd")
@@ -67,7 +67,7 @@ def test_torch_and_jax():
     np.testing.assert_allclose(lse, want_lse, atol=3e-6)
 
 
-def test_the_order_of_merging_does_not_matter():
+def test_merge_is_independent_of_order():
     found, _ = parts()
     one = fk.merge(*found, layout="bhsd")
     left = fk.merge(fk.merge(*found[:2], layout="bhsd"), found[2], layout="bhsd")
@@ -92,7 +92,7 @@ def test_dtype_is_kept(dtype):
     assert want.shape == tuple(out.shape)
 
 
-def test_gradients_in_torch():
+def test_merge_gradients_in_torch_pass_gradcheck():
     torch = pytest.importorskip("torch")
     found, _ = parts()
     flat = [x.requires_grad_() for part in torch_parts(found) for x in part]
@@ -117,7 +117,7 @@ def test_gradients_in_torch():
             assert not g[given == -torch.inf].any()
 
 
-def test_gradients_in_jax():
+def test_merge_gradients_in_jax_equal_torch():
     jax = pytest.importorskip("jax")
     torch = pytest.importorskip("torch")
     found = parts(q0=7)[0]
@@ -135,7 +135,7 @@ def test_gradients_in_jax():
         np.testing.assert_allclose(dl, wl, atol=5e-6)
 
 
-def test_through_attention():
+def test_merge_gradients_reach_both_halves_of_the_keys():
     """Two halves of the keys, each attended with its own layout, and their gradients."""
     torch = pytest.importorskip("torch")
     q, k, v = (torch.tensor(x).requires_grad_() for x in arrays())
@@ -177,6 +177,6 @@ def pair(*shape, rows=None, dtype="float32"):
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
-def test_what_does_not_fit(given, layout, text):
+def test_merge_refuses_shapes_that_do_not_fit(given, layout, text):
     with pytest.raises(fk.ShapeError, match=text):
         fk.merge(*given, layout=layout)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -34,7 +34,7 @@ def tiles(dense, block):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_candidate_of_every_mask_shows_what_the_mask_shows(name):
+def test_candidate_orders_permute_the_library_masks(name):
     case = ENTRIES[name]
     for queries, keys in orders._ways(case.mask, case.q_len, case.kv_len):
         made = orders.Order(case.mask, case.q_len, case.kv_len, queries, keys, BLOCK, None, None, 1.0)
@@ -81,7 +81,7 @@ def given_to(text, length):
     return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
 
-@pytest.mark.parametrize("text", some(WANTED, *[x for x in WANTED if "img" not in x]))
+@pytest.mark.parametrize("text", default_only(WANTED, *[x for x in WANTED if "img" not in x]))
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]
     given = given_to(text, length)
@@ -131,7 +131,9 @@ MILLION = {  # tiles of 128 x 64 in order, by arithmetic
 }
 
 
-@pytest.mark.parametrize("text", [t if "dilated" in t else pytest.param(t, marks=pytest.mark.matrix) for t in MILLION])
+@pytest.mark.parametrize(
+    "text", [t if "dilated" in t else pytest.param(t, marks=pytest.mark.exhaustive) for t in MILLION]
+)
 def test_a_million_tokens_have_a_formula(text):
     order = fk.reorder(text, 2**20, moving=0)
     assert not order.by_table
@@ -150,7 +152,7 @@ def test_masks_that_stay(text):
     assert np.array_equal(found.positions, x)
 
 
-def test_gathering_counts():
+def test_reorder_weighs_the_cost_of_moving_rows():
     """Rows that take long to move are left where they are."""
     assert fk.reorder("causal & dilated(64, 4)", 256, block=BLOCK, moving=0).gain > 2
     assert fk.reorder("causal & dilated(64, 4)", 256, block=BLOCK, moving=1e6).queries is None
@@ -179,7 +181,7 @@ def test_pictures_before_and_after(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [orders.ROUNDS, ((1, 4, 1),), ((9, 999, 1),)])
-def test_what_is_sampled_is_compared_at_every_size(rounds, monkeypatch):
+def test_sampled_orders_permute_the_whole_mask(rounds, monkeypatch):
     """However few queries a candidate is judged by, the order that is found shows what the mask shows."""
     monkeypatch.setattr(orders, "ROUNDS", rounds)
     order = fk.reorder("causal & (q - k) % 7 == 0", 700, block=BLOCK, moving=0)
@@ -220,7 +222,7 @@ def test_lengths_and_tiles_that_make_no_sense(lengths, block):
         fk.reorder("causal & k % 4 == 0", *lengths, block=block)
 
 
-def test_nothing_to_order():
+def test_reorder_of_empty_sizes_changes_nothing():
     assert fk.reorder("causal & k % 4 == 0", 0).gain == 1
     assert fk.reorder("causal & k % 4 == 0", 64, 0).queries is None
 

@@ -112,7 +112,7 @@ def test_tables_of_the_other_length_tell():
     assert not said("jax", (1, 3, 4, 16), (1, 3, 4, 16), text, doc=doc[:4])
 
 
-def test_calls_warn_once_at_the_line_of_the_user_and_never_where_the_order_is_given():
+def test_swapped_axes_warn_once_at_the_line_of_the_user():
     SAID.clear()
     q = jax.numpy.ones((1, 2, 160, 4))
     with pytest.warns(UserWarning, match="2 tokens of 160 heads") as caught:

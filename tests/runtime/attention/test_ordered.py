@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.caches.torch import KVCache
@@ -45,10 +45,10 @@ def both(text, score=None, **options):
 
 
 @pytest.mark.parametrize(("text", "backend"), [
-    pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.exhaustive)
     for case in product(CASES, ["aten", "cpp", "dense"])
 ])  # fmt: skip
-def test_results_and_gradients(text, backend):
+def test_reordered_results_and_gradients_equal_plain_ones(text, backend):
     plain, att, length = both(text, "score + 0.02 * (k - q) then softcap(20)", backend=backend)
     q, k, v = (x.requires_grad_(backend != "dense") for x in drawn(length))
     want, lse = plain(q, k, v, return_lse=True)
@@ -61,14 +61,14 @@ def test_results_and_gradients(text, backend):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("text", some(CASES, *[x for x in CASES if "natten" not in x]))
+@pytest.mark.parametrize("text", default_only(CASES, *[x for x in CASES if "natten" not in x]))
 def test_check_holds_it_to_the_oracle(text):
     _, att, length = both(text)
     assert att.check(*drawn(length)).good
     assert att.check(*drawn(length), gradients=False).good
 
 
-@pytest.mark.parametrize("text", some(CASES, OFTEN[1]))
+@pytest.mark.parametrize("text", default_only(CASES, OFTEN[1]))
 def test_jax_under_jit_and_grad(text):
     plain, att, length = both(text)
     q, k, v = (jnp.asarray(x.transpose(1, 2).numpy()) for x in drawn(length))
@@ -94,7 +94,7 @@ def test_a_model_that_keeps_its_tokens_in_order(text):
     torch.testing.assert_close(order.undo(out), plain(q, k, v), atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("text", some(CASES, *OFTEN))
+@pytest.mark.parametrize("text", default_only(CASES, *OFTEN))
 def test_graphs_of_torch(text):
     _, att, length = both(text)
     q, k, v = drawn(length)
@@ -200,7 +200,7 @@ def test_check_takes_values_of_a_call(gradients):
         att.check(*drawn(192), gradients=gradients, origin=(0, 0, 5, 0), **given)
 
 
-def test_no_queries_no_keys_and_nested_tensors():
+def test_reordered_calls_take_empty_and_refuse_nested_tensors():
     att = fk.compile("causal & k % 4 == 0", reorder="auto")
     q, k, v = drawn(64)
     assert att(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
@@ -268,7 +268,7 @@ def test_a_table_of_another_width_is_the_same_table():
     torch.testing.assert_close(fk.compile(narrow, reorder=order)(*x), fk.compile(narrow)(*x), atol=1e-5, rtol=1e-5)
 
 
-def test_words():
+def test_reorder_refuses_bad_orders_and_options():
     order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
     with pytest.raises(ParameterError, match="the order was found for another mask"):
         fk.compile("causal", reorder=order)

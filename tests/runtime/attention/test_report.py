@@ -78,7 +78,7 @@ def finish(framework, run, inputs) -> Report:
     )  # fmt: skip
 
 
-def test_gradients_in_torch():
+def test_check_reports_torch_gradients():
     for dtype in ("float32", "bfloat16", "float16"):
         report = in_torch(dtype)
         report.require()
@@ -97,7 +97,7 @@ def test_a_wrong_gradient_in_torch(wrong):
         report.require()
 
 
-def test_gradients_in_jax():
+def test_check_reports_jax_gradients():
     in_jax().require()
     with pytest.raises(fk.MismatchError, match="may be twice that of dense attention plus 1e-06"):
         in_jax("slopes").require()
@@ -146,7 +146,9 @@ def test_arrays_that_are_not_finite_are_told_apart_from_a_bug():
 
 
 @pytest.mark.parametrize("seeds", [range(48), pytest.param(range(48, 400), marks=pytest.mark.slow)], ids=len)
-@pytest.mark.parametrize("backend", [pytest.param("aten", marks=pytest.mark.matrix), pytest.param("cpp", marks=native)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aten", marks=pytest.mark.exhaustive), pytest.param("cpp", marks=native)]
+)
 def test_score_mods_that_saturate_are_no_bug(backend, seeds):
     """Dense attention in float32 rounds each step of a score mod, and its scores by the order in which it adds up head
     dims. In float64 steps and in one order, it was right by luck where few scores decide, and one call of ten a bug."""

@@ -12,9 +12,9 @@ import frisket as fk
 OFFSETS = [[-20, -5, 0, 0, 7, 30], [0, 0, 4, 9], [3, 8, 20], [-9, -4], [5, 6, 7, 8]]
 
 
-@pytest.mark.parametrize("off", [*OFFSETS[:2], *(pytest.param(x, marks=pytest.mark.matrix) for x in OFFSETS[2:])])
+@pytest.mark.parametrize("off", [*OFFSETS[:2], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OFFSETS[2:])])
 @pytest.mark.parametrize("text", ["segment(off, q - k) == 1", "q >= k & segment(off, k - 9) != segment(off, q)"])
-def test_attention(off, text):
+def test_segments_of_negative_differences_equal_the_reference(off, text):
     mask = fk.mask(text, off=np.array(off))
     att = fk.compile(mask, "score + 0.1 * segment(off, k - q)", off=np.array(off))
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))

@@ -127,7 +127,7 @@ def close(got: Any, want: np.ndarray, framework: str) -> None:
 @pytest.mark.parametrize(
     ("name", "framework"),
     [
-        pytest.param(n, f, marks=pytest.mark.matrix if f == "jax" and n not in COMPILED else ())
+        pytest.param(n, f, marks=pytest.mark.exhaustive if f == "jax" and n not in COMPILED else ())
         for n in CASES
         for f in FRAMEWORKS
     ],
@@ -163,7 +163,7 @@ def test_stored_keys_mean_what_their_scales_and_pages_say(name, framework):
     [
         *((n, "torch") for n in stored_cases.STORED),
         ("int8 in pages", "jax"),
-        *(pytest.param(n, "jax", marks=pytest.mark.matrix) for n in stored_cases.STORED if n != "int8 in pages"),
+        *(pytest.param(n, "jax", marks=pytest.mark.exhaustive) for n in stored_cases.STORED if n != "int8 in pages"),
     ],
 )
 def test_anything_may_stand_where_nothing_is_visible(name, framework):
@@ -268,7 +268,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("page", [0, 16])
-def test_no_copy_of_the_cache_is_converted(page, one_thread):
+def test_stored_keys_are_never_converted_whole(page, one_thread):
     shape = (512, 8, 16, 64) if page else (1, 8, 8192, 64)
     k = torch.ones(shape, dtype=torch.int8)
     live = {"k_scale": torch.ones(shape[:3]), "v_scale": torch.ones(shape[:3])}
@@ -304,7 +304,7 @@ def one_thread():
 # -- gradients and errors ---------------------------------------------------------------------------
 
 
-def test_gradients_are_refused():
+def test_stored_keys_refuse_gradients():
     arrays, live = given(problem(Case("causal", "score + slope[h]", params=SLOPES)), "torch")
     q, k, v = arrays
     slope = torch.ones(4)
@@ -391,7 +391,7 @@ BIAS = np.random.default_rng(5).standard_normal((4, N)).astype(np.float32)
 
 @pytest.mark.parametrize(
     ("framework", "rate"),
-    [("torch", 0.0), ("torch", 0.3), *(pytest.param("jax", x, marks=pytest.mark.matrix) for x in (0.0, 0.3))],
+    [("torch", 0.0), ("torch", 0.3), *(pytest.param("jax", x, marks=pytest.mark.exhaustive) for x in (0.0, 0.3))],
 )
 def test_attention_to_arrays_in_another_order(framework, rate):
     att = fk.compile(

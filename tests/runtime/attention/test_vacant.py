@@ -36,13 +36,13 @@ def sdpa(q, k, v):
 
 
 def rarely(*first):
-    """Every shape; those that are not named in the matrix alone."""
-    return [pytest.param(n, marks=[] if n in first else pytest.mark.matrix) for n in SHAPES]
+    """Every shape; those that are not named are exhaustive."""
+    return [pytest.param(n, marks=[] if n in first else pytest.mark.exhaustive) for n in SHAPES]
 
 
-@pytest.mark.parametrize("backend", ["aten", pytest.param("native", marks=pytest.mark.matrix), "dense"])
+@pytest.mark.parametrize("backend", ["aten", pytest.param("native", marks=pytest.mark.exhaustive), "dense"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_torch(name, backend):
+def test_torch_calls_without_keys_or_queries_equal_sdpa(name, backend):
     given = arrays(*SHAPES[name])
     want = sdpa(*given)
     slopes = torch.rand(8, requires_grad=True)
@@ -59,9 +59,9 @@ def test_torch(name, backend):
     assert backend == "dense" or not slopes.grad.any()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_flex_attention(name, compiled):
+def test_flex_attention_without_keys_or_queries_gives_zeros(name, compiled):
     run = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
     given, (b, h, s, _) = arrays(*SHAPES[name]), SHAPES[name]
     slopes = torch.rand(8, requires_grad=True)
@@ -88,7 +88,7 @@ def test_lse_is_that_of_sinks():
 
 
 @pytest.mark.parametrize("name", rarely("no keys"))
-def test_jax(name):
+def test_jax_calls_without_keys_or_queries_give_zeros(name):
     jax = pytest.importorskip("jax")
     b, h, s, n = SHAPES[name]
     shapes = ((b, s, h, 8), (b, n, h // 2, 8), (b, n, h // 2, 6))
@@ -116,7 +116,7 @@ def test_reference_and_packed_rows():
     assert flex_attention(empty, empty, empty).values().shape == (2, 0, 8)
 
 
-@pytest.mark.parametrize(("s", "n"), [(0, 5), (5, 0), pytest.param(0, 0, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("s", "n"), [(0, 5), (5, 0), pytest.param(0, 0, marks=pytest.mark.exhaustive)])
 def test_masks_of_nothing(s, n):
     theirs = pytest.importorskip("torch.nn.attention.flex_attention")
     made, want = (
@@ -140,7 +140,7 @@ def test_masks_of_nothing(s, n):
     assert fk.mask("causal").implies("window(2)", s, n)
 
 
-def test_what_is_refused():
+def test_empty_calls_still_refuse_bad_arguments():
     q, k, v = (x.detach() for x in arrays(2, 4, 5, 0))
     with pytest.raises(fk.FrisketError, match="`w` has no value"):
         fk.compile("k < w")(q, k, v)

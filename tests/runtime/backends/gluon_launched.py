@@ -161,7 +161,7 @@ def _plain(x):
     return "pointer" if hasattr(x, "data_ptr") or (type(x) is int and x > 1 << 40) else x
 
 
-def test_one_query_one_key_one_head():
+def test_gluon_launch_of_one_query_and_one_key():
     q, k, v = (x.detach() for x in arrays(b=1, **ONE))
     (one,) = launches(causal, q, k, v)
     assert one.grid == (1, 1, 1)
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_triton():
     assert q.grad is not None
 
 
-def test_tiles_too_large_for_the_machine(monkeypatch):
+def test_gluon_tiles_beyond_shared_memory_are_refused(monkeypatch):
     """Triton finds it out where it loads the kernel."""
     monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda device: SHARED // 4)
     att = fk.compile("causal & window(1234)", backend="gluon")

@@ -8,6 +8,6 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_launched_up_to_the_driver():
     run(HERE / "gluon_launched.py")

@@ -107,7 +107,7 @@ print("done")
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_calls_after_warm_start_no_compiler(machine):
     doc = {"doc": DOC.tolist()}
     calls = [
@@ -153,8 +153,8 @@ print("done")
     assert machine.runs == runs
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.exhaustive)])
 def test_dropout_needs_no_seed_and_draws_none(machine, framework):
     pytest.importorskip("jax")
     before = torch.get_rng_state()
@@ -164,7 +164,7 @@ def test_dropout_needs_no_seed_and_draws_none(machine, framework):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.exhaustive)])
 def test_a_call_in_an_order_after_warm_starts_no_compiler(machine, framework):
     jax, att = pytest.importorskip("jax"), in_order()
     made = fk.warm(att, SHAPE, framework=framework)
@@ -200,7 +200,7 @@ def test_compilers_run_side_by_side(machine):
     told.join()
 
 
-def test_what_warm_cannot_compile(machine, monkeypatch):
+def test_warm_reports_kernels_that_do_not_compile(machine, monkeypatch):
     machine.tell("fail")
     made = fk.warm("causal", SHAPE)
     assert not made.good
@@ -239,7 +239,7 @@ def test_words_for_a_wrong_framework():
         Settings.read({"FRISKET_COMPILE": "later"})
 
 
-def test_the_command_builds_what_calls_load(machine, capsys):
+def test_emit_build_makes_the_kernels_that_calls_load(machine, capsys):
     command = ["emit", "causal & window(60)", "--build", "--q-len", "200", "--head-dim", "16"]
     first, again = [(main([*command, "--json"]), json.loads(capsys.readouterr().out))[1] for _ in range(2)]
     assert {row["state"] for row in first["kernels"]} == {"built"}
@@ -252,7 +252,7 @@ def test_the_command_builds_what_calls_load(machine, capsys):
     assert not done.returncode, done.stderr
 
 
-def test_another_platform_has_a_row_with_the_reason(monkeypatch):
+def test_warm_on_other_platforms_gives_the_reason(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setenv("CXX", "another")  # the answer is kept by the environment
@@ -298,7 +298,7 @@ def test_library_calls_run_until_the_kernel_is_there(behind):
     assert behind.runs == runs
 
 
-def test_the_stages_of_a_call_in_an_order_say_when_its_kernel_is_there(behind):
+def test_stages_of_a_reordered_call_show_the_ready_kernel(behind):
     att, (q, k, v) = in_order(), qkv()
     with pytest.warns(UserWarning, match="compiled in the background"):
         first = att(q, k, v)
@@ -315,7 +315,7 @@ def test_without_the_setting_a_call_waits(machine):
     assert not background._threads
 
 
-@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.matrix), 0.5])
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 def test_gradients_whichever_ran(behind, sinks):
     att = fk.compile("causal & window(63)", engines=False)
     given = qkv(gradients=True)
@@ -333,8 +333,8 @@ def test_gradients_whichever_ran(behind, sinks):
             torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.matrix), 0.5])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 def test_a_graph_whose_kernel_comes_between_forward_and_backward(behind, sinks):
     att = fk.compile("causal & window(64)", engines=False)
     given = [x.detach().mul(3).requires_grad_() for x in qkv()]
@@ -449,7 +449,7 @@ def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
     assert all(call() for _ in range(4))
 
 
-def test_steps_of_a_cache(behind):
+def test_cache_steps_agree_while_a_kernel_compiles(behind):
     from frisket.caches.torch import KVCache
 
     att = fk.compile("causal & window(69)")
@@ -483,7 +483,7 @@ while not os.path.exists({runs!r}) and time.monotonic() < end:
 """
 
 
-def test_the_interpreter_ends_after_what_is_compiled(behind):
+def test_python_exits_after_the_background_compilation(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))
         + """
@@ -504,7 +504,7 @@ print("done", waiting)
     assert not behind.left
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_child_of_a_fork_compiles_by_itself(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))

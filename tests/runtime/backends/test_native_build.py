@@ -100,7 +100,7 @@ def test_an_entry_of_another_name_is_not_trusted(cache, compilations):
     assert len(compilations) == 3
 
 
-def test_what_an_entry_is_kept_under(cache, compilations, monkeypatch, tmp_path):
+def test_cache_key_has_cpu_variant_flags_and_compiler(cache, compilations, monkeypatch, tmp_path):
     library(source(1))
     forget()
     monkeypatch.setattr(native_build, "identity", lambda: "another CPU")
@@ -147,7 +147,7 @@ def test_a_source_that_does_not_compile(cache):
     assert [p.suffix for p in cache.iterdir()] == [".cpp"]
 
 
-def test_the_entries_used_longest_ago_go(cache, monkeypatch):
+def test_least_recently_used_kernels_are_deleted(cache, monkeypatch):
     monkeypatch.setattr(native_build, "ENTRIES", 2)
     library(source(1))
     (first,) = cache.glob("*.so")
@@ -258,7 +258,7 @@ PASSING = {  # how the compiler fails -> seconds after which it is tried again; 
 
 
 @pytest.mark.parametrize("does", PASSING)
-def test_what_may_pass_is_tried_again(does, cache, monkeypatch, tmp_path):
+def test_temporary_build_failures_are_tried_again(does, cache, monkeypatch, tmp_path):
     """The same process gets its kernel once there is memory and space, or nobody interrupts its compiler."""
     now, wait = [1000.0], PASSING[does]
     monkeypatch.setattr(native_build.time, "monotonic", lambda: now[0])
@@ -279,7 +279,7 @@ def test_what_may_pass_is_tried_again(does, cache, monkeypatch, tmp_path):
                 library(text)
 
 
-def test_what_killed_compilers_leave_goes_with_their_folder(cache, monkeypatch, tmp_path):
+def test_files_of_killed_compilers_are_swept(cache, monkeypatch, tmp_path):
     """Their temporary files are beside what they make, and swept with it."""
     leaving = tmp_path / "leaving"
     leaving.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\ntouch $TMPDIR/ccXyz.s\nkill -9 $PPID\n')
@@ -388,7 +388,7 @@ def test_a_path_of_a_compiler_may_have_blanks(monkeypatch, tmp_path):
     assert native_build.compiler()[1:] == ("-DX",)
 
 
-def test_the_words_of_a_linker_are_kept(cache, monkeypatch):
+def test_linker_errors_are_reported(cache, monkeypatch):
     """A linker that fails deletes the file that it was to write."""
     monkeypatch.setenv("CXX", f"{native_build.compiler()[0]} -lnowhere")
     with pytest.raises(native_build.BuildError, match="does not compile") as caught:
@@ -420,7 +420,7 @@ def test_many_processes_at_once(tmp_path):
     assert [p.suffix for p in kept] == [".cpp", ".so"] * 3
 
 
-def test_no_compiler(tmp_path):
+def test_missing_compiler_is_the_reason(tmp_path):
     said = python(ANSWER + "print(reason())", PATH=str(tmp_path), CXX="")
     assert said == "no C++ compiler: none of g++, clang++, c++ is on PATH"
     said = python(ANSWER + "print(reason())", CXX=str(tmp_path / "cc"))
@@ -438,7 +438,7 @@ def test_a_compiler_that_does_not_work(tmp_path):
     assert said.startswith(f"the C++ compiler {broken} does not run: ")
 
 
-def test_no_place_to_write_to(tmp_path):
+def test_unwritable_cache_is_the_reason(tmp_path):
     file = tmp_path / "file"
     file.write_text("in the way")
     code = ANSWER + "print([reason()]); print(writable())"
@@ -473,7 +473,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("how", OPENED)
-def test_nothing_is_loaded_from_where_others_may_write(how, cache, monkeypatch):
+def test_kernels_that_other_users_may_write_are_not_loaded(how, cache, monkeypatch):
     """There lies a whole library with its checksum, by somebody who knows how to make one."""
     library(source(666))
     (made,) = cache.glob("*.so")
@@ -534,7 +534,7 @@ def test_a_cache_that_can_only_be_read(number, cache, compilations, monkeypatch)
         library(source(6))
 
 
-def test_the_library_tier_takes_over(tmp_path):
+def test_library_calls_replace_native_kernels_without_compiler(tmp_path):
     code = """
 import frisket as fk, torch
 q = torch.ones(1, 1, 8, 16)
@@ -603,9 +603,9 @@ except fk.LoweringError as error:
     ("framework", "broken"),
     [
         ("torch", "backward"),
-        pytest.param("jax", "backward", marks=pytest.mark.matrix),
-        *(pytest.param(x, "forward", marks=pytest.mark.matrix) for x in ("torch", "jax")),
-        *(pytest.param(x, "planner", marks=pytest.mark.matrix) for x in ("torch", "jax")),
+        pytest.param("jax", "backward", marks=pytest.mark.exhaustive),
+        *(pytest.param(x, "forward", marks=pytest.mark.exhaustive) for x in ("torch", "jax")),
+        *(pytest.param(x, "planner", marks=pytest.mark.exhaustive) for x in ("torch", "jax")),
     ],
 )
 def test_library_calls_serve_where_a_kernel_cannot_be_built(framework, broken, tmp_path):
@@ -642,7 +642,7 @@ def test_a_new_process_compiles_nothing_that_is_in_the_cache(tmp_path):
     assert again == ["--version"]
 
 
-def test_nobody_waits_for_a_stopped_process_for_good(cache, monkeypatch, tmp_path):
+def test_build_stops_waiting_for_a_stopped_process(cache, monkeypatch, tmp_path):
     """Such as one that a terminal stopped while its compiler ran."""
     cache.mkdir(mode=0o700)
     lock = cache / f"{native_build._sought(source(8), 'native')[0]}.lock"
@@ -670,7 +670,7 @@ def test_a_compiler_that_is_gone_does_not_end_calls(cache, monkeypatch):
         library(source(4))
 
 
-def test_the_first_call_of_jax_at_exit(tmp_path):
+def test_first_jax_call_at_exit_builds_its_kernel(tmp_path):
     """When no further threads start: kernel and bridge are built one after the other."""
     pytest.importorskip("jax")
     code = """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.ir import lit, lookup, param, var
@@ -32,15 +32,15 @@ def drawn(q_len, kv_len, dtype=torch.float32, heads=4, kv_heads=4):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("score", some(SCORES, [*SCORES][-1]))  # those of T5 are also below
-def test_results_and_gradients(score, lengths):
+@pytest.mark.parametrize("score", default_only(SCORES, [*SCORES][-1]))  # those of T5 are also below
+def test_native_functions_of_distance_equal_the_reference(score, lengths):
     att = fk.compile("q + 100 >= k", score, backend="native", **SCORES[score])
     att.check(*[x.requires_grad_() for x in drawn(*lengths)], gradients=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtypes(dtype):
+def test_native_functions_of_distance_in_other_dtypes(dtype):
     att = fk.compile("causal", "t5_bias(table, 32, 128)", backend="native", table=BUCKETS)
     att.check(*[x.requires_grad_() for x in drawn(90, 90, dtype)], gradients=True)
 
@@ -51,7 +51,7 @@ def test_grouped_heads_and_places():
     att.check(*drawn(70, 600, kv_heads=2), origin=(0, 0, 500, 0))
 
 
-def test_what_is_tabulated():
+def test_lookups_by_distance_alone_are_tabulated():
     q, k, score, table = var("q"), var("k"), var("score"), param("n")
     read = lookup("t", (q - k,), FLOAT)
     assert by_distance({"modified": score + read})[1] == {"distance0": read}

@@ -80,7 +80,7 @@ def check(case, found, sinks=None, exact=2e-6):
     np.testing.assert_allclose(found[2], top, atol=exact, rtol=exact)
 
 
-def test_the_plan_is_what_the_kernel_was_written_for():
+def test_plan_of_the_handwritten_jax_kernel_is_as_listed():
     assert str(PLAN) == textwrap.dedent(
         """\
         mask     q >= k & q - k <= s0 & t0[q] == t0[k]
@@ -100,7 +100,7 @@ def test_the_plan_is_what_the_kernel_was_written_for():
 # -- forward ----------------------------------------------------------------------------------------
 
 
-def test_forward():
+def test_jax_calls_the_native_forward():
     check(CASE, run())
 
 
@@ -129,7 +129,7 @@ def test_an_origin_for_each_batch_entry():
     check(case, run(case))
 
 
-def test_float64():
+def test_jax_calls_the_native_forward_in_float64():
     with jax.enable_x64(True):
         case = CASE.but(dtype="float64")
         found = run(case, sinks=SINKS)
@@ -177,7 +177,7 @@ def test_tables_that_are_views():
     check(case, run(case))
 
 
-def test_new_values_compile_nothing():
+def test_native_jax_calls_with_new_values_do_not_recompile():
     run()
     before = native_jax._compiled.memo.info().misses
     traces = native_jax._compiled.memo.info().entries
@@ -188,7 +188,7 @@ def test_new_values_compile_nothing():
     assert (after.misses, after.entries) == (before, traces)
 
 
-def test_copies_of_tables_are_kept_while_nobody_can_write_to_them():
+def test_copies_of_read_only_tables_are_cached():
     doc = np.array(DOC)
     case = CASE.but(tables={**CASE.tables, "doc": doc})
     given = parts(case)
@@ -228,7 +228,7 @@ def differentiate(dout, dlse, sinks=None, wanted=ALL, **given):
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_backward(with_lse, sinks):
+def test_jax_calls_the_native_backward(with_lse, sinks):
     dout = rng.standard_normal((2, 80, 4, 16)).astype(np.float32)
     dlse = rng.standard_normal((2, 4, 80)).astype(np.float32) if with_lse else None
     found = differentiate(jnp.asarray(dout), None if dlse is None else jnp.asarray(dlse), sinks, **parts())
@@ -296,7 +296,7 @@ def assert_same(found, want):
 
 
 @pytest.mark.parametrize("mapped", [*([n] for n in MAPPED), MAPPED], ids=[*MAPPED, "all"])
-def test_vmap(mapped):
+def test_native_jax_vmap_equals_single_calls(mapped):
     versions = varied(3)
     axes = {n: 0 if n in mapped else None for n in versions}
     first = {n: x if n in mapped else x[0] for n, x in versions.items()}
@@ -321,7 +321,7 @@ def test_nested_vmap_of_more_instances_than_threads():
         assert_same([x[at] for x in jax.tree.leaves(found)], one)
 
 
-def test_donated_arrays():
+def test_native_jax_calls_take_donated_arrays():
     """XLA may put results where q was, once the kernel has read it."""
     given, want = parts(), run()
     q_, k_, v_ = (given.pop(n) for n in "qkv")
@@ -395,7 +395,7 @@ def exported(given):
     return name, jax.export.export(call, disabled_checks=allowed)(*arrays).serialize(), arrays
 
 
-def test_exported_modules(tmp_path):
+def test_native_jax_modules_can_be_exported(tmp_path):
     name, module, arrays = exported(parts())
     check(CASE, jax.export.deserialize(module).call(*arrays))
     (tmp_path / "module").write_bytes(module)

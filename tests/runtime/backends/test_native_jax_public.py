@@ -48,7 +48,7 @@ def both(run, tolerance=2e-5):
     return found
 
 
-def test_results():
+def test_native_jax_results_equal_xla_and_the_reference():
     asked = {"return_lse": True, "return_max": True}
     eager = both(lambda att: att(Q, K, V, sinks=SINKS, **asked, **VALUES))
     same(jax.jit(lambda *qkv: compiled("cpp")(*qkv, sinks=SINKS, **asked, **VALUES))(Q, K, V), eager)
@@ -62,7 +62,7 @@ def test_dropout_draws_what_other_tiers_draw():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_half_precision(dtype):
+def test_native_jax_half_precision_is_near_xla(dtype):
     q, k, v = (x.astype(dtype) for x in (Q, K, V))
     found, want = (compiled(name)(q, k, v, return_lse=True, **VALUES) for name in ("cpp", "xla"))
     assert found[0].dtype == dtype
@@ -70,8 +70,8 @@ def test_half_precision(dtype):
     close(found[1], want[1])
 
 
-@pytest.mark.matrix
-def test_float64():
+@pytest.mark.exhaustive
+def test_native_jax_float64_equals_dense():
     with jax.enable_x64(True):
         q, k, v, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in (Q, K, V, BIAS))
         values = VALUES | {"bias": bias, "c": jnp.float64(0.7)}
@@ -99,7 +99,7 @@ def one_by_one(run, *mapped):
     return jax.tree.map(lambda *x: jnp.stack(x), *found)
 
 
-def test_vmap():
+def test_native_jax_public_vmap_equals_single_calls():
     att = compiled("cpp")
     docs = jnp.stack([jnp.asarray(np.arange(150) // n) for n in (10, 37)])
     many = jnp.stack([Q, -2 * Q])
@@ -153,13 +153,13 @@ def test_gradients_to_everything():
     same(some, found[1]["k"])
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_under_dropout():
     run = [fk.compile(MASK, SCORE, backend=name, dropout=0.3) for name in ("cpp", "xla")]
     close(*(gradients(att, seed=jnp.int32(4)) for att in run), 1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_of_float64():
     from jax.test_util import check_grads
 
@@ -248,8 +248,8 @@ def test_exported_modules_run_where_the_kernel_is_registered():
     same(jax.export.deserialize(module).call(Q), call(Q))
 
 
-@pytest.mark.matrix
-def test_the_bits_of_torch():
+@pytest.mark.exhaustive
+def test_native_kernels_give_jax_the_bits_of_torch():
     """One kernel for both frameworks: [batch, length, heads, dim] and [batch, heads, length, dim] are strides."""
     torch = pytest.importorskip("torch")
     att = compiled("cpp")
@@ -262,7 +262,7 @@ def test_the_bits_of_torch():
 
 
 # the others natively in tests/lowering/kernels/cpp
-MARKS = {"crop": (), "origin-by-batch": pytest.mark.matrix, "masked-nan": pytest.mark.matrix}
+MARKS = {"crop": (), "origin-by-batch": pytest.mark.exhaustive, "masked-nan": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ MARKS = {"crop": (), "origin-by-batch": pytest.mark.matrix, "masked-nan": pytest
         for d in ("float32", "bfloat16", "float16", "float64")
     ],
 )
-def test_every_case(name, dtype):
+def test_native_jax_cases_equal_the_reference(name, dtype):
     case = cases.CASES[name].but(dtype=dtype)
     with jax.enable_x64(dtype == "float64"):
         made = cases.plan(case)

@@ -99,7 +99,7 @@ def load():
     return done.stdout.strip()
 
 
-def test_the_setting_of_the_caller(monkeypatch):
+def test_thread_count_follows_omp_num_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert own().workers == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
@@ -112,7 +112,7 @@ def test_the_setting_of_the_caller(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_the_pool_of_ours(workers):
+def test_thread_pool_runs_work_on_each_worker(workers):
     for _ in range(50):
         assert len(run(own(workers), 200)) == workers
 
@@ -182,7 +182,7 @@ def test_a_multiprocessing_child(two_threads):
     assert process.exitcode == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_child_that_loads_the_pool_itself():
     """The parent has run torch's threads only."""
     code = """

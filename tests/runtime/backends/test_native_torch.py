@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import CASES
-from support.matrix import some
 from support.native.native_image import Problem
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.lowering.plan import Target
@@ -65,13 +65,13 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("change", STRIDES)
-def test_any_strides(change):
+def test_native_torch_calls_take_any_strides(change):
     run = Run("causal")
     run.q, run.k, run.v, run.dout = (STRIDES[change](x) for x in (run.q, run.k, run.v, run.dout))
     run.check()
 
 
-def test_one_row_for_all():
+def test_native_torch_calls_take_expanded_tensors():
     """Expanded tensors have strides of 0."""
     run = Run("causal")
     out, lse, _ = run.forward()
@@ -90,7 +90,7 @@ def test_one_row_for_all():
 TABLES = ("relation", "bool-table", "relative-bias", "switch", "origin-by-batch")
 
 
-@pytest.mark.parametrize("name", some(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
+@pytest.mark.parametrize("name", default_only(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
 def test_tables_and_origins(name):
     Run(name).check(backward=name in ("relative-bias", "origin-by-batch"))
 
@@ -123,7 +123,7 @@ def test_slots_of_a_call():
     assert not torch.equal(run.forward()[1], narrow)
 
 
-def test_only_what_is_asked_for():
+def test_native_torch_computes_requested_results_alone():
     run = Run("relative-bias")
     out, lse, top = run.forward(top=False)
     assert top is None
@@ -159,7 +159,7 @@ def test_records_keep_plans_and_are_few():
     assert records.info().entries == native_torch.KEPT
 
 
-def test_nothing_of_a_call_is_kept():
+def test_native_torch_calls_keep_no_tensor_alive():
     run = Run("causal")
     q = run.q = run.q.clone()
     out = run.forward()[0]
@@ -258,7 +258,7 @@ def texts(monkeypatch, nothing_set):
     ("mask", "literal"),
     [
         ("causal & window(n)", "causal & window(300)"),
-        pytest.param("prefix_lm(n)", "prefix_lm(300)", marks=pytest.mark.matrix),
+        pytest.param("prefix_lm(n)", "prefix_lm(300)", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
@@ -275,9 +275,9 @@ def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
 
 
 @pytest.mark.parametrize(
-    "mask", some(["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"], "(q + n) % 7 >= k % 7")
+    "mask", default_only(["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"], "(q + n) % 7 >= k % 7")
 )
-def test_numbers_that_decide_more_than_a_comparison_stay_parameters(mask, texts):
+def test_scalars_beyond_comparisons_do_not_recompile(mask, texts):
     """No value makes another kernel."""
     q, k, v = torch.randn(3, 1, 2, 60, 16)
     att = fk.compile(f"param n: int\nmask = {mask}", engines=False)
@@ -286,7 +286,7 @@ def test_numbers_that_decide_more_than_a_comparison_stay_parameters(mask, texts)
     assert len(texts) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 def test_literals_of_any_size_are_right_in_one_kernel(dtype, texts):
     q, k, v = torch.randn(3, 1, 2, 70, 16).to(dtype)
     for number in ("50.0", "0.3", "-7.3", "1234.9", "0.1000000001"):

@@ -8,21 +8,21 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
-def test_interpreted():
+@pytest.mark.exhaustive
+def test_triton_binding_passes_in_the_interpreter():
     run(HERE / "triton_binding_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-def test_launched_into_nothing():
+@pytest.mark.exhaustive
+def test_triton_binding_launches_without_a_gpu():
     run(HERE / "triton_binding_launched.py")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_serving_launched_into_nothing():
     run(HERE / "triton_serving_launched.py")
 
 
-@pytest.mark.matrix
-def test_serving_compiled():
+@pytest.mark.exhaustive
+def test_triton_serving_kernels_compile_without_a_gpu():
     run(HERE / "triton_serving_compiled.py")

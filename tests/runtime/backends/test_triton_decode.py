@@ -33,7 +33,7 @@ def chosen(plan=CAUSAL, *, batch=1, heads=8, kv_heads=8, q_len=1, kv_len=32768, 
     return shares(plan, None, g, tile, Dims(dim, dim, "bfloat16", heads // kv_heads), H200)
 
 
-def test_one_token_of_a_group_fills_the_machine():
+def test_decode_of_one_token_splits_keys_to_fill_the_gpu():
     assert chosen(heads=64) == Shares(Target("triton", 16, 64, 4, 3, splits=32), 2, 8, (128, 64))
     assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=32), 16, 1, (128, 64))
 
@@ -48,7 +48,7 @@ def test_rows_of_a_tile_are_the_queries_of_a_group(heads, q_len, rows, queries):
     assert found.pack == heads // 8
 
 
-def test_a_tile_takes_as_many_heads_of_a_large_group_as_divide_it():
+def test_decode_tile_packs_a_divisor_of_the_heads_of_a_group():
     assert [chosen(heads=n, kv_heads=1).pack for n in (128, 136, 192)] == [128, 68, 96]
     assert chosen(heads=139, kv_heads=1).pack == 1
     assert [chosen(heads=128, kv_heads=1, dim=n).pack for n in (192, 576)] == [64, 16]
@@ -139,7 +139,7 @@ class Rows:
         return self.found
 
 
-def test_sequences_have_parts_in_proportion_where_they_may_be_uneven():
+def test_decode_parts_are_balanced_for_uneven_sequences():
     def found(spans, plan=CAUSAL, batch=32, **more):
         g = Geometry(batch, 64, 8, 1, 131072, 128, 128, 0.1)
         return shares(plan, spans, g, TILE, Dims(128, 128, "bfloat16", 8), H200)

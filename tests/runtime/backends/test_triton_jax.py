@@ -33,15 +33,16 @@ G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
 
 
 @pytest.mark.parametrize("part", [
-    pytest.param("every_case", marks=pytest.mark.matrix), pytest.param("every_gradient", marks=pytest.mark.slow),
-    pytest.param("every_gradient and by-diagonal", marks=pytest.mark.matrix),
-    pytest.param("not every_", marks=pytest.mark.matrix),
+    pytest.param("jax_triton_cases", marks=pytest.mark.exhaustive),
+    pytest.param("jax_triton_gradients", marks=pytest.mark.slow),
+    pytest.param("jax_triton_gradients and by-diagonal", marks=pytest.mark.exhaustive),
+    pytest.param("not jax_triton_", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_interpreted(part):
+def test_triton_jax_kernels_pass_in_the_interpreter(part):
     run(HERE / "triton_jax_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
-def test_the_entry_of_a_kernel_says_what_jax_knows():
+def test_jax_entry_of_a_triton_kernel_passes_known_sizes():
     mask = causal & (q - k < ir.param("w")) & (lookup("keep", (h, q, k), BOOL) | ir.param("on", BOOL))
     made = make_plan(mask, score * ir.param("c", FLOAT))
     dims = Dims(64, 48, "float16", 2)
@@ -158,7 +159,7 @@ def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
         ({"batch": 70_000}, "float16", "a call of Triton's kernels has at most 65535 batch entries, this one 70000"),
     ],
 )
-def test_reasons(changes, dtype, expected):
+def test_triton_jax_refuses_unsupported_calls(changes, dtype, expected):
     found = triton_jax.reason(make_plan(causal, None), Geometry(**{**vars(G), **changes}), dtype, {})
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
@@ -200,7 +201,7 @@ def test_without_jax_triton_the_extra_is_named(monkeypatch):
     triton_jax_device.triton_call.memo.clear()
 
 
-def test_nothing_to_do():
+def test_triton_jax_calls_without_queries_give_zeros():
     case = Case(causal, score * lookup("x", (k,), FLOAT), q_len=0, tables={"x": np.ones(150, np.float32)})
     made, g, arrays = cases.plan(case), cases.geometry(case), cases.arrays(case)
     given = {}, cases.tables(case, made), Target("triton", 64, 64)

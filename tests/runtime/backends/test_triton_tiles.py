@@ -23,7 +23,7 @@ def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_
     return att.stages(q_len=q_len, heads=8, head_dim=dim, dtype=dtype, backend="triton", arch=arch).target
 
 
-def test_the_useful_fractions_of_the_docstring():
+def test_useful_fractions_in_the_docstring_are_right():
     aligned, anywhere = re.findall(r"( +128 x 128 .*\n +128 x  64 .*\n +64 x  64 .*)", tiles.__doc__)
     windows = [128, 192, 256, 512, 1024, 4096]
     for text, share in (
@@ -75,7 +75,7 @@ def test_classes_and_their_borders():
     ("causal & window(1024)", {}, "longest-first"), ("causal & same(doc)", {}, "longest-first"),
     (None, {}, "longest-first"),
 ])  # fmt: skip
-def test_the_longest_rows_of_all_heads_start_first_where_the_last_would_end_late(mask, sizes, order):
+def test_longest_rows_start_first_where_they_would_end_late(mask, sizes, order):
     """Rows of other masks that run at a time share keys in L2 where they are of one head."""
     tables = {"doc": np.arange(4096) // 100} if mask and "doc" in mask else {}
     given = {
@@ -120,7 +120,7 @@ def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
 
 
 @pytest.mark.parametrize("installed", ["3.6", "3.9"])
-def test_values_have_a_kernel_of_their_own_where_registers_do_not_hold_both(monkeypatch, installed):
+def test_dv_has_a_separate_kernel_at_head_size_256(monkeypatch, installed):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 256, 256, 0.1)
     for given in ({}, {"keys": 128}, {"keys": 512}):
@@ -141,7 +141,7 @@ def row_of(t):
     return [t.block_q, t.block_k, t.num_warps, t.num_stages, int(t.descriptors)]
 
 
-def test_what_changes_inside_a_class_changes_no_tile():
+def test_lengths_windows_and_documents_do_not_change_tiles():
     for same in (
         [target("causal & window(w)", w=w) for w in (400, 512, 700)],
         [target("causal", q_len=n) for n in (256, 4096, 100_000)],
@@ -160,7 +160,7 @@ def test_documents_on_a_device_have_the_tiles_of_the_host():
     assert tiles.target(flat, g, "bfloat16") == tiles.target(host, g, "bfloat16")
 
 
-def test_tables_per_position_take_the_tiles_that_were_searched_for_them():
+def test_tables_per_position_take_their_searched_tiles():
     table = {"t": np.zeros((4096, 4096), np.float32)}
     rows = tiles.TABLE["sm_90"]
     for given, row in ((("causal", "score + t[q, k]"), "each"), (("causal & t[q, k] > 0",), "each medium")):
@@ -172,12 +172,12 @@ def test_tables_per_position_take_the_tiles_that_were_searched_for_them():
 
 @pytest.mark.parametrize(("mask", "score", "arch"), [
     ("causal", "score + t[q, k]", "sm_80"), ("causal & window(128)", "score + t[q, k]", "sm_90"),
-    *(pytest.param(*case, marks=pytest.mark.matrix) for case in (
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         ("t[q, k] > 0", None, "gfx942"),
         ("causal", "softcap(50) + t[q, k]", "sm_90"), ("t[q, k] > 0", "softcap(50)", "sm_90"),
     )),
 ])  # fmt: skip
-def test_tables_per_position_take_narrow_tiles_where_none_were_searched(mask, score, arch):
+def test_tables_per_position_take_narrow_tiles_elsewhere(mask, score, arch):
     made = target(mask, score, arch=arch, t=np.zeros((4096, 4096), np.float32))
     assert max(made.block_k, made.dq.block_k, made.dkv.block_q) <= 32
     assert max(x.num_stages for x in (made, made.dq, made.dkv)) <= 2
@@ -186,7 +186,7 @@ def test_tables_per_position_take_narrow_tiles_where_none_were_searched(mask, sc
 @pytest.mark.parametrize("score", ["score + t[q, k]", "score + t[0, clamp(q - k, 0, 99)]"])
 @pytest.mark.parametrize(("mask", "dim"), [
     ("causal", 64),
-    *(pytest.param(*case, marks=pytest.mark.matrix) for case in (
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         ("causal & window(128)", 128), ("causal", 128), ("causal & window(128)", 64), ("causal & window(512)", 64),
         ("causal & window(512)", 128),
     )),
@@ -215,7 +215,7 @@ def test_a_derivative_for_every_score_takes_a_narrower_tile():
     assert target("causal", "alibi", dim=64) == target("causal", dim=64)
 
 
-def test_the_table_is_whole():
+def test_triton_tile_table_has_each_kernel_and_window():
     kernels = {"forward", "dq", "dkv"}
     each = {"sm_90": ["each", "each medium"], "sm_90 by pointers": ["each"]}
     for name, rows in tiles.TABLE.items():
@@ -234,7 +234,7 @@ def test_the_table_is_whole():
 
 
 @pytest.mark.parametrize("arch", tiles.SHARED)
-def test_every_tile_fits(arch):
+def test_triton_tiles_fit_into_shared_memory(arch):
     for dim, keys in product((64, 96, 128, 192, 256), (128, 512, math.inf)):
         check_fits(dim, keys, arch)
 
@@ -265,7 +265,7 @@ def test_a_score_mod_leaves_few_queries_their_tiles(arch, dim):
     assert (curved.block_q, curved.block_k) == (plain.block_q, plain.block_k)
 
 
-def test_what_the_user_says_goes_first():
+def test_user_tiles_and_tuning_override_the_table():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))
     assert own == Target("triton", 64, 32, 4, tanh="approximate", words=True)
@@ -295,7 +295,7 @@ def parts(target):
     ("bfloat16", "sm_90", "approximate"), ("float16", "sm_80", "approximate"), ("float32", "sm_90", "exact"),
     ("bfloat16", "gfx942", "exact"),
 ])  # fmt: skip
-def test_tanh_is_approximate_where_the_inputs_are_and_there_is_an_instruction(dtype, arch, tanh):
+def test_tanh_is_approximate_for_half_precision_on_nvidia(dtype, arch, tanh):
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     assert {t.tanh for t in parts(tiles.target(None, g, dtype, arch=arch))} == {tanh}
     exact = tiles.target(None, g, dtype, arch=arch, tuning=Tuning(tanh="exact"))
@@ -311,7 +311,7 @@ def test_tanh_is_approximate_where_the_inputs_are_and_there_is_an_instruction(dt
         (SimpleNamespace(major=9, minor=4, multi_processor_count=304, gcnArchName="gfx942:sramecc+:xnack-"), "gfx942"),
     ],
 )
-def test_the_gpu_at_hand(monkeypatch, properties, arch):
+def test_architecture_and_processors_are_those_of_the_gpu(monkeypatch, properties, arch):
     assert (tiles.architecture(), tiles.processors()) == ("sm_90", 132)  # none
     monkeypatch.setattr(tiles, "_gpu", lambda device: properties)
     assert (tiles.architecture(), tiles.processors()) == (arch, properties.multi_processor_count)

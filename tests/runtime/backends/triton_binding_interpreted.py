@@ -190,7 +190,7 @@ def test_eager_beside_the_interpreter(name):
     assert {"dq", "dk", "dv"} | learned == set(report.gradients)
 
 
-def test_the_interpreter_says_that_it_is_slow():
+def test_triton_interpreter_warns_that_it_is_slow():
     SAID.clear()
     with pytest.warns(UserWarning, match="'triton' runs in Triton's interpreter on this CPU"):
         fk.compile("causal", **NARROW)(*qkv(9))
@@ -237,7 +237,7 @@ def test_eager_only_what_is_wanted(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_eager_strides(monkeypatch, layout):
+def test_eager_triton_calls_take_views_without_copies(monkeypatch, layout):
     """Views of one projection, one array as keys and values, expanded ones, cotangents of all kinds: as contiguous
     copies of them, and none is copied."""
     seen = []
@@ -283,7 +283,7 @@ def test_eager_results_beside_out():
     assert q.grad[0, 0, 0].tolist() == [0.0] * 16
 
 
-def test_eager_refusals():
+def test_eager_triton_calls_refuse_bad_dtypes_and_sizes():
     q, k, v = qkv(grad=False)
     with pytest.raises(LoweringError, match="float64 runs on the CPU backends"):
         fk.attention(q.double(), k.double(), v.double(), "causal", backend="triton")
@@ -295,7 +295,7 @@ def test_eager_refusals():
         assert fk.attention(empty, empty, empty, "causal", backend="triton").shape == empty.shape
 
 
-def test_eager_stages(monkeypatch, capsys):
+def test_eager_triton_stages_show_the_running_kernels(monkeypatch, capsys):
     """What is shown is what runs: the source of every kernel of the call."""
     monkeypatch.setenv("FRISKET_SHOW", "source,target")
     att = fk.compile("causal & window(9)", **NARROW)
@@ -315,7 +315,7 @@ def test_eager_stages(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["causal & dilated(32, 4)", "causal & same(doc)", "causal & k % 4 == 0", "t[q, k]"])
-def test_orders(text):
+def test_triton_calls_in_an_order_equal_plain_ones(text):
     """Tokens in an order by a formula, by a table, of keys alone, and by a graph; shared heads, sinks and dropout."""
     rng = np.random.default_rng(0)
     band = abs(np.subtract.outer(np.arange(64), np.arange(64))) <= 4

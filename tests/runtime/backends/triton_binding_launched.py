@@ -84,7 +84,7 @@ def test_steps_of_decoding_compile_nothing():
     assert compiled(lambda: [step(at) for at in (6, 100, 800, 1023)]) == []
 
 
-def test_what_compiles_anew():
+def test_new_dtypes_and_head_sizes_recompile_once():
     att = fk.compile("causal & q % 7 < 5", backend="triton")
     for more in ({}, {"d": 128}, {"dtype": torch.float16}, {"h": 6}):
         assert set(compiled(train, att, arrays(**more))) == KERNELS
@@ -129,7 +129,7 @@ LOOKS = {
 }
 
 
-def test_the_kernel_is_the_one_triton_would_choose(monkeypatch):
+def test_prepared_launch_takes_the_kernel_of_triton(monkeypatch):
     """For every look of q, k, v and a table: the launch laid out beforehand has the kernel and the arguments of the
     one by Triton's own way."""
     att = fk.compile("causal", BIAS, backend="triton")
@@ -190,7 +190,7 @@ def _described(att, given):
     return all(kinds)
 
 
-def test_the_launcher_reads_a_warm_descriptor_as_its_own(monkeypatch):
+def test_launcher_reads_a_warm_descriptor_like_a_new_one(monkeypatch):
     """By the code of Triton's that fills the descriptors of a launch, of either version."""
     from triton.backends.nvidia import driver
 
@@ -209,7 +209,7 @@ def test_the_launcher_reads_a_warm_descriptor_as_its_own(monkeypatch):
     assert filled[0][0] == x.data_ptr()
 
 
-def test_the_stream_is_the_current_one(monkeypatch):
+def test_triton_launches_on_the_current_stream(monkeypatch):
     att, given = fk.compile("causal", backend="triton"), arrays(64)
     for stream in (3, 5, 3):
         monkeypatch.setattr(triton_null, "stream", stream)
@@ -218,7 +218,7 @@ def test_the_stream_is_the_current_one(monkeypatch):
         assert {at for _, _, at, _ in triton_null.launched} == {stream}
 
 
-def test_the_device_is_that_of_the_arrays(monkeypatch):
+def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
     """Kernels of another device than the current one run with theirs as the current one."""
     current, ran = [0], []
 
@@ -324,7 +324,7 @@ def test_layouts_of_steps_leave_nothing_behind():
     assert [x() for x in bounds] == [None] * len(bounds)
 
 
-def test_tiles_too_large_for_the_machine(monkeypatch):
+def test_triton_tiles_beyond_shared_memory_are_refused(monkeypatch):
     def refused(self):
         raise triton.OutOfResources(393216, 232448, "shared memory")
 

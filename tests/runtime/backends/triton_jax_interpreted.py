@@ -58,7 +58,7 @@ def smaller(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name):
+def test_jax_triton_cases_equal_the_reference(name):
     case = smaller(CASES[name])
     out, lse, _ = forward(case, splits=1)
     cases.check(case, out, lse)
@@ -68,13 +68,13 @@ ALL = {**CASES, **{f"learned {n}": case for n, case in LEARNED.items()}}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_gradient(name):
+def test_jax_triton_gradients_equal_the_reference(name):
     case = smaller(ALL[name])
     compare(*gradients(case.but(batch=min(case.batch, 2), heads=min(case.heads, 4))))
 
 
 @pytest.mark.parametrize("name", ["full", "gqa", "v-wider", "learned by-column"])
-def test_values_in_a_kernel_of_their_own(name, monkeypatch):
+def test_jax_dv_in_a_separate_kernel_equals_the_reference(name, monkeypatch):
     ran = []
     run = triton_jax_call.JaxTritonCall.run
     monkeypatch.setattr(triton_jax_call.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2]) or go(*a, **m))
@@ -103,7 +103,7 @@ def test_everything_at_once(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype):
+def test_jax_calls_of_triton_in_half_precision_are_near(dtype):
     case = smaller(LEARNED["by-column"]).but(dtype=dtype, batch=1)
     out, lse, _ = forward(case, splits=1)
     cases.check(case, out, lse)
@@ -256,13 +256,13 @@ class Given:
 
 
 @pytest.mark.parametrize("name", ["nested", "by-column"])
-def test_equal_calls_give_equal_bits(name):
+def test_jax_calls_of_triton_repeat_bit_for_bit(name):
     case = smaller(LEARNED[name]).but(q_len=60, kv_len=60)
     first, again = gradients(case)[0], gradients(case)[0]
     assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
 
 
-def test_a_number_beyond_32_bits_is_refused_where_the_kernel_has_none():
+def test_scalar_beyond_32_bits_is_refused_by_the_kernel():
     case = Case(causal & (q - k < ir.param("w")), slots={"w": 2**40})
     with pytest.raises(triton_jax_call.ParameterError) as caught:
         forward(case)
@@ -273,7 +273,7 @@ def test_a_number_beyond_32_bits_is_refused_where_the_kernel_has_none():
 
 
 @pytest.mark.parametrize("text", ["causal & dilated(32, 4)", "causal & same(doc)"])
-def test_orders(text):
+def test_jax_calls_of_triton_in_an_order_equal_xla(text):
     """Arrays are moved around the kernels, by a formula and by a table, forward and backward."""
     draws = np.random.default_rng(0)
     given = {"doc": draws.permutation(np.arange(64) % 4)} if "doc" in text else {}

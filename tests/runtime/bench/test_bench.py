@@ -44,7 +44,7 @@ def stage():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("contest", standard(SIZES), ids=lambda c: c.name)
-def test_those_that_have_words_for_it_agree(stage, contest, backward):
+def test_peers_that_have_the_mask_agree_before_timing(stage, contest, backward):
     contest = replace(contest, sizes=replace(SIZES, backward=backward))
     found = finished(contest, stage)
     said = {"frisket aten"} | ({"SDPA with a mask"} if "softcap" not in contest.name else set())
@@ -59,9 +59,9 @@ def result(found):
     return {"schema": 1, "parts": {"p": {"machine": machine, "settings": {"rounds": 2}, "rows": {"r": found.row()}}}}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contest", standard(SIZES)[2:5:2], ids=lambda c: c.name)
-def test_those_that_are_compiled_agree(contest):
+def test_compiled_flex_attention_agrees_before_timing(contest):
     """flex_attention with our mask_mod and score_mod, and native kernels."""
     found = finished(contest, torch_stage.stage("cpu"))
     assert {"flex_attention, compiled", "frisket aten"} <= set(found.times), found.out
@@ -69,7 +69,7 @@ def test_those_that_are_compiled_agree(contest):
 
 
 @pytest.mark.parametrize("contest", standard(SIZES)[2:5], ids=lambda c: c.name)
-def test_jax_agrees(contest):
+def test_jax_peers_agree_before_timing(contest):
     jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
     pytest.importorskip("jax")
     stage = named(jax_stage.stage("cpu"), "frisket xla", "jax.nn.dot_product_attention")
@@ -130,7 +130,7 @@ def test_queries_that_see_no_key_are_told(stage):
     assert found.out["SDPA with a mask"].endswith("; some queries see no key, where results are 0 here")
 
 
-def test_wrong_gradients(stage):
+def test_peers_with_wrong_gradients_are_not_timed(stage):
     contest = replace(CAUSAL, sizes=replace(SIZES, backward=True))
     changed = off(stage, "SDPA is_causal", lambda grads: (grads[0], grads[1] * 1.01, grads[2]))
     assert finished(contest, changed, families={"sdpa"}).out["SDPA is_causal"].startswith("not timed: ")
@@ -179,7 +179,7 @@ def test_a_mask_that_hides_nothing_is_told_so(stage, monkeypatch):
         assert "SDPA is_causal" in found.times, found.out
 
 
-def test_the_device_is_named(stage):
+def test_bench_results_name_the_device(stage):
     from frisket.runtime.cli.bench import results
 
     on_a_gpu = replace(stage, machine={"gpu": "H200"})
@@ -196,7 +196,7 @@ def test_a_window_is_known_by_what_it_shows():
     assert window("causal & (window(7) | sinks(1))") is window("window(7)") is None
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_splash_attention_interpreted():
     jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
     pytest.importorskip("jax")
@@ -215,7 +215,7 @@ def test_splash_attention_interpreted():
 
 
 @pytest.mark.parametrize("text", ["causal & window(200)", "natten2d(16, 32, 5, 5)"])
-def test_layouts_agree(text):
+def test_block_mask_builders_agree_before_timing(text):
     contest = Contest(text, fk.mask(text), None, replace(SIZES, q_len=512, kv_len=512, heads=1))
     found = finished(contest, layouts.stage())
     assert set(found.times) | set(found.out) == {"frisket", "create_block_mask", "splash process_mask"}
@@ -326,7 +326,7 @@ def test_status_1_where_ours_is_wrong(bench, monkeypatch):
         (["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple of --kv-heads 2"),
     ],
 )  # fmt: skip
-def test_bad_input(bench, options, message):
+def test_bench_refuses_bad_input(bench, options, message):
     if options[0] == "--suite" and (torch.cuda.is_available() or "TPU" in str(sys.modules.get("libtpu"))):
         pytest.skip("there is one")
     status, out, err = bench(*options)
@@ -334,7 +334,7 @@ def test_bad_input(bench, options, message):
     assert message in err
 
 
-def test_the_device_of_another_framework_does_not_count(bench, monkeypatch):
+def test_bench_ignores_the_gpu_of_the_unused_framework(bench, monkeypatch):
     monkeypatch.setattr(cli_bench, "visible", lambda device, name: name == "torch")
     pytest.importorskip("jax")
     status, out, err = bench("--suite", "gpu", "--framework", "jax")
@@ -342,8 +342,8 @@ def test_the_device_of_another_framework_does_not_count(bench, monkeypatch):
     assert "no GPU is visible to jax; --suite cpu does" in err
 
 
-@pytest.mark.matrix
-def test_the_examples_of_its_help(bench, tmp_path):
+@pytest.mark.exhaustive
+def test_bench_help_examples_run(bench, tmp_path):
     parser = ArgumentParser()
     add_bench(parser)
     lines = [line.strip() for line in parser.epilog.splitlines() if line.strip().startswith("frisket bench ")]
@@ -352,8 +352,8 @@ def test_the_examples_of_its_help(bench, tmp_path):
         assert bench(*shlex.split(line)[2:])[0] == 0
 
 
-@pytest.mark.matrix
-def test_first_calls(bench, tmp_path):
+@pytest.mark.exhaustive
+def test_bench_of_first_calls_counts_compilations(bench, tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('the file of a folder')")
     options = ("--q-len", 128, "--heads", 2, "--head-dim", 16, "--framework", "torch", "--peers", "sdpa", "--json")
     status, out, _ = bench("causal & window(9)", "--suite", "compile", *options)

@@ -23,9 +23,9 @@ def eager(run):
 @pytest.mark.parametrize(
     ("run", "how"),
     [(long_run.by_torch, "third"), (long_run.by_torch, "frisket"),
-     *(pytest.param(long_run.by_jax, how, marks=pytest.mark.matrix) for how in ("frisket", "third"))],
+     *(pytest.param(long_run.by_jax, how, marks=pytest.mark.exhaustive) for how in ("frisket", "third"))],
 )  # fmt: skip
-def test_the_first_steps_are_equal_to_rounding(run, how, short):
+def test_first_training_steps_equal_eager_up_to_rounding(run, how, short):
     if run is long_run.by_jax:
         pytest.importorskip("optax")
     wanted = eager(run)
@@ -38,7 +38,7 @@ def test_both_frameworks_train_one_model(short):
     np.testing.assert_allclose(eager(long_run.by_torch), eager(long_run.by_jax), rtol=1e-5)
 
 
-def test_distances():
+def test_distances_between_runs_are_those_of_weights():
     start, losses = np.zeros(4), np.arange(1.0, 201.0)
     runs = {
         name: {"start": start, "losses": losses + off, "weights": np.full((len(long_run.SEEN), 4), 1.0 + off)}

@@ -16,15 +16,15 @@ SHORT = [title for title in numerics.DRAWS if title not in (numerics.TINY, numer
 NATIVE = pytest.mark.skipif(bool(cpp_build.reason()), reason=cpp_build.reason())
 OLD = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
 MOSAIC = [
-    pytest.mark.matrix,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(OLD, reason="Mosaic GPU's interpreter takes minutes for a call before JAX 0.11"),
 ]
 ON_CPU = [pytest.param("cpp", marks=NATIVE), "aten", "xla"]
 BACKENDS = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [
-    *ON_CPU, "gluon sm_90", "gluon sm_100", pytest.param("pallas-tpu", marks=pytest.mark.matrix),
+    *ON_CPU, "gluon sm_90", "gluon sm_100", pytest.param("pallas-tpu", marks=pytest.mark.exhaustive),
     pytest.param("pallas-mosaic-gpu", marks=MOSAIC),
 ]  # fmt: skip
-# a process of Triton's interpreter is of the matrix, and its default run is all there is
+# a process of Triton's interpreter is exhaustive, and its default run is all there is
 EVERY = {d for d in numerics.EPSILON if d != "float16" or BACKENDS == ["triton"]}
 INFINITE = "where(q < 100 | k % 7 == 3, -inf, score)"
 
@@ -38,7 +38,7 @@ def holds(dtype, backend, title=""):
 
 @pytest.mark.parametrize(
     ("title", "dtype"),
-    [pytest.param(t, d, marks=() if d in EVERY or "65504" in t else pytest.mark.matrix)
+    [pytest.param(t, d, marks=() if d in EVERY or "65504" in t else pytest.mark.exhaustive)
      for t in SHORT for d in numerics.EPSILON],
 )  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)

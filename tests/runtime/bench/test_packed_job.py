@@ -23,7 +23,7 @@ def files(tmp_path):
     return sorted(tmp_path.iterdir())
 
 
-def test_pack(files):
+def test_pack_takes_tokens_from_each_file(files):
     p = packed.pack(files, 1000)
     assert (p.names, p.lengths, p.available) == (("a.md", "b.md", "c.md"), (30, 300, 200), 530)
     assert p.doc.dtype == np.int32
@@ -36,13 +36,13 @@ def test_pack_cuts_the_longest(files):
     assert (p.lengths, len(p), p.available) == ((30, 35, 35), 100, 530)
 
 
-def test_shares():
+def test_shares_of_a_budget_are_even():
     assert packed.shares([10, 200, 300], 110) == [10, 50, 50]
     assert packed.shares([5, 5], 100) == [5, 5]
     assert sum(packed.shares([7, 100, 50, 3], 101)) == 101
 
 
-def test_pack_refuses(files, tmp_path):
+def test_pack_refuses_empty_files_and_small_budgets(files, tmp_path):
     with pytest.raises(ShapeError, match=r"^the files are empty; give --tokens at least one byte$"):
         packed.pack([tmp_path / "empty.md"], 10)
     with pytest.raises(ShapeError, match=r"^--max-tokens 2 for 3 files: give at least one token each$"):
@@ -57,7 +57,7 @@ def test_rope_sees_distances_only():
     np.testing.assert_array_equal(packed.projections(tokens, 2, 16)[0], q_)
 
 
-def test_the_oracle_by_pieces_is_the_oracle(monkeypatch):
+def test_reference_in_slabs_equals_the_whole_reference(monkeypatch):
     monkeypatch.setattr(packed, "SLAB", 16)
     arrays = packed.projections(np.arange(50, dtype=np.uint8), 3, 8)
     tables = {"doc": np.repeat([0, 1], 25).astype(np.int32)}
@@ -71,7 +71,7 @@ def test_the_oracle_by_pieces_is_the_oracle(monkeypatch):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_dense_rivals_compute_the_same(framework):
+def test_dense_peers_of_the_packed_job_agree(framework):
     arrays = packed.projections(np.arange(40, dtype=np.uint8), 2, 8)
     tables = {"doc": np.repeat([0, 1], 20).astype(np.int32)}
     seen = packed.visible(MASK, {}, tables, 2, 40, by_head=False)

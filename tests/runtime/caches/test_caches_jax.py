@@ -16,7 +16,7 @@ from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
 COUNTS = [(9, 3), (0, 9), (9, 9), (1, 1), (1, 0), (9, 9), (9, 8)]  # of chunks of 9: prompts and steps
-MATRIX = pytest.mark.matrix
+EXHAUSTIVE = pytest.mark.exhaustive
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 draw = np.random.default_rng(3)
 Q, K, VALUES = (draw.standard_normal((B, T, h, d)).astype(np.float32) for h, d in ((H, D), (G, D), (G, V)))
@@ -84,8 +84,11 @@ def wanted(mask, score, params, sinks, dtype="float32", n=T):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("plain", "tables"), ("ring", "sinks")]
-    + [pytest.param("plain", name, marks=MATRIX) for name in ("window", "sinks")]
-    + [pytest.param(*both, marks=MATRIX) for both in (("paged", "window"), ("paged", "sinks"), ("long ring", "sinks"))],
+    + [pytest.param("plain", name, marks=EXHAUSTIVE) for name in ("window", "sinks")]
+    + [
+        pytest.param(*both, marks=EXHAUSTIVE)
+        for both in (("paged", "window"), ("paged", "sinks"), ("long ring", "sinks"))
+    ],
 )
 def test_prompts_chunks_and_steps_under_one_mask(kind, name):
     """Of a ragged batch."""
@@ -104,10 +107,10 @@ def test_keys_that_are_not_there_yet_are_not_seen():
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("plain", "int8"), *(pytest.param("plain", t, marks=MATRIX) for t in BYTES[1:])]
-    + [pytest.param(kind, "int8", marks=MATRIX) for kind in ("paged", "ring")],
+    [("plain", "int8"), *(pytest.param("plain", t, marks=EXHAUSTIVE) for t in BYTES[1:])]
+    + [pytest.param(kind, "int8", marks=EXHAUSTIVE) for kind in ("paged", "ring")],
 )
-def test_eight_bits(kind, dtype):
+def test_jax_caches_store_8_bits_with_scales(kind, dtype):
     found, cache = driven(made(kind, dtype), fk.compile(*PROBLEMS["window"][:2]), [(9, 9)] * 4)
     assert {cache.k.dtype.name, cache.v.dtype.name} == {dtype}
     assert cache.k_scale.dtype == jnp.float32
@@ -117,7 +120,7 @@ def test_eight_bits(kind, dtype):
         assert 1e-4 < np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2
 
 
-def test_a_vector_of_zeros_and_the_largest_number():
+def test_jax_quantization_of_zeros_and_the_largest_number():
     x = np.zeros((1, 3, 1, 8), np.float32)
     x[0, 1, 0, 2], x[0, 2] = -3.0, 1e-30
     made = jax.jit(quantized, static_argnums=1)
@@ -136,7 +139,7 @@ def step_of(att):
     return jax.jit(lambda cache, q, k, v: cache.attention(att, q, k, v)[::-1], donate_argnums=0)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=MATRIX), "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=EXHAUSTIVE), "int8"])
 def test_a_step_keeps_no_copy_of_the_cache(dtype):
     """Neither of the buffer it appends to, nor of what 8 bits stand for."""
     cache = KVCache.create(1, 1 << 15, 2, 64, dtype=dtype)
@@ -150,7 +153,7 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
 
 @pytest.mark.parametrize(("places", "keys"), [
     (APPENDED, 1024), (ring(256), 256),
-    *(pytest.param(places, 1024, marks=pytest.mark.matrix) for places in (PADDED, SHARD)),
+    *(pytest.param(places, 1024, marks=pytest.mark.exhaustive) for places in (PADDED, SHARD)),
 ])  # fmt: skip
 def test_a_step_reads_the_tiles_of_its_window(places, keys):
     att = placed(fk.compile("causal & window(64)"), places)
@@ -178,7 +181,7 @@ def test_growing_compiles_nothing():
     assert cache.lengths.tolist() == [12, 12]
 
 
-def test_too_many_tokens():
+def test_jax_cache_refuses_more_tokens_than_its_room():
     cache = KVCache.create(B, 10, G, D, V).append(K[:, :8], VALUES[:, :8], jnp.array([8, 3]))
     with pytest.raises(fk.CapacityError, match="sequence 0 has 8 tokens and 4 new ones, the cache has room for 10"):
         cache.append(K[:, 8:12], VALUES[:, 8:12])
@@ -195,7 +198,7 @@ def test_too_many_tokens():
 # -- pages -----------------------------------------------------------------------------------------------
 
 
-def test_forks_share_pages_until_one_writes():
+def test_jax_forks_share_pages_until_a_write():
     pool, att = PagePool(8, 16), fk.compile("causal")
     cache = PagedKVCache.create(8, 16, B, 3, G, D, V)
     step = step_of(att)
@@ -285,8 +288,8 @@ def test_rings_ask_how_far_back_a_mask_sees():
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
-@pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "paged"))])
-def test_trees_of_drafts(kind):
+@pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "paged"))])
+def test_jax_cache_attends_to_trees_of_drafts(kind):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     att, lengths, n = fk.compile("causal & window(9)", "alibi"), (10, 7), len(PARENTS)
     parents = np.stack([PARENTS, [-1, 0, 1, 2, 3, 3]]) if kind == "trees" else PARENTS
@@ -336,9 +339,9 @@ def test_trees_of_drafts(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=MATRIX) for kind in ("int8", "plain", "float8_e4m3fn", "paged", "ring")]
+    "kind", [pytest.param(kind, marks=EXHAUSTIVE) for kind in ("int8", "plain", "float8_e4m3fn", "paged", "ring")]
 )
-def test_a_model_generates(kind):
+def test_jax_model_generates_from_each_cache(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
     prompt, new = 9, 256
     w, batch, dims = llama_jax.weights(), 2, (llama_jax.KV_HEADS, llama_jax.DIM)
@@ -378,7 +381,7 @@ def test_a_model_generates(kind):
 # -- the door of model code ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=MATRIX)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=EXHAUSTIVE)])
 def test_concatenate_to_cache(dtype):
     cache = init_cache(B, 24, G, D, V, dtype)
     step = jax.jit(concatenate_to_cache, donate_argnums=0)
@@ -399,8 +402,8 @@ def test_concatenate_to_cache(dtype):
         concatenate_to_cache(cache, K[:, :1], VALUES[:, :1], np.ones((1, 1, 1, 20), bool))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=MATRIX)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=EXHAUSTIVE)])
 def test_masks_of_combine_masks(whole):
     """Whatever flax's `combine_masks` takes beside ours: any dtype, any axes of 1; a bias is none of them."""
     combine = pytest.importorskip("flax.linen").combine_masks
@@ -429,7 +432,7 @@ def test_masks_of_combine_masks(whole):
 
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
 @pytest.mark.parametrize("step", [lambda f: f, jax.jit])
-def test_caches_of_floats_of_8_bits_that_were_cast_with_all_floats(kind, step):
+def test_jax_cache_of_float8_that_was_cast_is_refused(kind, step):
     """Their scales were of another dtype's largest number: results were wrong, or NaN."""
     cache = made(kind, "float8_e4m3fn")
     cast = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
@@ -438,7 +441,7 @@ def test_caches_of_floats_of_8_bits_that_were_cast_with_all_floats(kind, step):
         step(lambda cache: cache.append(k, v))(cast)
 
 
-def test_what_caches_refuse():
+def test_jax_caches_refuse_bad_arguments():
     cache = KVCache.create(B, 16, G, D, V)
     q, k, v = (jnp.asarray(x[:, :1]) for x in (Q, K, VALUES))
     for att, what in (

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from support.cache_model import KINDS, PAGE, PAGES, OfJax, OfTorch, Run, jitted, run
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.caches import PagePool
@@ -17,8 +17,8 @@ def called(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("frisket.runtime.backends.cpp.decode"), "FEW", 0)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), every_other(KINDS))
-def test_torch(kind, dtype, called):
+@pytest.mark.parametrize(("kind", "dtype"), thinned(KINDS))
+def test_torch_caches_follow_the_model(kind, dtype, called):
     for seed in range(6 if kind == "paged" else 2):
         run(OfTorch, kind, dtype, seed)
 
@@ -29,14 +29,14 @@ def test_torch_where_the_pool_is_not_told(called):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [pytest.param(*x, marks=() if x in (("paged", "int8"),) else pytest.mark.matrix) for x in KINDS],
+    [pytest.param(*x, marks=() if x in (("paged", "int8"),) else pytest.mark.exhaustive) for x in KINDS],
 )
-def test_jax(kind, dtype):
+def test_jax_caches_follow_the_model(kind, dtype):
     for seed in range(4):
         run(OfJax, kind, dtype, seed)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_jax_where_the_pool_is_not_told():
     assert sum(run(OfJax, "paged", "float32", seed, forgetful=True).refused for seed in range(8)) > 4
 
@@ -44,7 +44,7 @@ def test_jax_where_the_pool_is_not_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [OfTorch, OfJax])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_many(of, kind, dtype, called):
+def test_caches_follow_the_model_over_many_seeds(of, kind, dtype, called):
     for seed in range(100, 160):
         run(of, kind, dtype, seed, 60)
         if kind == "paged":
@@ -72,7 +72,7 @@ def rejected(of, told):
     Run(cache, 0).compare(out[0, :1], [*tokens, 20, 22, 30], 1)
 
 
-@pytest.mark.parametrize("of", [OfTorch, pytest.param(OfJax, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("of", [OfTorch, pytest.param(OfJax, marks=pytest.mark.exhaustive)])
 def test_a_pool_that_was_not_told_of_drafts_is_refused(of, called):
     with pytest.raises(fk.ShapeError, match="row 0 holds 16 tokens of the sequence 'a', and the pool counts 19, 1"):
         rejected(of, told=False)
@@ -80,7 +80,7 @@ def test_a_pool_that_was_not_told_of_drafts_is_refused(of, called):
 
 
 @pytest.mark.parametrize("of", [OfTorch, OfJax])
-def test_what_a_row_and_its_pool_disagree_on(of, called):
+def test_seat_refuses_rows_that_disagree_with_the_pool(of, called):
     cache, pool = of("paged", "float32"), PagePool(PAGES, PAGE)
     pool.allocate("a", 5)
     cache.seat(pool, ["a", None], [5, 0], [])
@@ -186,7 +186,7 @@ def test_a_row_that_ends_on_shared_pages_takes_no_tokens(of, called):
         cache.seat(pool, ["a", "c"], 1, [])
 
 
-def test_what_jit_does_not_raise_is_said_by_overflowed():
+def test_overflowed_reports_bad_keeps_under_jit():
     cache, pool = forked(OfJax)
     cache.seat(pool, ["a", "b"], 0, [])
     before = np.asarray(cache.cache.k).copy()

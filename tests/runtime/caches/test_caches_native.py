@@ -77,7 +77,7 @@ def both(kind, held, given, chunks, monkeypatch, seed=0):
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_what_is_written_is_bit_for_bit_what_torch_writes(kind, monkeypatch):
+def test_native_append_writes_the_bits_of_torch(kind, monkeypatch):
     pairs = [(held, given) for held in NARROW for given in READ]
     for held, given in [*pairs, *((x, x) for x in (*READ, torch.float64))]:
         one, two, wrote = both(kind, held, given, CHUNKS, monkeypatch)
@@ -86,7 +86,7 @@ def test_what_is_written_is_bit_for_bit_what_torch_writes(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("held", NARROW, ids=str)
-def test_every_number_of_8_bits_and_every_tie_between_two_is_rounded_as_torch_does(held):
+def test_native_append_rounds_8_bit_ties_like_torch(held):
     """Beside the largest number every scale is 1."""
     top = torch.finfo(held).max if held.is_floating_point else 127.0
     numbers = torch.arange(256).to(torch.uint8).view(held).float()
@@ -102,7 +102,7 @@ def test_every_number_of_8_bits_and_every_tie_between_two_is_rounded_as_torch_do
     assert torch.equal(bits(cache.v[0, 0, 0]), bits((-want).to(held)))
 
 
-def test_what_is_not_for_it_is_left_to_torch(monkeypatch):
+def test_native_append_leaves_other_dtypes_to_torch(monkeypatch):
     for held, given, new in (
         (torch.int8, torch.float64, 1), (torch.float32, torch.float16, 1), (torch.int8, torch.float32, 65),
     ):  # fmt: skip
@@ -120,7 +120,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_nothing_is_written_where_there_is_no_place(case):
+def test_native_append_writes_nothing_to_spoilt_buffers(case):
     kind, spoil = SPOILT[case]
     cache = made(kind, torch.int8)
     spoil(cache)
@@ -129,7 +129,7 @@ def test_nothing_is_written_where_there_is_no_place(case):
     assert not cache.v_scale.any()
 
 
-def test_who_keeps_a_conversion_of_scales_sees_that_they_changed():
+def test_native_append_bumps_tensor_versions():
     cache = made("plain", torch.int8)
     before = [x._version for x in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
     assert native.append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None, False)

@@ -126,7 +126,7 @@ def printed(script):
     return run.stdout
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_cache_over_devices():
     said = printed(CASES)
     assert said.count("split True") == 3
@@ -142,12 +142,12 @@ def test_a_cache_over_devices():
     assert sorted(shapes) == [[1, 1, 4, 64], [1, 4, 1], [1, 4, 1]]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_model_over_devices():
     assert printed(MODEL).count("refused") == 5
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_layouts_of_several_axes():
     """A step compiles once, and sends nothing but sums and maxima."""
     said = printed(LAYOUTS)

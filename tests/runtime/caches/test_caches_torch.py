@@ -111,13 +111,14 @@ def generated(cache, att, q, k, v, steps, **params):
     return out, starts
 
 
-MATRIX = pytest.mark.matrix
+EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
     ("plain", "int8", "window"), ("paged", "int8", "documents"), ("ring", "float32", "window"),
-    *(pytest.param("plain", dtype, "window", marks=MATRIX) for dtype in DTYPES if dtype != "int8"),
-    *(pytest.param("plain", "int8", mask, marks=MATRIX) for mask in MASKS if mask != "window"),
-    pytest.param("paged", "float32", "causal", marks=MATRIX), pytest.param("paged", "bfloat16", "window", marks=MATRIX),
-    pytest.param("ring", "int8", "documents", marks=MATRIX),
+    *(pytest.param("plain", dtype, "window", marks=EXHAUSTIVE) for dtype in DTYPES if dtype != "int8"),
+    *(pytest.param("plain", "int8", mask, marks=EXHAUSTIVE) for mask in MASKS if mask != "window"),
+    pytest.param("paged", "float32", "causal", marks=EXHAUSTIVE),
+    pytest.param("paged", "bfloat16", "window", marks=EXHAUSTIVE),
+    pytest.param("ring", "int8", "documents", marks=EXHAUSTIVE),
 ]  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def test_eight_bits_are_near_the_numbers(dtype, bound):
     assert (kept(x, DTYPES[dtype]) - x).norm() / x.norm() < bound
 
 
-def test_a_vector_of_zeros_and_the_largest_number():
+def test_torch_quantization_of_zeros_and_the_largest_number():
     x = torch.tensor([[0.0, 0.0], [-3e38, 1.0], [1e-38, -1e-38]])
     for name in ("int8", "float8_e4m3fn", "float8_e5m2"):
         stored, scale = quantized(x, DTYPES[name])
@@ -210,8 +211,8 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
-@pytest.mark.parametrize("kind", ["plain", pytest.param("paged", marks=MATRIX)])
-def test_no_copy_of_the_cache_is_made(kind, backend):
+@pytest.mark.parametrize("kind", ["plain", pytest.param("paged", marks=EXHAUSTIVE)])
+def test_torch_cache_step_copies_no_cache(kind, backend):
     capacity, threads = 8192, torch.get_num_threads()
     if kind == "plain":
         cache = KVCache.create(1, capacity, 2, 16, dtype=torch.int8)
@@ -237,7 +238,7 @@ def test_no_copy_of_the_cache_is_made(kind, backend):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", ["plain", pytest.param("ring", marks=MATRIX)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ring", marks=EXHAUSTIVE)])
 def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
     q, k, v = streams()
     att, cache = fk.compile("causal & window(24)", backend="cpp"), made(kind, torch.float32)
@@ -296,7 +297,7 @@ def test_steps_in_inference_mode_with_a_table_of_the_attention(kept, backend):
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
-def test_too_many_tokens():
+def test_torch_cache_refuses_more_tokens_than_its_room():
     _, k, v = streams()
     cache = made("plain", torch.int8).append(k[:, :, :70], v[:, :, :70])
     before = {n: x.clone() for n, x in cache.state_dict().items()}
@@ -347,7 +348,7 @@ def test_a_state_goes_round(kind, called):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_a_model_in_another_dtype_keeps_its_8_bits_and_their_scales(kind, dtype):
+def test_module_casts_keep_8_bit_keys_and_scales(kind, dtype):
     q, k, v = streams()
     att, held = fk.compile("causal & window(24)"), made(kind, dtype)
     held.attention(att, q[:, :, :20], k[:, :, :20], v[:, :, :20], None)
@@ -363,7 +364,7 @@ def test_a_model_in_another_dtype_keeps_its_8_bits_and_their_scales(kind, dtype)
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_a_state_that_was_cast_and_is_assigned_has_scales_of_float32(kind):
+def test_assigned_cast_state_has_float32_scales(kind):
     held = made(kind, torch.int8)
     cache, (q, k, v) = getattr(held, "cache", held), streams()
     cast = {n: x.bfloat16() if x.is_floating_point() else x.clone() for n, x in cache.state_dict().items()}
@@ -375,7 +376,7 @@ def test_a_state_that_was_cast_and_is_assigned_has_scales_of_float32(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_strides_and_integers_of_another_layout_are_not_those_of_a_cache(kind, dtype):
+def test_cache_ignores_strides_of_assigned_states(kind, dtype):
     q, k, v = streams()
     att, held = fk.compile("causal & window(24)"), made(kind, dtype)
     held.attention(att, q[:, :, :9], k[:, :, :9], v[:, :, :9], [9, 4, 0])
@@ -392,7 +393,7 @@ def test_strides_and_integers_of_another_layout_are_not_those_of_a_cache(kind, d
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_the_default_dtype_and_device_are_not_those_of_a_cache(kind, default):
+def test_cache_ignores_the_default_dtype_and_device(kind, default):
     q, k, v = streams()
     att, found = fk.compile("causal & window(24)", sinks=torch.zeros(HEADS)), []
     for here in (torch.float32, default):
@@ -426,7 +427,7 @@ def test_a_state_of_other_8_bits_is_refused(kind):
             into.load_state_dict(state.state_dict(), strict=strict)
 
 
-@MATRIX
+@EXHAUSTIVE
 def test_a_step_that_torch_compiles():
     q, k, v = streams()
     att, caches = fk.compile("causal", backend="aten"), [made("plain", torch.float32) for _ in range(2)]
@@ -441,7 +442,7 @@ def test_a_step_that_torch_compiles():
     assert caches[0].lengths.tolist() == [3] * BATCH
 
 
-def test_forks_share_pages_until_one_writes(called):
+def test_torch_forks_share_pages_until_a_write(called):
     q, k, v = streams()
     pool, att = PagePool(6, 16), fk.compile("causal", backend="aten")
     cache = PagedKVCache.create(6, 16, BATCH, 3, KV_HEADS, DIM, V_DIM)
@@ -469,8 +470,8 @@ def test_forks_share_pages_until_one_writes(called):
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
-@pytest.mark.parametrize("kind", ["paged", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "trees"))])
-def test_trees_of_drafts(kind, called):
+@pytest.mark.parametrize("kind", ["paged", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "trees"))])
+def test_torch_cache_attends_to_trees_of_drafts(kind, called):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     q, k, v = streams()
     lengths, n = [10, 7, 8], len(PARENTS)
@@ -519,9 +520,9 @@ def test_trees_of_drafts(kind, called):
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "float8_e4m3fn", "paged", "ring"))]
+    "kind", ["int8", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "float8_e4m3fn", "paged", "ring"))]
 )
-def test_a_model_generates(kind):
+def test_torch_model_generates_from_each_cache(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
     w, batch, dims, seat = llama_torch.weights(), 2, (llama_torch.KV_HEADS, llama_torch.DIM), None
     text = "causal & window(40)" if kind == "ring" else "causal"
@@ -559,7 +560,7 @@ def test_a_model_generates(kind):
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
-def test_what_caches_refuse(called):
+def test_torch_caches_refuse_bad_arguments(called):
     q, k, v = streams()
     cache, ring = made("plain", torch.float32), made("ring", torch.float32)
     att = fk.compile("causal")
@@ -595,7 +596,7 @@ def test_what_caches_refuse(called):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("way", ["assigned", "replaced"])
-def test_values_of_another_dtype_than_keys_are_no_place_for_native_code(dtype, way):
+def test_native_code_refuses_values_of_other_dtypes_than_keys(dtype, way):
     """It wrote past their end."""
     cache, (q, k, v) = made("plain", dtype), (x[:, :, :1] for x in streams())
     room = torch.zeros(8, *cache.v.shape, dtype=torch.float8_e5m2 if dtype == "float32" else torch.float16)
@@ -621,7 +622,7 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "names"), [("float32", "k"), ("float32", "v"), ("int8", "kv")])
-def test_longer_buffers_beside_short_ones_are_no_place_for_native_code(dtype, names):
+def test_native_code_refuses_buffers_of_unequal_length(dtype, names):
     """What had fewer places than the keys was written past its end."""
     cache, att, new = made("plain", dtype), fk.compile("causal"), [x[:, :, :1] for x in streams()]
     cache.attention(att, *new)  # a step that is prepared
@@ -711,7 +712,7 @@ MISASKED = {
 
 @pytest.mark.parametrize("kind", ["plain", "ring"])
 @pytest.mark.parametrize("what", MISASKED)
-def test_nothing_is_stored_for_queries_that_do_not_fit(what, kind):
+def test_cache_stores_nothing_for_queries_that_do_not_fit(what, kind):
     q, more, text = MISASKED[what]
     cache, att = made(kind, torch.float32), more.get("att", "causal & window(8)")
     att = fk.compile(att) if isinstance(att, str) else att

@@ -102,7 +102,7 @@ def step(stored, draw, name):
     return False
 
 
-@pytest.mark.parametrize("pages", [16, pytest.param(40, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("pages", [16, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_ten_thousand_operations(pages):
     stored, draw, short = Stored(pages, 4), random.Random(pages), 0
     for i in range(10_000):
@@ -163,7 +163,7 @@ def test_a_shared_page_is_copied_by_who_writes_first():
     assert pool.table(["a", "b"]).tolist() == [[0, 1], [0, 2]]
 
 
-def test_the_last_of_those_who_write_keeps_the_page():
+def test_last_writer_of_a_shared_page_keeps_it():
     pool = PagePool(4, 4)
     pool.allocate("a", 2)
     pool.fork("a", "b")
@@ -195,7 +195,7 @@ def test_exhaustion_says_what_is_missing_and_changes_nothing():
     assert pool.append({"b": 12}) == [(1, 2)]
 
 
-def test_what_is_refused():
+def test_page_pool_refuses_bad_calls():
     pool = PagePool(3, 4)
     pool.allocate("a", 4)
     for wrong in (lambda: pool.append({"b": 1}), lambda: pool.free("b"), lambda: pool.table(["b"])):
@@ -230,7 +230,7 @@ def test_what_is_refused():
     assert pool.length("a") == 4
 
 
-def test_the_size_of_the_pool_costs_nothing():
+def test_page_pool_append_does_not_depend_on_pool_size():
     from support.lowering.effort import at_most
 
     pool = PagePool(100_000, 16)

@@ -45,12 +45,12 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_show(run, golden, tmp_path, name):
+def test_show_prints_the_golden_picture(run, golden, tmp_path, name):
     np.save(tmp_path / "doc.npy", DOC)
     status, out, err = run("show", *SHOWN[name])
     assert (status, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    golden(f"cli/show_{name}.txt", out)
+    golden(f"show_{name}.txt", out)
 
 
 def test_show_a_score_mod_alone(run):
@@ -65,7 +65,7 @@ HIDES = "where(q - k < 200, score, -inf)"
 BOTH = "causal & q - k < 200"
 
 
-def test_what_a_score_mod_hides_is_shown_explained_and_drawn(run, tmp_path):
+def test_tiles_hidden_by_a_score_mod_are_shown_and_drawn(run, tmp_path):
     """Attention does not read it, so it is no part of the picture, whichever command draws."""
     sizes = ("--q-len", "1024")
     wanted = json.loads(run("show", BOTH, *sizes, "--json")[1])
@@ -209,7 +209,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input(run, tmp_path, line):
+def test_bad_command_input_is_refused_with_its_text(run, tmp_path, line):
     import shlex
 
     (tmp_path / "a.md").write_text("some text")
@@ -258,7 +258,7 @@ def test_a_table_that_is_no_table(run, tmp_path):
         (["completion", "tcsh"], "argument SHELL: invalid choice: 'tcsh' (choose from"),
     ],
 )
-def test_bad_usage(run, argv, told):
+def test_bad_command_usage_is_refused(run, argv, told):
     status, out, err = run(*argv)
     assert (status, out) == (2, "")
     assert told in err
@@ -270,7 +270,7 @@ def shell(argv, **env):
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, env=merged, check=True).stdout
 
 
-def test_no_colour_in_pipes_and_ascii_where_that_is_all_there_is():
+def test_output_to_pipes_has_no_colour_and_may_be_ascii():
     argv = ["show", "causal", "--q-len", "384"]
     plain = shell(argv, PYTHONIOENCODING="utf-8")
     assert b"\x1b" not in plain
@@ -286,7 +286,7 @@ def test_explain_shows_the_stages(run, golden):
     argv = ["explain", "causal & window(64)", "--score", "where(k < 500, score, -inf)", "--q-len", "512"]
     status, out, err = run(*argv)
     assert (status, err) == (0, "")
-    golden("cli/explain.txt", out)
+    golden("explain.txt", out)
     status, out, _ = run(*argv, "--json")
     assert json.loads(out)["rules"]["merge-bounds"] > 0
 
@@ -302,7 +302,7 @@ def test_emit_prints_the_kernel(run, backend):
     compile(out, backend, "exec")
 
 
-def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
+def test_emit_takes_tile_heads_dtype_and_architecture(run):
     import frisket as fk
 
     sizes = "--heads 4 --kv-heads 2 --head-dim 64 --v-dim 32 --dtype bfloat16 --block 32x16 --arch gfx942"
@@ -340,7 +340,7 @@ def test_emit_reports_what_kernels_take(run, monkeypatch):
     assert f"{decode['shared']:,} of 232,448" in line
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_emit_reports_the_kernels_that_divide_long_rows(run):
     mask = "abs(q - k) <= 256 | k < 64 | q < 64"
     argv = "--backend triton --report --q-len 8192 --heads 16 --head-dim 64 --dtype bfloat16".split()
@@ -378,7 +378,7 @@ def test_emit_for_library_calls(run):
     assert err.startswith("LoweringError: backend 'aten' runs library calls and has no kernel text")
 
 
-def test_doctor(run):
+def test_doctor_lists_packages_backends_and_engines(run):
     import frisket as fk
 
     status, out, err = run("doctor", "--json")
@@ -528,7 +528,7 @@ def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
         ("false", 64, 64, 1),
     ],
 )
-def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
+def test_show_counts_equal_the_dense_mask(run, text, q_len, kv_len, heads):
     import frisket as fk
 
     argv = ["show", text, "--q-len", q_len, "--kv-len", kv_len, "--heads", heads, "--block", 32]
@@ -563,7 +563,7 @@ def test_show_says_what_is_not_counted(run, monkeypatch):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["library"], pytest.param(["check", "--quick", "causal"], marks=pytest.mark.matrix)],
+    [["--help"], ["library"], pytest.param(["check", "--quick", "causal"], marks=pytest.mark.exhaustive)],
     ids=" ".join,
 )
 def test_lines_fit_a_terminal_of_80_columns(argv):

@@ -24,7 +24,7 @@ def chosen(*argv):
     return list(cli_check.cases(arguments(["check", *argv])))
 
 
-def test_what_runs_here_agrees(run):
+def test_check_of_a_running_backend_agrees(run):
     argv = ["causal & window(w)", "--set", "w=20", "--score", "softcap(20)", "--backend", "aten", "--quick"]
     status, out, err = run(*argv, "--json")
     found = json.loads(out)
@@ -36,7 +36,7 @@ def test_what_runs_here_agrees(run):
         assert {"dq", "dk", "dv"} <= c["gradients"].keys()
 
 
-def test_the_table(run):
+def test_check_prints_a_table_of_cases(run):
     status, out, _ = run("causal", "--q-len", "9", "--backend", "aten", "--dtype", "float32", "bfloat16")
     assert status == 0
     table = [line.split() for line in out.split("\n\n")[1].splitlines()]
@@ -46,7 +46,7 @@ def test_the_table(run):
     assert out.endswith("result    6 of 6 calls agree with the float64 interpreter\n")
 
 
-def test_all_is_every_combination():
+def test_check_all_takes_each_combination():
     cases = chosen("causal", "--all", "--backend", "aten", "--heads", "6")
     assert len(cases) == len(set(cases)) == 3 * 4 * 3 * 2 * 2  # dtypes, lengths, heads of keys, rows, ways
     assert {c.kv_heads for c in cases} == {6, 3, 1}
@@ -56,7 +56,7 @@ def test_all_is_every_combination():
     assert {c.backend for c in chosen("causal")} >= {"aten", "xla"}
 
 
-def test_every_case_has_a_name():
+def test_check_cases_can_be_named_and_repeated():
     for case in chosen("causal", "--all"):
         assert cli_check.named(str(case)) == case
 
@@ -98,7 +98,7 @@ def test_a_mismatch_says_which_and_how_to_repeat_it(run, monkeypatch):
     assert found["cases"][0]["mismatch"] == "float32: out 1.0e+00"
 
 
-def test_what_a_backend_refuses_is_said(run, monkeypatch):
+def test_check_reports_what_a_backend_refuses(run, monkeypatch):
     def refuse(self, *arrays, **options):
         raise LoweringError("no kernel for this\n  take another")
 
@@ -111,7 +111,7 @@ def test_what_a_backend_refuses_is_said(run, monkeypatch):
     assert json.loads(run("causal", "--backend", "aten", "--quick", "--json")[1])["good"] is False
 
 
-def test_some_that_are_refused_are_counted(run, monkeypatch):
+def test_check_counts_refused_calls(run, monkeypatch):
     def forward(self, *arrays, gradients):
         if gradients:
             raise LoweringError("no gradients of this")
@@ -130,7 +130,7 @@ def test_a_backend_that_does_not_run_here(run):
         assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")
 
 
-def test_what_an_interpreter_runs_is_checked_where_it_is_named(run):
+def test_interpreted_backends_are_checked_where_named(run):
     assert {c.backend for c in chosen("causal")} == {c.backend for c in chosen("causal", "--all")}
     assert {c.backend for c in chosen("causal")} <= {"aten", "xla", "cpp", "sdpa"}
     assert {c.backend for c in chosen("causal", "--backend", "pallas-mosaic-gpu")} == {"pallas-mosaic-gpu"}

@@ -19,7 +19,7 @@ def run(capsys):
     return go
 
 
-def test_every_entry_has_a_line(run):
+def test_library_command_lists_each_entry(run):
     status, out, _ = run()
     lines = out.splitlines()
     assert status == 0
@@ -30,7 +30,7 @@ def test_every_entry_has_a_line(run):
     assert sum(line.startswith("  ") for line in lines) == len(library())
 
 
-def test_one_name_in_full(run):
+def test_library_command_shows_one_entry_in_full(run):
     status, out, _ = run("causal")
     assert status == 0
     first, second = out.split("\n\nentry ")
@@ -75,7 +75,7 @@ def test_words_are_searched_for(run):
     }
 
 
-def test_json(run):
+def test_library_command_prints_json(run):
     status, out, _ = run("--json")
     assert status == 0
     assert list(json.loads(out)) == list(library())

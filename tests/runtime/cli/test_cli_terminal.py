@@ -252,7 +252,7 @@ SECONDS = ("frisket check 'causal & same(doc)'", "frisket emit 'causal & window(
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=pytest.mark.matrix if line.startswith(SECONDS) else ())
+    [pytest.param(line, marks=pytest.mark.exhaustive if line.startswith(SECONDS) else ())
      for line in examples() if not line.startswith(SLOW)],
 )  # fmt: skip
 def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):
@@ -268,7 +268,7 @@ def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def test_every_option_is_explained():
+def test_command_options_are_explained():
     for name, p in commands().items():
         for action in p._actions:
             assert action.help, (name, action.option_strings or action.dest)
@@ -288,7 +288,7 @@ def test_completion_is_a_script(capsys, name, tmp_path):
         assert subprocess.run([name, "-n", str(tmp_path / "script")], capture_output=True).stderr == b""
 
 
-def test_bash_completes(capsys):
+def test_bash_completes_commands_and_library_names(capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
 

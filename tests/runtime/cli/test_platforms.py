@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 GONE = {
     "darwin": ("sched_getaffinity",),
@@ -53,7 +53,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("platform", some(GONE, "win32"))
+@pytest.mark.parametrize("platform", default_only(GONE, "win32"))
 def test_library_calls_run_elsewhere(platform, tmp_path, monkeypatch):
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)

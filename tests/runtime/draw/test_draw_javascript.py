@@ -112,7 +112,7 @@ def applied():
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator(applied, op):
+def test_javascript_operators_equal_the_reference(applied, op):
     cases, answers = applied[op]
     assert len(cases) >= 2
     compare(cases, answers)
@@ -156,7 +156,7 @@ def anything(seed, count):
         yield e, SCALARS, TABLES, [at[0], at[0][:3] + at[1][3:], at[0][:2] + at[2][2:], at[3]]
 
 
-def test_random_expressions():
+def test_javascript_of_random_expressions_equals_the_reference():
     cases = list(anything(0, 500))
     assert {n.op for e, *_ in cases for n in walk(e)} >= set(OPERATORS) - {"rsqrt"}
     check(cases)

@@ -47,7 +47,7 @@ def tags(text):
     return parser.found
 
 
-def test_the_page_is_whole_and_asks_for_nothing(tmp_path):
+def test_layout_page_is_complete_and_loads_nothing(tmp_path):
     layout = MASK.layout(1024, 1024)
     page = layout.to_html(tmp_path / "m.html")
     assert (tmp_path / "m.html").read_text(encoding="utf-8") == page == layout.to_html()
@@ -59,7 +59,7 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path):
     assert not re.search(r"https?://|@import|url\(", page)
 
 
-def test_the_page_carries_the_runs_and_the_mask():
+def test_layout_page_has_the_tiles_and_the_mask():
     layout = fk.mask("causal & window(8 * h + 8)").layout(256, 256, heads=3, block=(16, 16))
     data = data_of(layout.to_html())
     assert data["mask"]["text"] == "q >= k & abs(q - k) < 8 * h + 8"
@@ -73,7 +73,7 @@ def test_the_page_carries_the_runs_and_the_mask():
 HOSTILE = "</script><script>alert(1)</script><!-- {{data}} & \u2028 'x' \"y\""
 
 
-def test_hostile_text_stays_text(monkeypatch):
+def test_layout_page_escapes_hostile_text(monkeypatch):
     plain = fk.mask("causal").layout(64, 64).to_html()
     monkeypatch.setattr(portable, "places", lambda e, known: (HOSTILE, []))
     layout = fk.mask("causal").layout(64, 64)
@@ -97,7 +97,7 @@ def test_large_tables_stay_out_and_the_page_says_so(monkeypatch):
     assert mask["why"] == "its tables take 0.0 MiB, more than the 0 a page carries"
 
 
-def test_refusals(tmp_path):
+def test_layout_page_refuses_bad_file_names(tmp_path):
     layout = fk.mask("causal").layout(64, 64)
     with pytest.raises(
         ParameterError, match=r"^cannot write 'm\.png': name it \.html; for \.png and \.svg there is `plot`$"
@@ -207,7 +207,7 @@ def shown(window, tmp_path):
     assert window.complaints == []
 
 
-def test_it_draws_tiles_and_tokens(fresh):
+def test_layout_page_draws_tiles_and_tokens(fresh):
     keep(fresh, "fit")
     kinds = brute.kinds(MASK.expr, 1024, 1024, params={"w": 200}, tables={"doc": DOC})[0, 0]
     seen = MASK.dense(1024, 1024)[0, 0]
@@ -259,7 +259,7 @@ def test_wheel_zooms_to_tokens_around_the_pointer(fresh):
     assert (fresh.evaluate("document.getElementById('q').value"), fresh.evaluate("at.k")) == (str(q), k)
 
 
-def test_drag_pans(fresh):
+def test_layout_page_pans_by_dragging(fresh):
     fresh.evaluate("zoom(4)")
     before = fresh.evaluate("[view.q, view.k, view.scale]")
     fresh.drag(500, 500, 400, 450)
@@ -403,7 +403,7 @@ def test_a_page_without_tables_explains_tiles(shown, monkeypatch):
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 100_000), (100_000, 1), (3, 5)])
-def test_odd_shapes(shown, q_len, kv_len):
+def test_layout_page_draws_very_long_and_small_shapes(shown, q_len, kv_len):
     page = shown(fk.mask("(q + k) % 5 > 1").layout(q_len, kv_len))
     keep(page, f"odd-{q_len}-{kv_len}")
     q, k = min(q_len - 1, q_len // 2 + 1), min(kv_len - 1, kv_len // 2 + 1)

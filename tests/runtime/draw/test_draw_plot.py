@@ -43,7 +43,7 @@ def colours_at(figure, path, queries, keys, panel=0):
         ((3000, 500), (128, 100), "q // 400 == k // 100"),
     ],
 )
-def test_every_tile_has_its_colour(tmp_path, dark, shape, block, text):
+def test_plotted_tiles_have_the_colour_of_their_kind(tmp_path, dark, shape, block, text):
     mask = fk.mask(text)
     figure = mask.layout(*shape, block=block).plot(tmp_path / "m.png", tokens=False, dark=dark)
     kinds = brute.kinds(mask.expr, *shape, block=block)[0, 0]
@@ -96,7 +96,7 @@ def words(figure):
     return "\n".join(text.get_text() for text in figure.texts)
 
 
-def test_what_is_said(tmp_path):
+def test_plot_states_mask_sizes_and_counts(tmp_path):
     figure = WINDOW.layout(1024, 1024).plot()
     assert words(figure) == "\n".join(
         [
@@ -172,7 +172,7 @@ def test_slices_that_differ_only_within_tiles(axis):
     assert len(layout.plot(tokens=False).axes) == 1
 
 
-def test_no_more_than_six_and_it_says_so():
+def test_plot_draws_at_most_six_heads():
     figure = fk.mask("causal & window(8 * h + 8)").layout(1024, 1024, heads=20, block=(8, 8)).plot()
     assert len(figure.axes) == PANELS
     assert "Drawn: 6 of 20 batch entries and heads; choose others with b and h." in words(figure)
@@ -281,7 +281,7 @@ def refused(call, *said):
     assert str(error.value) == "".join(said)
 
 
-def test_refusals(tmp_path):
+def test_plot_refuses_bad_names_and_sizes(tmp_path):
     layout = WINDOW.layout(1024, 1024)
     refused(lambda: layout.plot("m.jpg"), "cannot draw 'm.jpg': name it .png or .svg; for a page there is `to_html`")
     refused(lambda: layout.plot(h=3), "h=3 is outside the 1 there are")
@@ -295,7 +295,7 @@ def test_refusals(tmp_path):
     refused(lambda: layout.plot(path), f"cannot write {path}: No such file or directory")
 
 
-def test_nothing_half_written(tmp_path):
+def test_plot_leaves_no_partial_file(tmp_path):
     (tmp_path / "m.png").mkdir()
     refused(
         lambda: WINDOW.layout(64, 64).plot(tmp_path / "m.png"), f"cannot write {tmp_path / 'm.png'}: Is a directory"
@@ -303,7 +303,7 @@ def test_nothing_half_written(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["m.png"]
 
 
-def test_without_matplotlib(monkeypatch):
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
         BackendError, match="^" + re.escape(f"matplotlib is not installed: {pip_install('plot')}") + "$"
@@ -314,7 +314,7 @@ def test_without_matplotlib(monkeypatch):
 # -- the command ----------------------------------------------------------------------------------------------
 
 
-def test_the_command(tmp_path, capsys):
+def test_plot_command_writes_png_svg_and_html(tmp_path, capsys):
     for name in ("m.png", "m.svg", "m.html"):
         assert main(["plot", "causal & window(w)", "--set", "w=100", "--q-len", "512", "-o", str(tmp_path / name)]) == 0
         path = tmp_path / name
@@ -338,7 +338,7 @@ def test_the_command(tmp_path, capsys):
         (["causal & window(w)", "-o", "m.png"], "ParameterError: `w` has no value; give it: --set w=VALUE"),
     ],
 )
-def test_bad_commands(tmp_path, monkeypatch, capsys, argv, said):
+def test_bad_plot_commands_write_no_file(tmp_path, monkeypatch, capsys, argv, said):
     monkeypatch.chdir(tmp_path)
     assert main(["plot", *argv]) == 2
     assert capsys.readouterr().err.startswith(said)

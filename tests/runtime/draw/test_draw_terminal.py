@@ -72,7 +72,7 @@ queries ╲ keys
 """
 
 
-def test_the_picture():
+def test_terminal_picture_of_a_window_is_as_listed():
     kinds = brute.kinds((q >= k) & (q - k < 128), 500, 500, block=(64, 64))[0, 0]
     text = terminal.picture(from_kinds(kinds), (64, 64)).plain
     assert text + "\n" == CAUSAL_WINDOW
@@ -97,7 +97,7 @@ def test_ascii_and_a_drawing_of_many_tiles():
 
 
 @pytest.mark.parametrize("shape", [(1, 400), (400, 1), (33, 31), (1000, 1000)])
-def test_it_fits_eighty_columns(shape):
+def test_terminal_picture_fits_eighty_columns(shape):
     text = terminal.picture(from_kinds(np.ones(shape, np.uint8)), (128, 128)).plain
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80

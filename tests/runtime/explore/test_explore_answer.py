@@ -22,7 +22,7 @@ def asked(text, **more):
     return answer({"text": text, "q_len": 512, "kv_len": 512, **more}, {"doc": DOC})
 
 
-def test_the_picture_is_that_of_the_layout():
+def test_explorer_answer_is_the_picture_of_the_layout():
     found = asked("causal & window(w) & same(doc)", values={"w": 200, "left_over": 3}, block=[64, 32])
     mask = fk.mask("causal & window(w) & same(doc)", w=200, doc=DOC)
     layout = mask.layout(512, 512, block=(64, 32))
@@ -35,7 +35,7 @@ def test_the_picture_is_that_of_the_layout():
     json.dumps(found)
 
 
-def test_the_work_of_dense_attention_is_counted_in_tiles_too():
+def test_explorer_counts_dense_work_in_tiles():
     found = asked("bottom_right", q_len=4, kv_len=1000)["cost"]
     assert "100 %, 8 of 8" in found
     assert "33.6 MFLOP, dense 33.6 MFLOP" in found  # 4 * 64 * 8 * 128 * 128
@@ -53,7 +53,7 @@ def test_tables_travel_once():
     assert first == {"key": digest(DOC), **portable.plain(DOC)}
 
 
-def test_every_problem_has_its_place():
+def test_explorer_problems_have_their_place():
     found = asked("(causal & windw(3)\n  | q)")
     assert found["error"] == "MaskSyntaxError"
     (one,) = found["problems"]
@@ -74,14 +74,14 @@ def test_every_problem_has_its_place():
         ("def mine(w) = q - k < w\nmask = mi & causal", "mi", "mine"),
     ],
 )
-def test_a_name_that_nearly_is_one_of_the_language_is_no_parameter(text, name, near):
+def test_misspelt_name_of_the_language_is_no_parameter(text, name, near):
     (one,) = asked(text)["problems"]
     assert text[one["start"] : one["stop"]] == name
     assert one["message"] == f"unknown name `{name}`"
     assert one["remedy"].startswith(f"did you mean `{near}`?")
 
 
-def test_a_name_like_no_other_is_a_parameter_and_so_is_one_that_somebody_gives():
+def test_unknown_or_bound_name_is_a_parameter():
     assert [s["name"] for s in asked("causal & flag")["scalars"]] == ["flag"]
     assert [s["name"] for s in asked("causal & win", values={"win": True})["scalars"]] == ["win"]
     assert [s["name"] for s in asked("param caus: bool\nmask = causal & caus")["scalars"]] == ["caus"]
@@ -147,13 +147,13 @@ def check_entry(entry):
 
 
 @pytest.mark.parametrize("entry", ENTRIES[5::13], ids=lambda e: e.signature)
-def test_some_entries_can_be_chosen(entry):
+def test_explorer_draws_selected_library_entries(entry):
     check_entry(entry)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.signature)
-def test_every_entry_can_be_chosen(entry):
+def test_explorer_draws_the_whole_library(entry):
     check_entry(entry)
 
 
@@ -195,14 +195,14 @@ def test_a_score_mod_of_positions_is_a_map():
     np.testing.assert_allclose(change * found["reach"], want, atol=1e-3 * found["reach"])
 
 
-def test_another_is_a_curve_for_each_head():
+def test_explorer_draws_a_score_curve_per_head():
     found = asked("score * (h + 1)", heads=3)["score"]
     x = np.linspace(-found["span"], found["span"], len(found["curves"][0]))
     for h, curve in enumerate(found["curves"]):
         np.testing.assert_allclose(curve, x * (h + 1), atol=1e-5)
 
 
-def test_what_a_score_mod_hides_is_drawn():
+def test_explorer_draws_tiles_hidden_by_a_score_mod():
     found = asked("where(q >= k, score, -inf)")
     assert found["tiles"] == asked("causal")["tiles"]
     beside = asked("mask = causal\nscore = where(q - k < 100, score, -inf)")
@@ -223,7 +223,7 @@ def test_what_a_score_mod_hides_is_drawn():
         ('mask = causal  # \'quoted\', """\nscore = softcap(c)  # C:\\x\n', {}),
     ],
 )
-def test_the_python_runs_and_makes_the_same(text, more, capsys):
+def test_explorer_python_makes_the_same_layout(text, more, capsys):
     found = asked(text, **more)
     made = {}
     exec(found["python"], made)
@@ -233,7 +233,7 @@ def test_the_python_runs_and_makes_the_same(text, more, capsys):
     assert isinstance(made["attend"], fk.Attention)
 
 
-def test_the_command_runs_and_shows_the_same(tmp_path, monkeypatch, capsys):
+def test_explorer_command_shows_the_same_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("doc.npy", DOC)
     found = asked("(causal & same(doc) &\n window(w) | flag)", values={"flag": False}, heads=2, block=[64, 32])
@@ -243,7 +243,7 @@ def test_the_command_runs_and_shows_the_same(tmp_path, monkeypatch, capsys):
     assert (said["heads"], said["block"]) == (2, [64, 32])
 
 
-def test_the_command_of_a_text_that_begins_like_an_option(capsys):
+def test_explorer_command_quotes_texts_that_look_like_options(capsys):
     assert main([*shlex.split(asked("-q<-k")["command"])[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mask"] == "-q < -k"
 
@@ -255,7 +255,7 @@ def test_amounts_have_prefixes():
     assert amount(1 << 34, 1024, "B") == "16 GiB"
 
 
-def test_hostile_text_stays_text():
+def test_explorer_answer_escapes_hostile_text():
     hostile = "</script><script>alert(1)</script><!-- {{data}} \u2028"
     text = page({"text": hostile}, {}, "abc")
     assert "<script>alert" not in text

@@ -93,7 +93,7 @@ def typed(page, name, value):
     quiet(page)
 
 
-def test_what_is_typed_is_drawn(page):
+def test_explorer_page_draws_the_typed_mask(page):
     checked(page, fk.mask("causal & window(32)"))
     write(page, "causal & same(doc) | k < 100")
     mask = fk.mask("causal & same(doc) | k < 100", doc=DOC)
@@ -134,7 +134,7 @@ def test_an_error_says_whose_picture_is_still_there(page):
     assert page.evaluate("document.querySelector('.still')") is None
 
 
-def test_the_legend_is_seen_without_scrolling(served):
+def test_explorer_legend_is_visible_without_scrolling(served):
     page, server = served
     page.go(f"{server.url}?legend", width=1400, height=900)
     quiet(page)
@@ -143,7 +143,7 @@ def test_the_legend_is_seen_without_scrolling(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_errors_outside_the_text_and_astral_characters(page):
     write(page, "same(doc)")
     typed(page, "q_len", 2048)
@@ -178,7 +178,7 @@ def test_lengths_and_tiles(page):
     checked(page, fk.mask("causal & window(16)"), 256, 700, block=(32, 64))
 
 
-def test_the_view_stays_while_the_text_changes(page):
+def test_explorer_view_stays_while_the_text_changes(page):
     page.evaluate("zoom(6, 300, 400)")
     before = page.evaluate("[view.q, view.k, view.scale]")
     write(page, "causal & window(w + 200)")
@@ -192,7 +192,7 @@ def test_the_view_stays_while_the_text_changes(page):
     checked(page, fk.mask("causal & window(300)"))
 
 
-def test_the_library(page):
+def test_explorer_page_searches_the_library(page):
     page.evaluate("$('choose').click()")
     assert page.evaluate("document.activeElement.id") == "search"
     page.type("several doc")
@@ -234,7 +234,7 @@ def test_names_are_offered_while_they_are_written(page):
     checked(page, fk.mask("causal & window(40)"))
 
 
-def test_an_offered_name_is_taken_with_the_mouse_and_a_comment_offers_none(page):
+def test_completion_is_taken_by_mouse_and_absent_in_comments(page):
     write(page, "full & docu")
     box = page.evaluate("(({x, y}) => [x, y])($('offer-0').getBoundingClientRect())")
     page.click(box[0] + 20, box[1] + 10)
@@ -244,7 +244,7 @@ def test_an_offered_name_is_taken_with_the_mouse_and_a_comment_offers_none(page)
     assert page.evaluate("$('offers').hidden")
 
 
-def test_the_text_has_the_colours_of_the_editors(page):
+def test_explorer_text_has_the_colours_of_editors(page):
     text = "causal & where(q - k < 0x10, flag, true) # 𝕢 half"
     page.evaluate(f"write({text!r})")
     quiet(page)
@@ -300,7 +300,7 @@ def test_reload_and_history(served, page):
 @pytest.mark.parametrize(
     "fragment", ["text=%ZZ", "text=&q_len=-5&block=x&set=w&view=1,2", "q_len=99999999999&block=0x0&set=w=1e999"]
 )
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_fragments_that_make_no_sense(served, fragment):
     page, server = served
     page.go(f"{server.url}?{abs(hash(fragment))}#{fragment}")
@@ -317,7 +317,7 @@ def test_taking_it_along(page):
     assert saved > 1000
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_first_text_with_a_mistake(served):
     page, server = served
     page.go(f"{server.url}?first#text=causal+%26+windw(3)")
@@ -331,8 +331,8 @@ def test_a_first_text_with_a_mistake(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
-def test_hostile_text_stays_text(page):
+@pytest.mark.exhaustive
+def test_explorer_page_escapes_hostile_text(page):
     page.evaluate("write('causal # <img src=x onerror=alert(1)>')")
     quiet(page)
     page.evaluate("write('<img src=x onerror=alert(1)> & windw(1)')")
@@ -340,7 +340,7 @@ def test_hostile_text_stays_text(page):
     assert page.evaluate("document.querySelectorAll('img').length") == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_burst_ends_with_its_last(page):
     page.evaluate("for (let w = 1; w <= 200; w++) write(`causal & window(${w})`)")
     quiet(page)
@@ -348,7 +348,7 @@ def test_a_burst_ends_with_its_last(page):
     assert page.evaluate("turn") < 20  # what nobody waits for is not asked
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dark_narrow_and_score_mods(served):
     page, server = served
     fragment = "text=mask+%3D+causal+%26+same(doc)%0Ascore+%3D+alibi&q_len=256&kv_len=256&heads=4"
@@ -360,8 +360,8 @@ def test_dark_narrow_and_score_mods(served):
     assert page.complaints == []
 
 
-@pytest.mark.matrix
-def test_every_control_has_a_name(page):
+@pytest.mark.exhaustive
+def test_explorer_controls_have_accessible_names(page):
     page.evaluate("write('mask = causal & window(w) & document(off)\\nscore = softcap(c)')")
     quiet(page)
     unnamed = page.evaluate(
@@ -371,7 +371,7 @@ def test_every_control_has_a_name(page):
     assert unnamed == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_server_that_is_gone_is_said(page, monkeypatch):
     page.evaluate("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     page.evaluate("write('full')")

@@ -70,7 +70,7 @@ def ask(server, method="POST", path=None, body='{"page": "p", "turn": 1, "text":
         return answer.status, answer.headers, answer.read().decode()
 
 
-def test_the_page_comes_with_a_policy(server):
+def test_explorer_page_has_a_content_security_policy(server):
     status, headers, text = ask(server, "GET")
     nonce = text.partition("nonce=")[2].partition(">")[0]
     assert status == 200
@@ -97,7 +97,7 @@ def test_a_question_is_answered(server):
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["/", "//", "/token/", "/x/../", "/%2e%2e/etc/passwd", "/index.html"])
-def test_nothing_without_the_token(server, method, path):
+def test_explorer_server_requires_the_token(server, method, path):
     status, _, text = ask(server, method, path)
     assert status == 404
     assert server.token not in text
@@ -105,7 +105,7 @@ def test_nothing_without_the_token(server, method, path):
     assert ask(server, method, f"/{server.token[:-1]}/")[0] == 404
 
 
-def test_the_token_is_compared_in_constant_time_and_is_long(server, monkeypatch):
+def test_explorer_token_is_long_and_compared_in_constant_time(server, monkeypatch):
     seen = []
     monkeypatch.setattr(server_module.secrets, "compare_digest", lambda a, b: seen.append((a, b)) or False)
     assert ask(server)[0] == 404
@@ -136,7 +136,7 @@ def test_the_token_is_compared_in_constant_time_and_is_long(server, monkeypatch)
         ({"Transfer_Encoding": "chunked"}, 411),
     ],
 )
-def test_others_are_refused(server, headers, status):
+def test_explorer_server_refuses_other_origins(server, headers, status):
     before = len(server.analyst.asked)
     assert ask(server, **headers)[0] == status
     assert len(server.analyst.asked) == before
@@ -153,7 +153,7 @@ def test_a_link_may_be_followed_from_a_page(server):
     "body", ["", "{", "[]", "3", "null", "{}", '{"page": "p"}', '{"page": 3, "turn": 1}', '{"page": "p", "turn": "1"}',
              '{"page": "p", "turn": true}', json.dumps({"page": "p" * 65, "turn": 1}), "[" * 100_000, "\ud7ff"],
 )  # fmt: skip
-def test_what_is_no_question_is_refused(server, body):
+def test_explorer_server_refuses_malformed_requests(server, body):
     status, headers, text = ask(server, body=body)
     assert status == 400
     assert headers["Connection"] == "close"
@@ -161,7 +161,7 @@ def test_what_is_no_question_is_refused(server, body):
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT"])
-def test_other_methods_do_not_exist(server, method):
+def test_explorer_server_has_get_and_post_alone(server, method):
     assert ask(server, method)[0] == 501
 
 
@@ -220,7 +220,7 @@ def test_idle_connections_do_not_keep_others_out(said):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is this machine on Linux")
-def test_one_address_does_not_take_the_places_of_others():
+def test_connections_of_one_address_are_limited():
     with serving(Echo()) as server:
         ours = connected(server, 3)
         for one in ours:
@@ -333,7 +333,7 @@ def test_a_silent_connection_ends_after_its_answer(monkeypatch):
         (414, {"path": f"/{'a' * (1 << 17)}"}),
     ],
 )
-def test_the_address_and_the_head_have_ends(server, status, headers):
+def test_explorer_server_limits_address_and_headers(server, status, headers):
     before = len(server.analyst.asked)
     try:
         assert ask(server, **headers)[0] == status
@@ -353,7 +353,7 @@ def test_closing_ends_connections_that_stay_open():
     idle.close()
 
 
-def test_it_listens_to_this_machine_alone(server):
+def test_explorer_server_listens_on_localhost_alone(server):
     assert server.socket.getsockname()[0] == "127.0.0.1"
 
 
@@ -392,7 +392,7 @@ def test_a_newer_question_ends_the_older(analyst):
     assert "data" in analyst.ask("another page", 1, QUICK)
 
 
-def test_what_takes_too_long_is_ended(analyst, monkeypatch):
+def test_explorer_request_over_the_time_limit_is_ended(analyst, monkeypatch):
     analyst.ask("p", 4, QUICK)
     monkeypatch.setattr(analyst, "limit", 0.05)
     found = analyst.ask("p", 5, SLOW)
@@ -400,7 +400,7 @@ def test_what_takes_too_long_is_ended(analyst, monkeypatch):
     assert found["message"].startswith("this takes longer than 0.05 s\n")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     analyst.ask("p", 6, QUICK)
     analyst.worker.process.kill()
@@ -409,7 +409,7 @@ def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     assert "data" in analyst.ask("p", 8, QUICK)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts memory")
 def test_an_answer_takes_only_so_much_memory():
     large = {"text": "morton(1024, 1024, 13, 13)", "q_len": 1 << 20, "kv_len": 1 << 20, "block": [128, 128]}
@@ -433,7 +433,7 @@ def test_only_so_many_pages_are_remembered(monkeypatch):
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_until_it_is_interrupted(monkeypatch, capsys):
+def test_explore_command_serves_until_interrupted(monkeypatch, capsys):
     opened, pages = [], []
 
     def served(server):

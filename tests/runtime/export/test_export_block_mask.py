@@ -96,7 +96,7 @@ def test_a_crop_counts_from_its_first_position():
     np.testing.assert_array_equal(create_mask(crop.mask_mod, 1, 1, 64, 200, "cpu").numpy(), dense)
 
 
-def test_the_mask_mod_reads_well():
+def test_exported_mask_mod_has_readable_source():
     mask = fk.mask("causal & same(doc) & q - k < w", doc=DOC, w=64)
     made = mask.layout(300, 300, origin=(0, 0, 0, 0)).to_block_mask().mask_mod
     assert made.source == (
@@ -145,7 +145,7 @@ def test_an_undecided_layout_is_refused():
     )
 
 
-def test_one_side_undecided_is_refused(monkeypatch):
+def test_block_mask_export_needs_rows_and_columns(monkeypatch):
     layout = fk.mask("causal").layout(64, 64, block=8)
     other = fk.mask("causal & q - k < 9").layout(64, 64, block=8)
     layout.__dict__["transposed"] = other.transposed
@@ -153,7 +153,7 @@ def test_one_side_undecided_is_refused(monkeypatch):
         layout.to_block_mask()
 
 
-def test_a_long_sequence_takes_no_square_of_it():
+def test_block_mask_export_of_long_sequences_stays_small():
     layout = fk.mask("causal & window(1024)").layout(2**18, 2**18)
     found = layout.to_block_mask()
     assert found.kv_indices.shape == (1, 1, 2048, 2048)

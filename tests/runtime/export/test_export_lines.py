@@ -32,7 +32,7 @@ def square(text: str, n: int = 48, **params):
 
 
 @pytest.mark.parametrize("fine", [8, 3])
-def test_the_lines_of_a_layout_are_its_rows_and_columns(fine, monkeypatch):
+def test_lines_of_a_layout_are_its_rows_and_columns(fine, monkeypatch):
     monkeypatch.setattr(visible, "_FINE", fine)
     monkeypatch.setattr(visible, "_STEP", 700)
     for name, case in [*cases("lines")][fine % 2 :: 2]:
@@ -51,7 +51,7 @@ def test_the_lines_of_a_layout_are_its_rows_and_columns(fine, monkeypatch):
             assert len({x.tobytes() for x in seen}) == len(seen), "equal slices are kept once"
 
 
-def test_every_flashmask_is_the_mask():
+def test_flashmask_exports_equal_the_mask():
     held = 0
     for name, case in cases("flashmask"):
         layout, dense = formats.laid_out(case)
@@ -102,7 +102,7 @@ def test_flashmask_with_heads_and_batch():
     assert one.to_flashmask().startend_row_indices.shape == (2, 1, 32, 1)
 
 
-def test_the_refusal_of_flashmask():
+def test_flashmask_refusal_names_the_key_and_why():
     with pytest.raises(ExportError) as e:
         square("causal & (q - k) % 4 == 0").to_flashmask()
     assert str(e.value) == (
@@ -113,7 +113,7 @@ def test_the_refusal_of_flashmask():
     )
 
 
-def test_every_varlen_is_the_mask():
+def test_varlen_exports_equal_the_mask():
     held = 0
     for name, case in cases("varlen"):
         layout, dense = formats.laid_out(case)
@@ -188,7 +188,7 @@ def test_varlen_refuses_with_a_position(text, first, why):
     assert "to_slices()" in str(e.value)
 
 
-def test_every_slice_is_the_mask():
+def test_slice_exports_equal_the_mask():
     held = 0
     for name, case in cases("slices"):
         layout, dense = formats.laid_out(case)

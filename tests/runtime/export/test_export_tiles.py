@@ -26,7 +26,7 @@ def cases(seed: str, extra: int = 20):
         yield name, masks.case(mask, rng)
 
 
-def test_every_bsr_is_the_mask():
+def test_bsr_exports_equal_the_mask():
     for name, case in cases("bsr"):
         layout, dense = formats.laid_out(case)
         found, tiles = layout.to_bsr(bits=True), layout.to_bsr()
@@ -90,7 +90,7 @@ def test_bsr_has_limits(monkeypatch):
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_every_fa4_set_is_the_layout(compact):
+def test_fa4_exports_equal_the_layout(compact):
     for name, case in [*cases("fa4")][compact::2]:
         layout, _ = formats.laid_out(case)
         kinds = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
@@ -133,7 +133,7 @@ def test_lists_have_a_limit(monkeypatch):
 # -- splash -------------------------------------------------------------------------------------------
 
 
-def test_every_mask_info_is_what_process_mask_makes():
+def test_splash_exports_equal_process_mask():
     held = 0
     for name, case in cases("splash", extra=60):
         bq, bk = case.block
@@ -172,7 +172,7 @@ def test_every_mask_info_is_what_process_mask_makes():
         ("causal & chunked(20)", peer_mask.ChunkedCausalMask((64, 64), 20)),
     ],
 )
-def test_their_own_kinds_of_mask_walk_the_same_tiles(text, theirs):
+def test_splash_masks_of_jax_walk_the_same_tiles(text, theirs):
     """They compute these in the kernel and keep no blocks; the tiles are the same."""
     ours = fk.mask(text).layout(64, 64, block=16).to_splash().forward
     want, function = peer.process_mask(peer_mask.MultiHeadMask([theirs]), (16, 16))
@@ -202,12 +202,12 @@ def test_splash_attention_runs_on_it():
 
 
 @pytest.mark.parametrize(("top", "dtype"), [(127, np.int8), (128, np.int16), (32767, np.int16), (32768, np.int32)])
-def test_the_smallest_integers_hold_the_values(top, dtype):
+def test_splash_exports_use_the_smallest_integers(top, dtype):
     ours, theirs = splash_module._small(np.array([0, top])), peer._downcast_to_small_type(np.array([0, top], np.int32))
     assert ours.dtype == theirs.dtype == dtype
 
 
-def test_what_splash_refuses(monkeypatch):
+def test_splash_export_refuses_masks_it_cannot_hold(monkeypatch):
     def said(text, *lengths, **options):
         with pytest.raises(ExportError) as e:
             fk.mask(text).layout(*lengths, **options).to_splash()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.matrix import every_other
+from support.tiers import thinned
 
 torch = pytest.importorskip("torch")
 
@@ -32,7 +32,7 @@ def library(monkeypatch):
 ALL = [*(("score", n) for n in SCORES), *(("mask", n) for n in MASKS)]
 
 
-@pytest.mark.parametrize(("kind", "name"), every_other([x for x in ALL if x[1] not in UNMAPPED]), ids=lambda x: x)
+@pytest.mark.parametrize(("kind", "name"), thinned([x for x in ALL if x[1] not in UNMAPPED]), ids=lambda x: x)
 def test_as_torch_computes_it(kind, name):
     case = score_case(name) if kind == "score" else mask_case(name)
     mod, torchs, ours = case.fn, None, None
@@ -104,6 +104,6 @@ def test_on_native_kernels(monkeypatch):
     check_gradients(score_case("same table twice"), mask_case("document by batch and head"), torch.float32, 2e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_on_interpreted_triton():
     triton_process.run(Path(__file__).with_name("triton_flex_interpreted.py"), TRITON_INTERPRET="1")

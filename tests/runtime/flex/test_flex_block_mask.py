@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from support.flex_masks import DOC, LACKING, S, both, causal, dense, same
-from support.matrix import every_other
+from support.tiers import thinned
 from support.torch import torch_masks
 
 import frisket as fk
@@ -24,7 +24,7 @@ def by_batch_and_head(b, h, q, k):
 # -- the lists ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", every_other(torch_masks.masks()), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", thinned(torch_masks.masks()), ids=lambda c: c.name)
 def test_lists_of_the_masks_people_write(case):
     batch, heads, q_len, kv_len = case.shape
     same(*both(case.fn, None, None, q_len, kv_len, "cpu", (8, 12)))
@@ -53,7 +53,7 @@ def ordered(apart, descending):
 @pytest.mark.skipif("compute_dq_write_order" in LACKING, reason="torch's create_block_mask has no order of sums")
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("descending", [True, False])
-def test_the_order_of_sums_of_dq(apart, descending):
+def test_dq_write_order_equals_torch(apart, descending):
     args, options = ordered(apart, descending)
     made = both(*args, **options)
     same(*made)
@@ -64,7 +64,7 @@ def test_the_order_of_sums_of_dq(apart, descending):
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("descending", [True, False])
-def test_the_order_of_sums_of_dq_by_its_definition(apart, descending):
+def test_dq_write_order_follows_its_definition(apart, descending):
     """Which of its row's tiles each tile of a column is, from the first column or from the last."""
     args, options = ordered(apart, descending)
     whole = ours.create_block_mask(*args, **options)
@@ -82,7 +82,7 @@ def test_the_order_of_sums_of_dq_by_its_definition(apart, descending):
         assert made.dq_kv_order_spt is descending
 
 
-def test_a_long_sequence_takes_no_square_of_it():
+def test_block_mask_of_long_sequences_stays_small():
     made = ours.create_block_mask("causal & window(1024)", None, None, 1 << 18, 1 << 18, "cpu")
     assert made.kv_indices.shape == (1, 1, 2048, 2048)
     assert made.full_kv_num_blocks[0, 0, -1] == 7
@@ -103,7 +103,7 @@ def test_lists_are_made_when_they_are_read(monkeypatch):
 # -- what it says -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_copied_to_make_one(monkeypatch):
+def test_block_mask_keeps_captured_tensors_uncopied(monkeypatch):
     table = torch.rand(S, S) < 0.5
     monkeypatch.setattr(LiveMask, "mask", None)
     made = ours.create_block_mask(lambda b, h, q, k: table[q, k] & (DOC[k] > 0), None, None, S, S, "cpu", 8)
@@ -113,7 +113,7 @@ def test_nothing_is_copied_to_make_one(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_it_is_torchs():
+def test_block_mask_is_a_block_mask_of_torch():
     assert fk.flex is ours
     made, other = both(causal, 2, 1, np.int64(64), 64, "cpu", 16)
     assert isinstance(made, theirs.BlockMask)

@@ -41,7 +41,7 @@ def test_equality_hash_pickle():
     assert kinds[2] == alike
 
 
-def test_algebra():
+def test_block_masks_combine_by_and_or_and_not():
     left = ours.create_block_mask(causal, None, None, S, S, "cpu", 8)
     doc = DOC.flip(0).contiguous()
 
@@ -95,7 +95,7 @@ def test_torchs_own_compiled_attention_reads_it(make):
     torch.testing.assert_close(run(q, made), theirs.flex_attention(q, q, q, block_mask=made))
 
 
-def test_the_whole_graph_makes_one():
+def test_block_mask_can_be_made_in_a_full_graph():
     def step(x):
         return x * ours.create_block_mask(causal, None, None, 256, 256, device="cpu").kv_num_blocks.sum()
 

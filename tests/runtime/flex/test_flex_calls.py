@@ -73,7 +73,7 @@ def test_five_arguments_by_place():
         flex_attention(q, k, v, lambda score, b: score)
 
 
-def test_what_a_call_returns():
+def test_flex_call_returns_the_requested_results():
     q, k, v = arrays()
     block_mask = mask_of(lambda b, h, q, k: q - k > 5)
     out = flex_attention(q, k, v, None, block_mask)
@@ -106,7 +106,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtypes", [x if i in (0, 4) else pytest.param(x, marks=pytest.mark.matrix)
+@pytest.mark.parametrize("dtypes", [x if i in (0, 4) else pytest.param(x, marks=pytest.mark.exhaustive)
                                      for i, x in enumerate(MIXED)])  # fmt: skip
 def test_keys_and_values_of_another_dtype(dtypes):
     """Results and gradients in the dtypes that torch gives; its own CPU attention has no gradients."""
@@ -191,7 +191,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
+def test_flex_calls_refuse_bad_arguments(name):
     call, kind, text = REFUSED[name]
     for _ in range(2):  # what is kept between calls forgets no error
         with pytest.raises(FrisketError, match="(?s)" + text) as found:
@@ -230,7 +230,7 @@ def distance():
     return torch.arange(24) - torch.arange(24)[:, None]
 
 
-def test_one_code_over_other_tensors_is_traced_once(traces):
+def test_flex_mod_of_new_tensors_is_not_traced_again(traces):
     block_mask = mask_of()
     for seed in range(3):
         slopes = torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(seed)))
@@ -301,7 +301,7 @@ def test_attributes_that_change_are_seen(traces):
     assert len(traces) == 2
 
 
-def test_what_cannot_be_watched_is_traced_anew(traces):
+def test_flex_mod_over_numpy_arrays_is_traced_at_each_call(traces):
     table = np.zeros(24, np.float32)
     mod = lambda score, b, h, q, k: score + table[k]  # noqa: E731
     flex_attention(Q, K, V, mod, mask_of())
@@ -387,7 +387,7 @@ class Descriptor:
     "class module list environment item float super descriptor metaclass attribute made layers hook mode member bound "
     "attribute_of_a_function".split(),
 )
-def test_what_holds_numbers_may_change(kind, monkeypatch):
+def test_flex_mod_sees_changed_numbers_of_any_holder(kind, monkeypatch):
     module, numbers, below, layer = types.ModuleType("settings"), Numbers([1.0]), Below(), Layer()
     layers, named, Below.width = torch.nn.ModuleList([layer]), Named(), Descriptor()
     member, got = Member.ONE, [1.0]
@@ -503,7 +503,7 @@ def test_score_mods_of_ours_keep_their_own_tensors():
     torch.testing.assert_close(flex_attention(Q, K, V, "score + (k - q)", mask_of()), dense(distance().float()))
 
 
-def test_nothing_of_a_call_is_kept_alive():
+def test_flex_calls_keep_no_tensor_alive():
     def call():
         bias, shown = torch.randn(4, 24, 24), torch.ones(24, 24, dtype=torch.bool)
         block_mask = mask_of(lambda b, h, q, k: (q >= k) & shown[q, k])
@@ -533,7 +533,7 @@ def test_tables_of_a_device_are_planned_there(monkeypatch, learned):
 # -- transforms ---------------------------------------------------------------------------------------------------
 
 
-def test_transforms():
+def test_flex_attention_works_under_torch_transforms():
     block_mask, slopes = mask_of(), torch.linspace(0, 1, 4)
     out = flex_attention(Q, K, V, alibi(slopes), block_mask)
     mapped = torch.vmap(lambda s: flex_attention(Q, K, V, alibi(s), block_mask))(torch.stack([slopes, 0 * slopes]))

@@ -61,7 +61,7 @@ def window(s, make=create_block_mask, width=9):
     return make(lambda b, h, q, k: (q >= k) & (q - k < width), None, None, s, s, device="cpu")
 
 
-def test_one_graph_for_all_lengths():
+def test_compiled_flex_attention_has_one_graph_per_mask_type():
     counter = CompileCounterWithBackend("aot_eager")
     model = Model()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
@@ -122,7 +122,7 @@ def test_flex_attention_itself_compiled():
         compiled(q, k, v)
 
 
-def test_one_batch_entry_of_keys_and_lists_by_hand():
+def test_compiled_flex_attention_takes_manual_tile_lists():
     compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = arrays()
     made = window(24)
@@ -136,7 +136,7 @@ def test_one_batch_entry_of_keys_and_lists_by_hand():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict):
+def test_flex_attention_can_be_exported(strict):
     class Exported(Model):
         def forward(self, q, k, v):
             return super().forward(q, k, v, block_mask)[0]

@@ -17,7 +17,7 @@ import frisket.flex as ours
 
 
 @pytest.mark.parametrize("case", torch_masks.tested()[::4], ids=lambda c: c.name)
-def test_create_mask(case):
+def test_create_mask_equals_that_of_torch(case):
     found = ours.create_mask(case.fn, case.batch, case.heads, case.q_len, case.kv_len, "cpu")
     expected = theirs.create_mask(plain(case.fn), *case.shape, "cpu")
     assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bool, case.shape, True)
@@ -103,13 +103,13 @@ def test_four_arguments_by_place(mask_mod):
 
 
 @pytest.mark.parametrize(("mask_mod", "kind", "text"), MISTAKES)
-def test_what_is_no_mask(mask_mod, kind, text):
+def test_create_block_mask_refuses_bad_mask_mods(mask_mod, kind, text):
     with pytest.raises(kind, match=text) as e:
         ours.create_block_mask(mask_mod, None, None, S, S, "cpu", 8)
     assert isinstance(e.value, fk.FrisketError)
 
 
-def test_the_same_lookups_hidden_or_clamped_are_fine():
+def test_hidden_or_clamped_lookups_outside_a_table_are_allowed():
     same(*both(lambda b, h, q, k: (q >= 1) & (LIMIT[(q - 1).clamp(min=0)] >= k), None, None, S, S, "cpu", 8))
     mine = ours.create_block_mask(lambda b, h, q, k: (q >= 1) & (LIMIT[q - 1] >= k), None, None, S, S, "cpu", 8)
     assert dense(mine).sum() == sum(range(24))

@@ -130,7 +130,11 @@ ALWAYS = {"row by a tensor", "mask_mod", "union with a text"}
 
 @pytest.mark.parametrize(
     ("name", "fullgraph"),
-    [pytest.param(n, f, marks=[] if f and n in ALWAYS else pytest.mark.matrix) for n in CASES for f in (True, False)],
+    [
+        pytest.param(n, f, marks=[] if f and n in ALWAYS else pytest.mark.exhaustive)
+        for n in CASES
+        for f in (True, False)
+    ],
 )
 def test_in_a_compiled_function(name, fullgraph):
     compiled = torch.compile(CASES[name], backend="eager", fullgraph=fullgraph, dynamic=False)
@@ -141,7 +145,7 @@ def test_in_a_compiled_function(name, fullgraph):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_mask_made_of_lists_in_every_forward(fullgraph):
     """modded-nanogpt's pattern: tiles of documents from the tokens at hand, dynamic=False."""
 
@@ -173,8 +177,8 @@ def test_a_mask_made_of_lists_in_every_forward(fullgraph):
         torch.testing.assert_close(compiled(q, doc, windows), want)
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_prefill_and_decode_of_gpt_fast(fullgraph, dynamic):
     longest = 50  # no multiple of the tile
 
@@ -214,7 +218,7 @@ def test_a_mask_that_leaves_its_graph():
     assert str(found.mask) == str(made(doc).mask)
 
 
-def test_what_no_graph_holds_runs_between_two():
+def test_block_mask_statistics_run_between_graphs():
     _, doc, _ = data(0)
     compiled = torch.compile(lambda doc: made(doc).sparsity() + doc.sum(), backend="eager")
     torch.testing.assert_close(compiled(doc), made(doc).sparsity() + doc.sum())
@@ -248,7 +252,7 @@ def test_torchs_names_replaced_by_ours(monkeypatch):
         listed(mask).mask.layout(S, S, block=(16, 16)).to_block_mask("cpu")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_masks_from_outside_of_every_kind():
     """Texts, functions and masks over tables, one after another to one compiled function, of torch too."""
     q, doc, _ = data(0)

@@ -26,7 +26,7 @@ UNDOCUMENTED = {
 }  # fmt: skip
 
 
-def test_every_key_of_torch_is_known():
+def test_kernel_options_of_torch_are_known():
     documented = set(typing.get_type_hints(FlexKernelOptions))
     assert {*KNOWN, *REFUSED} == documented | UNDOCUMENTED
 
@@ -132,7 +132,7 @@ def test_options_travel_to_the_attention_and_its_text():
         ({"OUTPUT_MAX": True}, r"AuxRequest\(max_scores=True\)"),
     ],
 )
-def test_what_is_refused(options, text):
+def test_bad_kernel_options_are_refused(options, text):
     q = torch.randn(1, 1, 16, 16)
     with pytest.raises(ParameterError, match="(?s)" + text):
         flex_attention(q, q, q, kernel_options=options)

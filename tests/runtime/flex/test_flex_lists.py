@@ -48,7 +48,7 @@ def test_lists_are_kept_and_mean_what_they_say(lengths, full, columns):
     assert mine.layout.visible_pairs == wanted.sum()
 
 
-def test_no_mask_mod_shows_all_of_a_listed_tile():
+def test_tile_lists_without_mask_mod_show_whole_tiles():
     mine = ours.BlockMask.from_kv_blocks(COUNT[0, 0], INDEX[0, 0], BLOCK_SIZE=2)
     assert mine.mask_mod is theirs.noop_mask
     assert (mine.shape, mine.sparsity()) == ((6, 8), 75.0)
@@ -121,7 +121,7 @@ def test_lists_may_be_as_short_as_the_longest_row_needs():
         ours.BlockMask.from_kv_blocks(*short, **{**options, "seq_lengths": (12, 11)})
 
 
-def test_the_lists_of_one_part_may_be_replaced():
+def test_tile_lists_of_a_block_mask_may_be_replaced():
     made = ours.create_block_mask("causal", None, None, 24, 24, "cpu", 8)
     other = theirs.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu", 8)
     for one in (made, other):
@@ -176,7 +176,7 @@ def test_order_of_dq_that_belongs_to_lists(ordered):
         ours.BlockMask.from_kv_blocks(*given, dq_kv_order=3)
 
 
-def test_the_constructor_takes_eight_lists():
+def test_block_mask_constructor_takes_eight_lists():
     made = ours.create_block_mask("causal", None, None, 24, 24, "cpu", 8)
     lists = made.as_tuple(flatten=False)[1:9]
     mine = ours.BlockMask((24, 24), *lists, BLOCK_SIZE=(8, 8), mask_mod="causal")

@@ -59,7 +59,7 @@ def lacking(page: str) -> list[str]:
     return found
 
 
-def test_every_argument_of_torch_has_a_row():
+def test_flex_page_lists_each_argument_of_torch():
     page = (DOCS / "flex.md").read_text(encoding="utf-8")
     assert lacking(page) == []
     assert lacking(page.replace("| `scale` | accepts", "| `skale` | does")) == [
@@ -69,7 +69,7 @@ def test_every_argument_of_torch_has_a_row():
     ]
 
 
-def test_every_public_name_of_torch_is_in_the_tables():
+def test_flex_tables_have_each_public_name_of_torch():
     named = {one.__name__ for functions in FUNCTIONS.values() for one in functions if inspect.isfunction(one)}
     assert set(theirs.__all__) - named == {"BlockMask", "AuxOutput", "AuxRequest", "FlexKernelOptions"}
     public = {n for n in vars(theirs.BlockMask) if not n.startswith("_")} - {"from_kv_blocks", "shape"}
@@ -77,7 +77,7 @@ def test_every_public_name_of_torch_is_in_the_tables():
     assert public - fields == {n for n in METHODS if not n.startswith("_")}
 
 
-def test_every_kernel_option_of_torch_has_a_row():
+def test_flex_page_lists_each_kernel_option_of_torch():
     page = (DOCS / "flex.md").read_text(encoding="utf-8")
     section = page[page.index("### kernel_options") : page.index("## Accepts, differs, refuses")]
     listed = {n for cell in re.findall(r"^\| (`.*?) \|", section, re.M) for n in re.findall(r"`(\w+)`", cell)}

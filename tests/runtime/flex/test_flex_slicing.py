@@ -56,7 +56,7 @@ def rows_of(dense, index, block):
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("block", [8, *(pytest.param(x, marks=pytest.mark.matrix) for x in ((5, 8), 7))])
+@pytest.mark.parametrize("block", [8, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ((5, 8), 7))])
 def test_parts_have_torchs_lists_and_keep_the_mask(name, block):
     mine, other = (m.create_block_mask(MASKS[name], B, H, S, S, "cpu", block) for m in (ours, theirs))
     dense = theirs.create_mask(MASKS[name], B, H, S, S, "cpu")
@@ -93,7 +93,7 @@ def test_parts_of_parts():
     assert torch.equal(torch.from_numpy(part.mask.dense(8, S)), DENSE[1:, 2:3, rows])
 
 
-def test_the_last_cut_row_of_tiles():
+def test_slice_of_the_last_tile_row_keeps_its_length():
     mine = ours.create_block_mask("causal & k < Q_LEN - 2", 1, 1, 20, S, "cpu", 8)
     assert mine[:, :, 1:].seq_lengths == (12, S)
     assert mine[:, :, torch.tensor([0, 2])].seq_lengths == (12, S)

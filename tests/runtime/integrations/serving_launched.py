@@ -91,7 +91,7 @@ def test_steps_of_vllm():
     assert 3 * STEPS <= len(planned) < 6 * STEPS  # once for both layers
 
 
-def test_continuous_batching():
+def test_continuous_batching_steps_do_not_recompile():
     """Steps, and steps beside chunks of a prompt."""
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(), is_causal=True)
     kinds = [lambda n: ([1, 1, 1], [100 + n, 37 + n, 900 + n]), lambda n: ([1, 48 + n, 1], [100 + n, 64, 900 + n])]

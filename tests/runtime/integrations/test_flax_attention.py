@@ -65,7 +65,7 @@ def with_gradients(attend, **how):
     return out, *found
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in USUAL else pytest.mark.matrix) for n in CASES])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in CASES])
 def test_masks_as_flax_reads_them(case):
     made, call, _ = CASES[case]
     found = with_gradients(attention_fn(**made), **call)
@@ -73,7 +73,7 @@ def test_masks_as_flax_reads_them(case):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers_of_both_kinds(kind):
     """One set of weights, flax's function and ours: outputs, and gradients of all weights."""
@@ -97,9 +97,9 @@ def test_layers_of_both_kinds(kind):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_steps_of_a_cache(kind):
+def test_flax_decode_steps_equal_the_whole_sequence(kind):
     """Token by token under text that knows positions, a key hidden by flax's own mask, is all at once."""
     x = drawn(2, 9, 16)
     hidden = jnp.ones((2, 1, 1, 9)).at[0, 0, 0, 1].set(0)
@@ -134,8 +134,8 @@ def layer_without(kind, layer, x, hidden):
     return plain.apply(plain.init(jax.random.key(0), x), x, mask=mask)
 
 
-@pytest.mark.matrix
-def test_one_query_that_is_no_step():
+@pytest.mark.exhaustive
+def test_flax_single_query_with_decode_off_is_at_position_0():
     q, seen = Q[:, :, :1], jnp.ones((LENGTH,)).at[7:].set(0)
     step = attention_fn("k > q - 3")(q, K, V, mask=seen)  # from the place of key 6
     np.testing.assert_allclose(
@@ -156,7 +156,7 @@ def test_dropout_is_frisket_s_own():
     np.testing.assert_array_equal(attend(Q, K, V, deterministic=True, **how), attend(Q, K, V))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dropout_of_layers():
     x = drawn(2, LENGTH, 32)
     layer = nnx.MultiHeadAttention(
@@ -174,7 +174,7 @@ def test_dropout_of_layers():
     assert np.abs(found[0] - found[2]).max() > 1e-2
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_values_at_every_call():
     """Documents, learned slopes and sinks as values of names: traced, with gradients, one compilation."""
     attend, traces = attention_fn("causal & same(doc)", "score + slope[h] * (k - q)"), []
@@ -207,7 +207,7 @@ def test_values_at_every_call():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_vmap_and_batch_axes():
     attend = attention_fn("causal & same(doc)")
     doc = jnp.asarray(rng.integers(0, 2, (2, LENGTH)).cumsum(1))
@@ -221,7 +221,7 @@ def test_vmap_and_batch_axes():
             np.testing.assert_allclose(found[i, j], wanted, atol=2e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dtypes_as_flax_promotes_them():
     attend, half = attention_fn(), Q.astype(jnp.bfloat16)
     assert attend(half, K, V).dtype == linen.dot_product_attention(half, K, V).dtype == jnp.float32
@@ -230,7 +230,7 @@ def test_dtypes_as_flax_promotes_them():
     np.testing.assert_allclose(found.astype(float), linen.dot_product_attention(Q, K, V), atol=0.03)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_query_that_sees_nothing():
     seen = jnp.ones((LENGTH, LENGTH)).at[4].set(0)
     found = attention_fn()(Q, K, V, mask=seen)
@@ -250,7 +250,7 @@ def test_equal_functions_are_equal():
     assert nnx.graphdef(layers[0]) == nnx.graphdef(layers[1])
 
 
-def test_bad_input():
+def test_flax_attention_fn_refuses_bad_input():
     attend = attention_fn("causal & same(doc)")
     with pytest.raises(fk.ParameterError, match=r'`doc` has no value; .* layer\(x, mask=\{"doc": ...\}\)'):
         attend(Q, K, V)

@@ -52,15 +52,15 @@ USUAL = ("ring", "frisket-xla")
 
 
 @pytest.mark.parametrize(
-    "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.matrix) for n in (*CPU, "dense")]
+    "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.exhaustive) for n in (*CPU, "dense")]
 )
-def test_every_operator(operator):
+def test_flax_layer_runs_on_each_operator(operator):
     if why := fk.backends().get(operator.removeprefix("frisket-"), ""):
         pytest.skip(why)
     np.testing.assert_allclose(layer(operator)(jnp.asarray(X), **VALUES), WANTED, atol=1e-5)
 
 
-def test_none_is_left_out():
+def test_flax_layer_operators_run_or_are_refused():
     """Of the names there are, those that are not here are refused in words by their backend."""
     for name in AttentionRegistry.list_implementations():
         kind = AttentionRegistry.get(name)
@@ -75,7 +75,7 @@ def gradients(model):
     return nnx.jit(nnx.grad(loss))(model, jnp.asarray(X))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_gradients_are_equal():
     found, wanted = (gradients(layer(n)) for n in ("ring", "frisket-xla"))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -85,7 +85,7 @@ def test_gradients_are_equal():
 
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.matrix)],
+    [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.exhaustive)],
     ids=str,
 )
 def test_with_a_cache(steps):
@@ -99,7 +99,7 @@ def test_with_a_cache(steps):
     assert cache.lengths.tolist() == [24, 24]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_ragged_sequences_in_a_cache():
     model, counts = layer(), np.array([24, 13])
     cache = model.empty_cache(2, 32)
@@ -130,7 +130,7 @@ def test_a_cache_of_the_layers_dtype():
     ]  # fmt: skip
 
 
-def test_packed_sequences():
+def test_flax_layer_takes_packed_sequences():
     model = layer(mask="causal", score=None)
     segments = np.repeat([[0, 1, 2], [0, 0, 1]], 8, axis=1).astype(np.int32)
     positions = np.stack([np.arange(24) % 8, np.r_[np.arange(16), np.arange(8)]]).astype(np.int32)
@@ -140,8 +140,8 @@ def test_packed_sequences():
         np.testing.assert_allclose(found[b, start:stop], alone[0], atol=1e-5)
 
 
-@pytest.mark.matrix
-def test_options():
+@pytest.mark.exhaustive
+def test_flax_layer_takes_scale_head_dim_and_bias():
     plain = layer(mask="causal", score=None, rotary_base=None, metadata=AttentionMetadata(softmax_scale=0.5))
     kernels = [np.asarray(p.kernel[...], np.float64) for p in (plain.query, plain.key, plain.value, plain.out)]
     q, k, v = ((X @ w).reshape(2, 24, -1, 8) for w in kernels[:3])
@@ -151,15 +151,15 @@ def test_options():
     assert (wide.key.kernel.shape, wide.key.bias.shape, wide(jnp.asarray(X)).shape) == ((32, 48), (48,), X.shape)
 
 
-@pytest.mark.matrix
-def test_products_of_few_bits():
+@pytest.mark.exhaustive
+def test_flax_layer_takes_quantized_products():
     pytest.importorskip("qwix")
     few = layer(**get_dot_general_by_bits(8, "convert"))
     found = few(jnp.asarray(X), **VALUES)
     assert 1e-4 < np.abs(found - WANTED).max() < 0.1 * np.abs(WANTED).max()
 
 
-def test_bad_input():
+def test_flax_layer_refuses_bad_input():
     with pytest.raises(fk.ShapeError, match="32 features in 5 heads over 5 key heads"):
         Attention(32, heads=5, rngs=nnx.Rngs(0))
     for heads, kv_heads in ((0, None), (4, 0)):
@@ -173,8 +173,8 @@ def test_bad_input():
         layer()(jnp.asarray(X), counts=np.array([1, 2]), **VALUES)
 
 
-@pytest.mark.matrix
-def test_the_example(capsys):
+@pytest.mark.exhaustive
+def test_flax_layer_example_runs(capsys):
     path = Path(__file__).resolve().parents[3] / "examples" / "flax_layer.py"
     assert runpy.run_path(str(path))["main"]("ring") < 1e-5
     assert "ring gradients of 5 arrays\na prompt of 40 tokens and 8 steps differ" in capsys.readouterr().out

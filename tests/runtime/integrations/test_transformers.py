@@ -32,7 +32,7 @@ CALLS = {
 }
 FEW = {("llama", "packed"), ("gemma2", "left"), ("gpt-oss", "plain"), ("gemma3", "right")}
 CASES = [
-    pytest.param(name, how, marks=() if (name, how) in FEW else pytest.mark.matrix)
+    pytest.param(name, how, marks=() if (name, how) in FEW else pytest.mark.exhaustive)
     for name in hf_models.MODELS
     for how in CALLS
 ]
@@ -92,7 +92,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_mask_is_ever_dense():
+def test_transformers_models_never_make_a_dense_mask():
     length = 2048
     eager, ours = hf_models.pair("mistral", max_position_embeddings=length, num_hidden_layers=1)
     given = {"position_ids": hf_models.packed(1000, 1048), "use_cache": False}
@@ -110,7 +110,7 @@ def test_no_mask_is_ever_dense():
 @pytest.mark.parametrize("left", [0, 5], ids=["whole", "padded"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
-    "name", ["gemma3", *[pytest.param(n, marks=pytest.mark.matrix) for n in hf_models.MODELS if n != "gemma3"]]
+    "name", ["gemma3", *[pytest.param(n, marks=pytest.mark.exhaustive) for n in hf_models.MODELS if n != "gemma3"]]
 )
 def test_generate_gives_the_tokens_of_eager(name, cache, left):
     eager, ours = hf_models.pair(name)
@@ -186,8 +186,8 @@ def read_mask(length):
     return symbolic(1, length, length)
 
 
-@pytest.mark.matrix
-def test_bfloat16():
+@pytest.mark.exhaustive
+def test_transformers_models_in_bfloat16_are_near_eager():
     eager, ours = hf_models.pair("gemma2")
     ids, given = hf_models.tokens(), CALLS["left"]
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_encoders_see_both_ways_up_to_padding():
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_cross_attention_and_position_biases(kind):
     if kind == "t5":
@@ -244,7 +244,7 @@ def test_images_under_learned_biases():
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("way", ["eager", pytest.param("graph", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("way", ["eager", pytest.param("graph", marks=pytest.mark.exhaustive)])
 def test_a_sink_of_every_query(way):
     model = pytest.importorskip("transformers.models.inkling2.modeling_inkling2", reason="a model of transformers 5.23")
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_a_sink_of_every_query(way):
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "how"), [("llama", "packed"), ("mistral", "left"), ("gemma2", "plain")])
 def test_a_model_is_one_graph(name, how):
     eager, ours = hf_models.pair(name, num_hidden_layers=1 if name != "gemma2" else 2)
@@ -281,7 +281,7 @@ def test_a_model_is_one_graph(name, how):
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-3, msg=n)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_steps_through_a_static_cache_are_one_graph():
     eager, ours = hf_models.pair("llama", num_hidden_layers=1)
     graphs = []

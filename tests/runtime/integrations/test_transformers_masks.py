@@ -76,7 +76,7 @@ def test_packed_masks_of_distances_read_no_positions():
         ([[0, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]], {"real"}),
     ],
 )
-def test_padding(rows, names, stop):
+def test_transformers_padding_becomes_text_and_values(rows, names, stop):
     real = torch.tensor(rows, dtype=torch.bool)
     texts, values = padded(real, stop)
     assert values.keys() == names | ({"stop"} if stop > 6 and "real" not in names else set())
@@ -164,7 +164,7 @@ def test_configs_with_masks_are_saved(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bool", "hidden", "bias", "ints"])
-def test_dense_masks(kind):
+def test_transformers_dense_masks_and_biases_equal_eager(kind):
     eager, ours = hf_models.pair("llama")
     ids = hf_models.tokens()
     seen = dense("causal & (k < 4 | q - k < 5)", 1)
@@ -223,7 +223,7 @@ def refused(says, error=ParameterError, model="llama", call=None, **config):
         ours(hf_models.tokens(), **(call or {}))
 
 
-def test_a_misspelt_field_is_named():
+def test_transformers_config_names_a_misspelt_field():
     refused(r"config\.frisket_masks is not read; did you mean `frisket_mask`\?", frisket_masks="causal & k < 4")
     refused(r"the fields are frisket_mask, frisket_score, frisket_params", frisket_scale=3)
     refused(r"did you mean `frisket_params`\?", frisketparams={})
@@ -234,7 +234,7 @@ def test_errors_in_the_text_come_with_a_caret():
     refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")
 
 
-def test_what_cannot_be_done_is_said():
+def test_transformers_plugin_refuses_bad_masks():
     square = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=torch.bool)
     refused("does not take head_mask", call={"head_mask": torch.ones(2, 4)})
     refused("`w` of the config's frisket_mask or frisket_score has no value", frisket_mask="causal & q - k < w")
@@ -265,7 +265,7 @@ def test_keys_that_a_sliding_cache_has_dropped_are_not_missed():
                     ours(ids[:, 20:21], past_key_values=cache)
 
 
-def test_no_mask_is_causal_where_the_module_is():
+def test_missing_mask_is_causal_where_the_module_is():
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     module = torch.nn.Module()
     for causal, text in ((True, "causal"), (False, "full")):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support import hf_models, hf_tiny
-from support.matrix import some
+from support.tiers import default_only
 from transformers import (
     AlignTextModel,
     AutoModelForCausalLM,
@@ -53,8 +53,8 @@ CHOOSING = {
 }
 
 
-@pytest.mark.parametrize("kind", some(CHOOSING, "deepseek_v32", "doge", "deepseek_v4"))
-@pytest.mark.parametrize("side", some(["left", "right"], "left"))
+@pytest.mark.parametrize("kind", default_only(CHOOSING, "deepseek_v32", "doge", "deepseek_v4"))
+@pytest.mark.parametrize("side", default_only(["left", "right"], "left"))
 def test_models_that_choose_keys(kind, side):
     if (kind, side) == ("minimax_m3_vl", "left"):
         side = "none"  # its indexer reads tokens of padding, whose states differ
@@ -70,7 +70,7 @@ def test_models_that_choose_keys(kind, side):
 # -- models that compute with their mask, or without any ---------------------------------------------------------------
 
 
-def test_an_encoder_that_does_not_say_whether_it_is_causal_sees_both_ways():
+def test_encoder_without_is_causal_sees_both_ways():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     torch.testing.assert_close(attention(torch.nn.Module(), q, k, v, None)[0], fk.attention(q, k, v).transpose(1, 2))
@@ -92,7 +92,7 @@ def test_a_mask_of_one_row_is_for_all_queries():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["align_text_model", "clap_text_model"])
 def test_encoders_without_padding_are_those_of_eager(kind):
     model = {"align_text_model": AlignTextModel, "clap_text_model": ClapTextModel}[kind]
@@ -131,13 +131,15 @@ def test_a_mask_that_is_computed_with_is_that_of_sdpa():
         symbolic(2, 6, 6, config=type("Config", (), {"frisket_mask": "causal"})(), **how)[:, :, :, :3]
 
 
-@pytest.mark.parametrize("kind", some(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gpt_neo"], "bloom", "falcon"))
-def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
+@pytest.mark.parametrize(
+    "kind", default_only(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gpt_neo"], "bloom", "falcon")
+)
+def test_model_with_internal_attention_warns_and_takes_no_mask(kind):
     warns_and_takes_no_mask(kind)
 
 
-@pytest.mark.parametrize("kind", some(["gptj", "codegen"], "gptj"))
-def test_a_model_that_newer_transformers_have_ask_for_an_implementation(kind):
+@pytest.mark.parametrize("kind", default_only(["gptj", "codegen"], "gptj"))
+def test_model_that_newer_transformers_dispatch_equals_eager(kind):
     """transformers 5.23 computes it itself, 5.24 asks."""
     if "ALL_ATTENTION_FUNCTIONS" not in vars(import_module(f"transformers.models.{kind}.modeling_{kind}")):
         warns_and_takes_no_mask(kind)
@@ -183,7 +185,7 @@ def test_a_model_with_a_part_that_computes_attention_itself():
         ours(ids)
 
 
-def test_no_weights_are_written_out():
+def test_transformers_models_give_no_attention_weights():
     eager, ours = hf_models.pair("llama", num_hidden_layers=1)
     ids = hf_models.tokens()
     with pytest.warns(UserWarning, match="gives None for output_attentions=True"), torch.no_grad():
@@ -193,7 +195,7 @@ def test_no_weights_are_written_out():
     torch.testing.assert_close(found.logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_mask_of_a_user_is_refused_where_the_model_chooses_keys():
+def test_user_mask_is_refused_where_the_model_chooses_keys():
     _, ours = pair("minimax_m3_vl")
     ours.config.text_config.frisket_mask = "causal & window(4)"
     with pytest.raises(ParameterError, match="this model chooses keys under its own mask"), torch.no_grad():

@@ -22,7 +22,7 @@ from frisket.runtime.machine.cpp_build import reason
 NEW = 12
 PROMPTS = 5, 19, 1, 11, 30  # tokens; the third is a step from the first, the last two come in chunks
 FEW = "llama", "gemma3"
-MODELS = [pytest.param(n, marks=() if n in FEW else pytest.mark.matrix) for n in hf_models.MODELS]
+MODELS = [pytest.param(n, marks=() if n in FEW else pytest.mark.exhaustive) for n in hf_models.MODELS]
 
 
 def prompts():
@@ -55,7 +55,7 @@ def alone(model, prompt, new=NEW):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_request_gets_what_it_gets_alone(name):
+def test_batched_requests_get_the_tokens_of_single_ones(name):
     eager, ours = hf_models.pair(name)
     for prompt, (tokens, chances) in zip(prompts(), served(ours, prompts()), strict=True):
         want = alone(eager, prompt)
@@ -64,8 +64,8 @@ def test_every_request_gets_what_it_gets_alone(name):
     assert ours.config._attn_implementation == "frisket"
 
 
-@pytest.mark.parametrize("theirs", ["eager", pytest.param("sdpa", marks=pytest.mark.matrix)])
-def test_it_is_what_transformers_own_attention_serves(theirs):
+@pytest.mark.parametrize("theirs", ["eager", pytest.param("sdpa", marks=pytest.mark.exhaustive)])
+def test_batched_generation_equals_that_of_transformers(theirs):
     eager, ours = hf_models.pair("mistral")
     eager.set_attn_implementation(theirs)
     (mine, chances), (wanted, likely) = (list(zip(*served(m, prompts()))) for m in (ours, eager))
@@ -73,8 +73,8 @@ def test_it_is_what_transformers_own_attention_serves(theirs):
     torch.testing.assert_close(chances, likely, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.matrix)])
-def test_a_mask_and_a_score_of_the_config(name):
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.exhaustive)])
+def test_transformers_config_sets_mask_and_score_in_batches(name):
     """They speak of positions in a request, wherever its tokens lie."""
     _, ours = hf_models.pair(name)
     ours.config.frisket_mask = "causal & q - k < w & (k % 3 != 1 | q - k < 2)"
@@ -90,7 +90,7 @@ def test_a_mask_and_a_score_of_the_config(name):
 
 
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
-def test_fifty_steps_of_growing_requests_compile_nothing(monkeypatch):
+def test_transformers_serving_steps_do_not_recompile(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     _, ours = hf_models.pair("gemma3")
     asked, calls, plain = prompts()[:3], [], transformers_paged.paged
@@ -109,7 +109,7 @@ def test_fifty_steps_of_growing_requests_compile_nothing(monkeypatch):
     assert kernels == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_on_a_gpu_they_look_at_no_value():
     """Launched into nothing, so that no value is there to look at."""
     run(Path(__file__).parent / "serving_launched.py")

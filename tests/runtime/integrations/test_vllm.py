@@ -135,13 +135,13 @@ def test_a_story_of_steps(vllm, name):
         compare(engine, engine.step(new, padding=3 * (i % 2)), visible, **more)
 
 
-def test_bfloat16(vllm):
+def test_vllm_backend_in_bfloat16_is_near_dense(vllm):
     engine = Engine(vllm, 4, dtype=torch.bfloat16)
     for new in STORY:
         compare(engine, engine.step(new), causal, tolerance=2e-2)
 
 
-def test_a_mask_and_a_score_of_the_config(vllm, config):
+def test_vllm_config_sets_mask_and_score(vllm, config):
     """As the transformers plug-in reads them, and of vLLM's additional_config, which comes first."""
 
     def sinks_and_steps(distance, k):
@@ -167,7 +167,7 @@ def test_a_mask_and_a_score_of_the_config(vllm, config):
 
 
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
-def test_fifty_steps_of_growing_requests_compile_nothing(vllm, monkeypatch):
+def test_vllm_serving_steps_do_not_recompile(vllm, monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     engine = Engine(vllm, 5, sliding_window=20, width=12)
     with built() as kernels:
@@ -221,7 +221,7 @@ def test_new_keys_are_written_to_their_slots_alone(layout, slots):
 # -- registering, and what is refused ---------------------------------------------------------------------------------
 
 
-def test_it_is_registered_once_and_takes_nobodys_place(vllm):
+def test_vllm_backend_registers_only_into_a_free_place(vllm):
     custom = vllm_standin.AttentionBackendEnum.CUSTOM
     vllm_standin.registered.clear()
     vllm.register()
@@ -234,7 +234,7 @@ def test_it_is_registered_once_and_takes_nobodys_place(vllm):
     assert vllm_standin.registered == {custom: "another.plugin"}
 
 
-def test_without_vllm(monkeypatch):
+def test_missing_vllm_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in ("frisket.integrations.vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -253,13 +253,13 @@ def test_without_vllm(monkeypatch):
         ({"use_alibi_sqrt": True}, None, r"does not know use_alibi_sqrt=True"),
     ],
 )
-def test_what_is_refused(vllm, config, layer, mask, why):
+def test_vllm_backend_refuses_bad_layers_and_masks(vllm, config, layer, mask, why):
     config.additional_config = {"frisket_mask": mask}
     with pytest.raises(ParameterError, match=why):
         Engine(vllm, 1, **layer)
 
 
-def test_a_misspelt_field_is_named(vllm, config):
+def test_vllm_config_names_a_misspelt_field(vllm, config):
     config.additional_config = {"frisket_masks": "causal"}
     with pytest.raises(ParameterError, match=r"--additional-config: frisket_masks is not read; did you mean `frisket"):
         Engine(vllm, 1)
@@ -268,7 +268,7 @@ def test_a_misspelt_field_is_named(vllm, config):
         Engine(vllm, 1)
 
 
-def test_what_is_refused_of_a_step(vllm):
+def test_vllm_backend_refuses_bad_steps(vllm):
     engine = Engine(vllm, 2)
     with pytest.raises(ParameterError, match="not causal"):
         engine.builder.build(0, replace(told(engine), causal=False))

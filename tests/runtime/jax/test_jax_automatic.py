@@ -170,11 +170,11 @@ def test_batches_and_heads_are_not_gathered():
     assert run(SCRIPT, "Auto", "xla", ";".join(FEW)) == [name.replace(":", " ") for name in FEW]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "backend", "names"), [
     ("Auto", "", ALL), ("Auto", "xla", [*FEW, "origin:both"]), ("Explicit", "", [*FEW, "sinks:both"]),
 ])  # fmt: skip
-def test_every_way(kind, backend, names):
+def test_automatic_sharding_keeps_batches_and_heads_local(kind, backend, names):
     more = MORE if kind == "Auto" else EXPLICIT
     told = ["groups", "vmap", "eager", "named", "abstract", "export"] if kind == "Auto" else ["split tables"]
     assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told

@@ -45,7 +45,7 @@ def test_calls_outside_of_jit_compile_once(compiled):
     assert compiled == []
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @NATIVE
 def test_gradients_outside_of_jit_compile_once(compiled):
     for n in range(4):
@@ -65,7 +65,7 @@ def test_a_plan_serves_attentions_of_several_tiles():
     assert [task.call.tile for task in tasks] == list(tiles)
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param(None, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_a_jitted_caller_is_traced_once(backend, compiled):
     traces = []
 
@@ -107,8 +107,8 @@ print("hit" if "/jax/compilation_cache/cache_hits" in found else "miss")
 """
 
 
-@pytest.mark.matrix
-def test_another_process_finds_what_was_compiled(tmp_path):
+@pytest.mark.exhaustive
+def test_second_process_finds_the_compiled_program(tmp_path):
     runs = []
     for seed in ("1", "2"):
         env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}

@@ -31,7 +31,7 @@ def close(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), got, want)
 
 
-def test_no_tracer_of_a_step_outlives_it():
+def test_tracers_do_not_outlive_their_step():
     att = fk.compile("causal", "param bias: float[_, _]\nscore = score + bias[h, q - k]")
     with jax.checking_leaks():
         jax.jit(jax.grad(lambda bias: att(q, k, v, bias=bias).sum()))(BIAS)

@@ -58,16 +58,16 @@ def exported(function, *args, platforms):
 @pytest.mark.parametrize(("platform", "backend", "call"), [
     ("cpu", NATIVE, ""), ("tpu", "pallas-tpu", "tpu_custom_call"), ("cuda", "pallas-mosaic-gpu", "mosaic_gpu_v2"),
 ])  # fmt: skip
-def test_the_platform_that_is_lowered_is_the_one_that_is_traced(platform, backend, call, called):
+def test_lowered_platform_decides_the_traced_backend(platform, backend, call, called):
     text = lowered(platform)
     assert called == [backend]
     assert {name for name in CALLS if f"@{name}" in text} == {call} - {""}
 
 
 @pytest.mark.parametrize("function", [
-    attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.matrix),
+    attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_one_function_goes_to_every_platform(function, called):
+def test_exported_function_runs_on_each_platform(function, called):
     """Without kernels that only this machine has."""
     module = exported(function, Q, K, V, DOC, platforms=["cpu", "tpu", "cuda"])
     assert called == (1 if function is attend else 2) * ["xla", "pallas-tpu", "pallas-mosaic-gpu"]
@@ -80,8 +80,8 @@ def test_one_function_goes_to_every_platform(function, called):
         np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.matrix
-def test_the_gradient_of_an_export_for_every_platform():
+@pytest.mark.exhaustive
+def test_gradient_of_an_export_for_several_platforms():
     module = exported(loss, Q, K, V, DOC, platforms=["cpu", "tpu"])
     again = jax.export.deserialize(module.serialize(vjp_order=1))
     found, want = (jax.grad(lambda q, f=f: f(q, K, V, DOC))(Q) for f in (again.call, loss))
@@ -101,7 +101,7 @@ def test_a_backend_that_is_named_is_that_backend_everywhere():
     assert "tpu_custom_call" not in lowered("tpu", lambda *args: attend(*args, backend="xla"))
 
 
-def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
+def test_missing_backends_are_warned_about_once(called, monkeypatch):
     SAID.clear()
     monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "not here" if backend == "triton" else "")
     args = *(x.astype("float32") for x in (Q, K, V)), DOC
@@ -183,7 +183,7 @@ def test_short_rows_of_small_heads_take_triton_on_hopper(stand_ins, given):
     {"mask": "causal & window(128)", "dropout": 0.1}, {"mask": "causal & window(128)", "tile": (128, 64)},
     {"mask": "causal & window(128)", "backend": "pallas-mosaic-gpu"},
 ])  # fmt: skip
-def test_other_calls_take_mosaic_on_hopper(stand_ins, given):
+def test_long_and_plain_calls_take_mosaic_on_hopper(stand_ins, given):
     asked(**given)
     assert stand_ins == [("pallas-mosaic-gpu", "forward")]
 
@@ -226,7 +226,7 @@ def test_gradients_of_short_rows_are_those_of_mosaic(stand_ins):
     assert stand_ins == [("triton", "forward"), ("pallas-mosaic-gpu", "backward")]
 
 
-def test_traced_documents_are_planned_for_the_tiles_of_the_forward(stand_ins, monkeypatch):
+def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch):
     """Once for all layers: not again in the call, which would find other tiles."""
     monkeypatch.setattr("frisket.runtime.backends.registry.automatic", lambda *given: "pallas-mosaic-gpu")
     blocks, rows = [], FlatPlan.rows
@@ -250,7 +250,7 @@ def test_traced_documents_are_planned_for_the_tiles_of_the_forward(stand_ins, mo
     assert blocks == [((64, 64), False), ((64, 64), True)]
 
 
-def test_another_platform_has_xla(called):
+def test_unknown_platform_takes_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
     assert jax_platforms.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"

@@ -12,7 +12,7 @@ STRICT = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "str
 SLICE = (
     "runtime/plans/test_flat_plan.py::test_offsets_in_fewer_bits_than_positions_need",
     "runtime/jax/test_jax_learned.py::test_a_mask_captures_documents",
-    "runtime/caches/test_caches_jax.py::test_too_many_tokens",
+    "runtime/caches/test_caches_jax.py::test_jax_cache_refuses_more_tokens_than_its_room",
     "runtime/modeling/test_modeling.py::test_rotary_keeps_the_dtype",
 )
 WHOLE = (  # those whose own arithmetic promotes nothing
@@ -33,11 +33,11 @@ def strict(*names):
     assert found.returncode == 0, found.stdout[-8000:]
 
 
-def test_a_slice():
+def test_slice_of_jax_tests_passes_under_strict_promotion():
     strict(*SLICE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", WHOLE)
-def test_all(names):
+def test_jax_tests_pass_under_strict_promotion(names):
     strict(*names.split())

@@ -100,7 +100,7 @@ print("sinks")
 @pytest.mark.parametrize(
     ("script", "wanted"),
     [
-        pytest.param(SPLIT, ["batch", "heads", "head origin"], marks=pytest.mark.matrix),
+        pytest.param(SPLIT, ["batch", "heads", "head origin"], marks=pytest.mark.exhaustive),
         (SHARDED, ["rows", "public", "sinks"]),
     ],
     ids=["batch and heads", "queries"],

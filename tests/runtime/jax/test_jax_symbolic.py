@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
@@ -72,8 +72,8 @@ def exported(case, symbols="b, s, t", **how):
     return jax.export.deserialize(made.serialize())
 
 
-@pytest.mark.parametrize("name", some(CASES, "lengths"))
-def test_one_module_for_every_size(name):
+@pytest.mark.parametrize("name", default_only(CASES, "lengths"))
+def test_symbolic_export_runs_at_several_sizes(name):
     case = CASES[name]
     module = exported(case)
     for batch, q_len, kv_len in SIZES:
@@ -96,7 +96,7 @@ def trace(shape, call, *more):
     return jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, FLOAT), *more)
 
 
-def test_what_is_refused_says_what_to_write():
+def test_symbolic_export_refuses_masks_of_known_lengths():
     b, s, h = jax.export.symbolic_shape("b, s, h")
     q = (b, s, 4, 16)
     doc = jax.ShapeDtypeStruct((s,), INT)

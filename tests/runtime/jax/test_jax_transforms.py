@@ -103,7 +103,7 @@ def test_gradients_of_everything():
     close(jax.grad(loss_of(ours()), 3)(*args), want[1][3])  # without jit around it
 
 
-def test_only_what_is_asked_for(monkeypatch):
+def test_jax_grad_computes_requested_gradients_alone(monkeypatch):
     from frisket.lowering.xla import backward as xla_backward
 
     asked, run = [], xla_backward.backward
@@ -135,7 +135,7 @@ SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in [(0, 0, 0, None), (0, N
 
 
 @pytest.mark.parametrize("axes", [(None, None, None, 0), *SLOW])
-def test_vmap(axes):
+def test_jax_vmap_of_gradients_equals_dense(axes):
     args = [stacked(3, lambda i: tuple(qkv(10 * i, batch=2)))[j] for j in range(3)]
     args.append(stacked(3, lambda i: {"c": VALUES["c"] + i, "x": normal(i, 4, 50)}))
     args = [x if a == 0 else jax.tree.map(lambda y: y[1], x) for x, a in zip(args, axes)]
@@ -156,7 +156,7 @@ def test_vmap_in_vmap_and_its_gradient():
     close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_vmap_over_heads_makes_one_call_of_more_heads():
     """In place: an axis beside the heads needs no turning."""
     q, k, v = qkv(heads=6, kv_heads=3)
@@ -179,7 +179,7 @@ def test_vmap_over_query_heads_shares_the_keys():
 
 
 @pytest.mark.parametrize(
-    "axis", [0, pytest.param(2, marks=pytest.mark.matrix), pytest.param(3, marks=pytest.mark.matrix)]
+    "axis", [0, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
 def test_vmap_over_no_instances(axis):
     q, k, v = (jnp.moveaxis(jnp.zeros((0, 2, 8, heads, D)), 0, axis) for heads in (4, 2, 2))
@@ -191,7 +191,7 @@ def test_vmap_over_no_instances(axis):
     assert jax.grad(lambda k: found(q, k, v)[0].sum())(k).shape == k.shape
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", [causal & (q - k < 9 + 5 * h), causal])
 def test_vmap_over_heads_of_what_a_mask_tells_apart(mask):
     """Each instance is head 0: they go in turn, or, where nothing is told apart, in the batch."""
@@ -238,14 +238,14 @@ def test_checkpoint_donation_and_export():
 
 
 @pytest.mark.slow
-def test_the_gradient_of_an_export():
+def test_gradient_of_an_export_equals_dense():
     args = *qkv(), VALUES, SINKS
     exported = jax.export.export(jax.jit(loss_of(ours())))(*args)
     again = jax.export.deserialize(exported.serialize(vjp_order=1))
     close(jax.value_and_grad(again.call, (0, 3))(*args), results(dense, *args, wrt=(0, 3)))
 
 
-def test_what_is_not_differentiated_says_so():
+def test_second_gradients_in_jax_are_refused():
     args = *qkv(), VALUES, SINKS
     loss = loss_of(ours())
     with pytest.raises(BackwardError) as caught:

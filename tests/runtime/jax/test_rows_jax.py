@@ -16,7 +16,7 @@ from frisket.runtime.machine import cpp_build
 
 needs_compiler = pytest.mark.skipif(bool(cpp_build.reason()), reason="needs a C++ compiler")
 BACKENDS = [pytest.param("cpp", marks=needs_compiler), "xla"]
-OFTEN = [pytest.param("cpp", marks=[needs_compiler, pytest.mark.matrix]), "xla"]
+OFTEN = [pytest.param("cpp", marks=[needs_compiler, pytest.mark.exhaustive]), "xla"]
 Q_LEN, KV_LEN = 203, 331
 draws = np.random.default_rng(0)
 PLACES = draws.permutation(Q_LEN).astype(np.int32), draws.permutation(KV_LEN).astype(np.int32)
@@ -52,8 +52,8 @@ def results(att, q, k, v, **given):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.matrix)])
-def test_results_and_gradients(text, backend, monkeypatch):
+@pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.exhaustive)])
+def test_reordered_jax_results_and_gradients_equal_plain_ones(text, backend, monkeypatch):
     moved = []
     in_order = call._in_order
     monkeypatch.setattr(call, "_in_order", lambda *a: (moved.append(a), in_order(*a))[1])
@@ -74,7 +74,7 @@ def test_learned_tables_sinks_and_dropout(backend):
 
 
 @pytest.mark.parametrize("backend", OFTEN)
-def test_mapped(backend):
+def test_reordered_jax_calls_work_under_vmap(backend):
     plain, own = both("q >= k", backend)
     q, k, v = arrays(3)
     found, want = (jax.jit(jax.vmap(f, (0, None, 0)))(q, k[0], v) for f in (own, plain))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError, ParameterError, ShapeError, Undecided
@@ -72,8 +72,8 @@ def ask(m: fk.Mask, n: fk.Mask, case: masks.Case, **more) -> tuple[fk.Answer, ..
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_written_masks(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_answers_about_written_masks_equal_brute_force(name):
     rng = random.Random(f"answers {name}")
     e, others = masks.written()[name], list(masks.written().values())
     for other in (rng.choice(others), build("and", e, masks.random_mask(rng, 1)), build("or", e, rng.choice(others))):
@@ -83,14 +83,14 @@ def test_written_masks(name):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
-def test_random_masks(seed):
+def test_answers_about_random_masks_equal_brute_force(seed):
     rng = random.Random(seed)
     check(masks.random_mask(rng), masks.random_mask(rng), masks.case(masks.random_mask(rng), rng))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_many_random_masks(seed):
+def test_answers_about_many_random_masks_equal_brute_force(seed):
     rng = random.Random(f"answers slow {seed}")
     for _ in range(200):
         e = masks.random_mask(rng)
@@ -128,7 +128,7 @@ def test_masks_that_give_one_name_two_values():
     assert not fk.mask("window(w)", w=4).implies(fk.mask("window(w)", w=3), 99, 99)
 
 
-def test_every_batch_entry_and_head_is_asked():
+def test_answers_cover_each_batch_entry_and_head():
     length = fk.mask("k < len[b]", len=np.array([9, 9, 5, 9]))
     assert length.implies("k < 9", 9, 12, batch=4)
     assert fk.mask("k < 9").implies(length, 9, 12, batch=4).witness == (2, 0, 0, 5)
@@ -179,7 +179,7 @@ def test_a_lone_position_is_found(query, key, head):
     assert full.empty_rows(300, 399).witness == (0, 0, query, None)
 
 
-def test_what_is_refused():
+def test_mask_answers_refuse_bad_arguments():
     m = fk.mask("causal")
     with pytest.raises(ParameterError, match="`w` has no value"):
         m.implies("window(w)", 4, 4)

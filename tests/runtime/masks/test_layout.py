@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.lowering import brute
-from support.matrix import every_other
+from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
@@ -31,8 +31,8 @@ def names(e):
     return {*scalars, *tables}
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_what_a_layout_says_is_what_the_mask_does(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_layout_figures_equal_the_dense_mask(name):
     rng = random.Random(f"layout {name}")
     for _ in range(3):
         case = masks.case(masks.written()[name], rng)
@@ -143,8 +143,8 @@ def test_a_tile_is_explained():
     assert str(together) == "empty: q < k, k < 129 - q are never true together here"
 
 
-@pytest.mark.parametrize("name", every_other(masks.written()))
-def test_what_a_tile_is_said_to_be_is_what_it_is(name):
+@pytest.mark.parametrize("name", thinned(masks.written()))
+def test_explained_tile_is_of_the_stated_kind(name):
     rng = random.Random(f"tile {name}")
     for _ in range(3):
         case = masks.case(masks.written()[name], rng)
@@ -164,7 +164,7 @@ def test_what_a_tile_is_said_to_be_is_what_it_is(name):
             assert (found.kind == "empty") == (found.visible_at is None)
 
 
-def test_what_explain_refuses():
+def test_explain_refuses_bad_positions_and_tiles():
     made = fk.mask("causal").layout(300, 300, batch=2, origin=(3, 0, 0, 0))
     assert made.explain(q=5, k=4).visible
     assert made.explain(tile=(0, 0)).visible_at == (3, 0, 0, 0)
@@ -229,7 +229,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_cannot_be_laid_out_is_refused(text):
+def test_layout_refuses_bad_lengths_and_blocks(text):
     arguments = {"q_len": 64, "kv_len": 64, **BAD[text]}
     with pytest.raises(ShapeError) as caught:
         fk.mask("causal").layout(**arguments)

@@ -72,7 +72,7 @@ def test_algebra_is_that_of_the_dense_masks():
         np.testing.assert_array_equal(made.dense(4, 4), expected)
 
 
-def test_one_name_bound_differently_becomes_two():
+def test_name_bound_to_two_values_becomes_two_names():
     both = mask("window(w)", w=2) | mask("prefix(w)", w=3)
     assert str(both) == "abs(q - k) < w | k < w_2"
     assert dict(both.params) == {"w": 2, "w_2": 3}
@@ -83,7 +83,7 @@ def test_one_name_bound_differently_becomes_two():
     assert dict(third.params) == {"w": 2, "w_2": 3, "w_3": 9}
 
 
-def test_at():
+def test_mask_at_substitutes_positions():
     m = mask("causal & window(w)", w=4)
     assert str(m.at(q="q // 2", k="k // 2")) == "q // 2 >= k // 2 & abs(q // 2 - k // 2) < w"
     assert str(m.at(q=3)) == "3 >= k & abs(3 - k) < w"
@@ -103,7 +103,7 @@ def test_then_feeds_one_to_the_next():
         s.then("q * 1.0")
 
 
-def test_binding_later():
+def test_masks_can_be_bound_later():
     m = mask("same(doc) & q < w", w=3)
     assert m.unbound == ("doc",)
     assert m.bind(doc=doc).unbound == ()
@@ -123,7 +123,7 @@ def test_arrays_of_other_frameworks():
     assert score("score + t[q]", t=jnp.ones(3, "bfloat16")).params["t"].dtype == np.float32
 
 
-def test_programs(tmp_path):
+def test_programs_load_masks_and_score_mods(tmp_path):
     file = tmp_path / "gemma.frisket"
     file.write_text(
         "param w: int = 3\nparam doc: sorted int[Q_LEN]\nmask = causal & same(doc) & window(w)\nscore = softcap(50)\n"
@@ -139,7 +139,7 @@ def test_programs(tmp_path):
         load(tmp_path / "none.frisket")
 
 
-def test_what_a_layout_has_is_named():
+def test_mask_names_the_layout_for_its_attributes():
     for name in ("plot", "explain", "counts"):
         with pytest.raises(AttributeError, match=rf"no `{name}`; .*: write mask.layout\(q_len, kv_len\).{name}$"):
             getattr(mask("causal"), name)

@@ -26,7 +26,7 @@ NAMES = (
 WORLDS = {"jax": jnp.asarray, "torch": lambda x: torch.from_numpy(np.asarray(x))}
 
 
-def test_every_name_of_the_page_is_there():
+def test_modeling_page_names_exist():
     assert {*NAMES} <= {*m.__all__}
     assert all(callable(getattr(m, name)) for name in m.__all__ if name in NAMES)
 
@@ -46,7 +46,7 @@ def turned(x, angle):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("tables", ["plain", "longer", "by batch", "full"])
-def test_rotary(world, layout, tables):
+def test_rotary_embedding_equals_its_formula(world, layout, tables):
     make = WORLDS[world]
     x = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)  # [batch, heads, length, dim]
     positions = {
@@ -66,7 +66,7 @@ def test_rotary(world, layout, tables):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_rotary_by_the_names_of_easydel_and_a_table_for_every_head(world, layout):
+def test_rotary_embedding_takes_a_table_per_head(world, layout):
     make, draw = WORLDS[world], np.random.default_rng(8)
     x, sin, cos = (draw.standard_normal((n, 3, 5, 8)).astype(np.float32) for n in (2, 1, 2))
     given = [a if layout == "bhsd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (x, sin, cos)]
@@ -98,7 +98,7 @@ def test_rotary_turns_scores_by_distance_alone():
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_heads_repeated(world):
+def test_repeat_kv_repeats_each_head(world):
     x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
     make = WORLDS[world]
     bnsh, bsnh = np.asarray(m.repeat_kv_bnsh(make(x), 2)), np.asarray(m.repeat_kv_bsnh(make(x), np.int64(2)))
@@ -109,14 +109,14 @@ def test_heads_repeated(world):
         np.testing.assert_array_equal(bsnh[:, :, head], x[:, :, head // 2])
 
 
-def test_rotate_half():
+def test_rotate_half_swaps_and_negates():
     x = rng.standard_normal((3, 6)).astype(np.float32)
     wanted = np.concatenate((-x[:, 3:], x[:, :3]), 1)
     np.testing.assert_array_equal(m.rotate_half(jnp.asarray(x)), wanted)
     np.testing.assert_array_equal(m.rotate_half(torch.from_numpy(x)), wanted)
 
 
-def test_meshes():
+def test_create_mesh_has_the_named_axes():
     mesh = m.create_mesh()
     assert isinstance(mesh, Mesh)
     assert dict(mesh.shape) == {"dp": 1, "fsdp": len(jax.devices()), "tp": 1, "sp": 1}
@@ -147,7 +147,7 @@ def test_names_of_specs():
     assert m.get_names_from_partition_spec(P()) == []
 
 
-def test_dtypes():
+def test_canonicalize_dtype_promotes_the_given_arrays():
     half, whole = jnp.ones(1, "float16"), jnp.ones(1, "int32")
     assert m.canonicalize_dtype(half, None, whole) == jnp.float16
     assert m.canonicalize_dtype(half, jnp.ones(1, "bfloat16")) == jnp.float32
@@ -160,7 +160,7 @@ POLICIES = [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_checkpoint_policies(name):
+def test_gradient_checkpoint_policies_are_those_of_jax(name):
     assert m.get_gradient_checkpoint_policy(name) is getattr(jax.checkpoint_policies, name)
 
 
@@ -173,7 +173,7 @@ def test_a_policy_saves_what_it_says():
     assert saved(nothing) == saved(everything) + 1
 
 
-def test_docstrings():
+def test_start_docstrings_are_prepended():
     @m.add_start_docstrings("One. ", "Two. ")
     def f():
         """Three."""
@@ -195,13 +195,13 @@ def rounded(x, axis, bits):
     return np.round(x / scale) * scale
 
 
-FEW = [*(pytest.param(n, marks=pytest.mark.matrix) for n in (2, 4, 7)), 8]
+FEW = [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4, 7)), 8]
 
 
 @quantized
 @pytest.mark.parametrize("bits", FEW)
-@pytest.mark.parametrize("mode", ["train", "serve", pytest.param("convert", marks=pytest.mark.matrix)])
-def test_products_of_few_bits(bits, mode):
+@pytest.mark.parametrize("mode", ["train", "serve", pytest.param("convert", marks=pytest.mark.exhaustive)])
+def test_quantized_products_equal_rounded_operands(bits, mode):
     a, b = rng.standard_normal((5, 64)).astype(np.float32), rng.standard_normal((64, 7)).astype(np.float32)
     dot = m.get_dot_general_by_bits(bits, mode)["dot_general"]
     wanted = rounded(a, 1, bits) @ rounded(b, 0, bits)
@@ -216,7 +216,7 @@ def test_products_of_few_bits(bits, mode):
 
 
 @quantized
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_training_with_few_bits():
     a, b = rng.standard_normal((16, 64)).astype(np.float32), rng.standard_normal((64, 8)).astype(np.float32)
     dot = m.get_dot_general_by_bits(8)["dot_general"]
@@ -230,7 +230,7 @@ def test_training_with_few_bits():
 
 
 @quantized
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_converted_weights_serve():
     from flax import nnx
 
@@ -255,7 +255,7 @@ def test_layers_of_their_own_product():
     assert m.get_dot_general_by_bits() == {} == m.get_dot_general_by_bits(None, "serve")
 
 
-def test_the_product_by_the_key_of_linen():
+def test_quantized_product_works_in_linen_layers():
     nn = pytest.importorskip("flax.linen")
     pytest.importorskip("qwix")
     given = m.get_dot_general_by_bits(8)
@@ -279,7 +279,7 @@ def test_an_unknown_policy_is_a_key_error():
     assert str(caught.value).startswith("there is no checkpoint policy 'dot_saveable'; did you mean 'dots_saveable'?\n")
 
 
-def test_without_qwix(monkeypatch):
+def test_missing_qwix_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.quantized", raising=False)
     with pytest.raises(fk.MissingPackageError, match=re.escape(pip_install("quantized"))):
@@ -315,7 +315,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
+def test_modeling_functions_refuse_bad_input(name):
     wrong, says = BAD[name]
     with pytest.raises(fk.FrisketError, match=says) as found:
         wrong()

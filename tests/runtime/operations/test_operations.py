@@ -56,7 +56,7 @@ def test_an_implementation_runs_on_its_platform(platform):
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu", "cuda", "rocm", "other"])
-def test_the_platform_is_found(name, monkeypatch):
+def test_operation_runs_the_forward_of_the_platform(name, monkeypatch):
     seen = "gpu" if name in ("cuda", "rocm") else name
     monkeypatch.setattr(jax, "default_backend", lambda: seen)
     monkeypatch.setattr("frisket.runtime.operations.base.platform_of", lambda x: name)
@@ -82,7 +82,7 @@ def registries(monkeypatch):
 
 
 @pytest.mark.usefixtures("registries")
-def test_registries():
+def test_operations_register_by_name():
     @AttentionRegistry.register
     class Mine(ops.AttentionImpl):
         @classmethod
@@ -112,7 +112,7 @@ def test_registries():
         AttentionRegistry.register(dict)
 
 
-def test_names():
+def test_operation_names_and_aliases_exist():
     names = AttentionRegistry.list_implementations()
     backends = "xla cpp triton pallas-tpu pallas-mosaic-gpu".split()
     assert {"frisket", "dense", "ring", *(f"frisket-{b}" for b in backends)} <= {*names}
@@ -146,7 +146,7 @@ def same(found, wanted):
             assert getattr(found, name) == getattr(wanted, name), name
 
 
-def test_fields():
+def test_attention_metadata_has_its_fields_and_defaults():
     plain = AttentionMetadata()
     assert [*plain.to_dict()] == FIELDS
     assert (plain.sequence_axis_name, plain.scan_ring_attention, plain.dropout_prob) == ("sp", True, 0.0)
@@ -167,7 +167,7 @@ def test_a_field_is_taken_from_the_config_where_it_is_not_given(name):
         assert getattr(AttentionMetadata(base_config=config, **both), name) == other
 
 
-def test_from_config():
+def test_attention_metadata_reads_a_config():
     config = SimpleNamespace(
         attn_dtype="float16", softmax_scale=3.0, dropout_prob=0.9, partition_axis={"head_axis": "x"}
     )
@@ -190,7 +190,7 @@ def test_set_attrs_carefully():
         made.set_attrs_carefully("f")
 
 
-def test_the_later_name_of_metadata():
+def test_operation_metadata_is_attention_metadata():
     from frisket.operations import OperationMetadata
 
     assert OperationMetadata is AttentionMetadata
@@ -211,7 +211,7 @@ def test_metadata_goes_through_dicts_and_json():
     assert (changed.softmax_scale, full.softmax_scale, changed.backend) == (2.0, 0.25, full.backend)
 
 
-def test_the_partition_manager_is_of_the_mesh_and_the_axes():
+def test_partition_manager_follows_mesh_and_axes():
     """Operators ask the metadata for the mesh and its manager to split: there is one answer."""
     one, other = create_mesh((1, 1), ("x", "y")), create_mesh((1, 1), ("tp", "dp"))
     axes, by_head = s.PartitionAxis(head_axis="dp"), s.PartitionAxis(head_axis="x")
@@ -247,7 +247,7 @@ def test_numbers_of_libraries_go_through_json():
 @pytest.mark.parametrize("bthd", [True, False])
 @pytest.mark.parametrize("mni", [True, False])
 @pytest.mark.parametrize("mode", [s.MODE_TRAIN, s.MODE_PREFILL, s.MODE_DECODE, s.MODE_INSERT])
-def test_shardings(mode, bthd, mni):
+def test_metadata_gives_the_sharding_of_each_mode(mode, bthd, mni):
     paxis = s.PartitionAxis(kv_head_axis="ep", bias_head_sequence_axis="tp", bias_key_sequence_axis="sp",
                             decode_key_sequence_axis="fsdp", batch_axis="dp")  # fmt: skip
     found = AttentionMetadata(partition_axis=paxis).get_shardings(mode, bthd, mni)
@@ -260,7 +260,7 @@ def test_shardings(mode, bthd, mni):
     assert found == (query, key, key, P("dp", "tp", length, "sp"), P("dp", None, length, "sp"), query)
 
 
-def test_outputs():
+def test_attention_output_is_a_pytree_and_serializes():
     made = ops.AttentionOutput(attention_outputs=jnp.asarray(Q, "bfloat16"))
     doubled = jax.jit(lambda x: jax.tree.map(lambda y: 2 * y, x))(made)
     assert doubled.attention_weights is None
@@ -275,7 +275,7 @@ def test_outputs():
 # -- helpers ----------------------------------------------------------------------------------------
 
 
-def test_helpers():
+def test_operation_mode_and_repeated_heads_follow_shapes():
     op = AttentionRegistry.create("frisket")
     assert op.get_mode(jnp.ones((2, 1, 4, 8))) == op.get_mode(jnp.ones((2, 4, 1, 8)), BTHD=False) == s.MODE_DECODE
     assert op.get_mode(jnp.ones((2, 4, 1, 8))) == op.get_mode(jnp.ones((2, 1, 4, 8)), BTHD=False) == s.MODE_TRAIN
@@ -284,7 +284,7 @@ def test_helpers():
     np.testing.assert_array_equal(v, V[:, :, [0, 0, 1, 1]])
 
 
-def test_stable_sharding():
+def test_stable_sharding_drops_axes_that_do_not_divide():
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("dp", "sp", "tp"))
     stable = AttentionRegistry.create("frisket", AttentionMetadata(mesh=mesh)).create_stable_sharding
     spec, other = P("dp", "sp", "tp", None), P("tp", "dp", None, None)
@@ -304,7 +304,7 @@ VALUES = {"w": 17, "slope": np.array([0.1, 0.2, 0.3, 0.4], np.float32)}
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
-def test_every_operator_that_runs_here_is_the_same_attention(name):
+def test_operators_give_the_attention_of_the_reference(name):
     if fk.backends().get(name.removeprefix("frisket-"), ""):
         pytest.skip(fk.backends()[name.removeprefix("frisket-")])
     op = AttentionRegistry.create(name, AttentionMetadata(softmax_scale=0.3))
@@ -353,13 +353,13 @@ CASES = {  # keywords: the same as texts
 
 
 def each(case, jit):
-    """Eagerly all; traced a few, and the others in the matrix."""
-    marks = pytest.mark.matrix if jit and case != "padding" else ()
+    """Eagerly all; traced a few, the others exhaustive."""
+    marks = pytest.mark.exhaustive if jit and case != "padding" else ()
     return pytest.param(case, jit, marks=marks, id=f"{case} {'jit' if jit else 'eager'}")
 
 
 @pytest.mark.parametrize(("case", "jit"), [each(case, jit) for case in CASES for jit in (False, True)])
-def test_keywords(case, jit):
+def test_operation_keywords_equal_masks_and_scores(case, jit):
     given, mask, score, tables = CASES[case]
     op = AttentionRegistry.create("frisket-xla" if jit else "dense")  # what is put together is the same
     traced = {n: x for n, x in given.items() if jit and (isinstance(x, np.ndarray | int) and not isinstance(x, bool))}
@@ -370,7 +370,7 @@ def test_keywords(case, jit):
 
 
 @pytest.mark.parametrize("q_len", [1, 5])
-def test_the_last_query_is_at_the_last_key(q_len):
+def test_operations_align_the_last_query_with_the_last_key(q_len):
     q, k, v = arrays(q_len, 40)
     op = AttentionRegistry.create("dense")
     wanted = fk.reference(
@@ -397,7 +397,7 @@ def test_sinks_of_a_head_are_one():
     close(op(Q, K, V, softmax_aux=many), wanted)
 
 
-def test_dtypes():
+def test_operations_compute_in_the_runtime_dtype():
     op = AttentionRegistry.create("frisket-xla", AttentionMetadata(runtime_dtype="bfloat16"))
     found = op(Q, K, V, causal=True).attention_outputs
     assert found.dtype == jnp.bfloat16
@@ -408,7 +408,7 @@ def test_dtypes():
     )
 
 
-def test_dropout():
+def test_operations_drop_out_only_when_not_deterministic():
     op, key = AttentionRegistry.create("dense", AttentionMetadata(dropout_prob=0.5)), jax.random.key(1)
     exact = fk.reference(Q, K, V, "causal", layout="bshd")
     close(op(Q, K, V, causal=True, dropout_rng=key), exact)
@@ -419,8 +419,8 @@ def test_dropout():
     close(op(Q, K, V, causal=True, deterministic=False, dropout_prob=0.0), exact)
 
 
-@pytest.mark.matrix
-def test_gradients():
+@pytest.mark.exhaustive
+def test_operation_gradients_equal_compiled_attention():
     op = AttentionRegistry.create("frisket-xla")
     full = fk.compile("causal", "softcap(20) + t[0, h, q, k]", backend="xla")
 
@@ -450,8 +450,8 @@ def test_tiles_and_platforms_are_those_of_the_metadata(monkeypatch):
         pallas.chosen()
 
 
-@pytest.mark.matrix
-def test_other_segments_trace_nothing():
+@pytest.mark.exhaustive
+def test_operations_with_new_segments_do_not_retrace():
     op, count = AttentionRegistry.create("frisket-xla"), []
 
     @jax.jit
@@ -515,7 +515,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
+def test_operations_refuse_bad_input(name):
     wrong, says = BAD[name]
     with pytest.raises(fk.FrisketError, match=says):
         wrong()

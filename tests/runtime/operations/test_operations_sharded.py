@@ -14,7 +14,7 @@ USUAL = ["managers", "modes", "rings", "explicit", "inside shard map"]
 @pytest.mark.parametrize(
     ("which", "checks"),
     [
-        pytest.param("usual", USUAL, marks=pytest.mark.matrix),
+        pytest.param("usual", USUAL, marks=pytest.mark.exhaustive),
         pytest.param("all", [*USUAL, "gradients", "partial fit"], marks=pytest.mark.slow),
     ],
 )

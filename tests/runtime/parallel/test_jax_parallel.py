@@ -62,14 +62,15 @@ MANY = [
 
 @pytest.mark.parametrize(
     "cases",  # a case is compiled for some ten seconds
-    [pytest.param(MANY, marks=pytest.mark.matrix), pytest.param(EVERY, marks=pytest.mark.slow)], ids=["many", "every"],
+    [pytest.param(MANY, marks=pytest.mark.exhaustive), pytest.param(EVERY, marks=pytest.mark.slow)],
+    ids=["many", "every"],
 )  # fmt: skip
-def test_masks(cases):
+def test_jax_context_parallel_masks_equal_one_device(cases):
     on_eight_devices(*cases)
 
 
-@pytest.mark.matrix
-def test_native_kernels():
+@pytest.mark.exhaustive
+def test_jax_context_parallel_runs_native_kernels():
     on_eight_devices("window", FRISKET_BACKEND="cpp")
 
 
@@ -95,7 +96,7 @@ def processes(what, codes=(0, 0)):
     return [out for out, _ in said]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_processes_agree_or_say_who_does_not():
     first, second = processes("masks")
     assert "close" in first
@@ -106,7 +107,7 @@ def test_processes_agree_or_say_who_does_not():
     assert told.format(0, 1, f"{masks[0]}\n    {masks[1]}") in second
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_process_that_does_not_come_is_named():
     first, second = processes("absent")
     assert "process 1 has not come to this call of attend within 2 s" in first
@@ -195,7 +196,7 @@ def test_a_deal_has_to_bring_what_the_mask_shows():
         covered(fk.compile("causal & q - k < 20 * (h + 1)"), by_head, heads=2)
 
 
-def test_refusals():
+def test_jax_context_parallel_refuses_bad_meshes():
     deal = fk.parallel.deal("causal", 64, 1, tile=16)
     att, x = fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
     with pytest.raises(ParameterError, match="there is no mesh axis 'sp' here"):
@@ -221,7 +222,7 @@ def test_refusals():
             call(**how)
 
 
-def test_every_axis_of_the_mesh_is_manual():
+def test_jax_context_parallel_refuses_automatic_axes():
     deal, att, x = fk.parallel.deal("causal", 64, 1, tile=16), fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
     mesh = jax.make_mesh((1, 1), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = PartitionSpec(None, "sp")
@@ -233,7 +234,7 @@ def test_every_axis_of_the_mesh_is_manual():
         jax.jit(run)(x)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["ring", "all-gather"])
 def test_a_mask_that_shows_nothing(variant):
     deal, att = fk.parallel.deal("q < 0", 60, 1, tile=16), fk.compile("q < 0", backend="xla")
@@ -256,7 +257,7 @@ def test_steps_send_what_is_needed():
     ]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [{"q": "767 - q", "k": "(k + 9) % 768"}, {"k": "turn[k]", "h": "1 - h"}])
 def test_dropout_of_an_attention_at_other_positions(at):
     """It draws at the positions, as on one device, and not at the places that were distributed."""

@@ -38,7 +38,7 @@ def dealt(name, ranks=4):
 
 @pytest.mark.parametrize("ranks", [1, 4, 7, 40])
 @pytest.mark.parametrize("name", MASKS)
-def test_every_token_is_on_one_rank(name, ranks):
+def test_deal_gives_each_token_to_one_rank(name, ranks):
     d = dealt(name, ranks)
     assert sorted(d.order) == list(range(ranks * d.shard))
     assert d.shard * ranks < LENGTH + ranks * TILE
@@ -52,7 +52,7 @@ def test_every_token_is_on_one_rank(name, ranks):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_ranks_see_of_one_another(name):
+def test_deal_counts_pairs_and_needs_between_ranks(name):
     d = dealt(name)
     seen = MASKS[name].dense(LENGTH, LENGTH, 2, 3)
     at = [d.positions(r)[: d.held[r]] for r in range(4)]
@@ -169,7 +169,7 @@ def test_gradients_flow_through_permute():
     assert (grad == torch.arange(LENGTH)).all()
 
 
-def test_the_same_tokens_under_another_mask():
+def test_deal_under_another_mask_keeps_its_tokens():
     d = dealt("causal")
     other = d.under("causal & window(40)")
     assert (other.order == d.order).all()
@@ -181,7 +181,7 @@ def test_the_same_tokens_under_another_mask():
     assert again.digest == d.digest
 
 
-def test_what_is_refused():
+def test_deal_refuses_bad_arguments():
     for change in ({"ranks": 0}, {"tile": 1.5}, {"length": True}):
         with pytest.raises(ShapeError, match=next(iter(change))):
             fk.parallel.deal(**{"mask": "causal", "length": 64, "ranks": 2, **change})

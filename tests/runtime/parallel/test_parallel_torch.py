@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.matrix import some
 from support.processes import together
+from support.tiers import default_only
 from support.torch import parallel_torch_ranks as ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,7 +23,7 @@ from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 
 
-OFTEN = "window documents by-head empty-rows relative-bias dropout".split()  # the others in the matrix
+OFTEN = "window documents by-head empty-rows relative-bias dropout".split()  # the others are exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def said(request):
 
 
 @pytest.mark.parametrize("variant", ["ring", "all-gather"])
-@pytest.mark.parametrize("name", some(ranks.CASES, *OFTEN))
+@pytest.mark.parametrize("name", default_only(ranks.CASES, *OFTEN))
 def test_ranks_together_compute_what_one_does(said, name, variant):
     """out and lse beside the interpreter, gradients of q, k, v, tables, scalars and sinks beside one process."""
     for r in range(ranks.RANKS):
@@ -72,7 +72,7 @@ def test_bytes_on_the_wire_are_those_planned(said):
         assert planned[r] <= said[r, "on the wire"] < planned[r] + 20_000
 
 
-def test_what_all_ranks_get_wrong_is_said_in_each(said):
+def test_mistakes_of_all_ranks_are_reported_on_each(said):
     """And leaves no message behind: the calls after it are right."""
     for r in range(ranks.RANKS):
         assert said[r, ("wrong", "axes")].startswith("`bias` is a table with 2 axes")
@@ -89,7 +89,7 @@ def test_ranks_that_differ_are_named(said, name):
         assert "rank 2: " in text
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("stops", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stops", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_lost_is_named(how):
     found = together(getattr(ranks, how), ranks.RANKS, timeout=2, limit=60, lost=1)
     for r in (0, 1, 3):
@@ -97,7 +97,7 @@ def test_a_rank_that_is_lost_is_named(how):
         assert "rank 2\n" in found[r, "lost"]
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_rank_that_is_missed_says_whom_it_missed():
     found = together(ranks.neighbours, ranks.RANKS, timeout=2, limit=60, lost=1)
     said = found[2, "lost"].splitlines()[0]
@@ -123,14 +123,14 @@ def test_without_a_group():
         fk.parallel.attend(fk.compile("causal"), q, q, q, deal=fk.parallel.deal("causal", 128, 1))
 
 
-def test_one_rank_is_the_attention_itself(alone):
+def test_attention_on_one_rank_equals_plain_attention(alone):
     q, k, v = torch.randn(3, 1, 2, 128, 8)
     att = fk.compile("causal")
     deal = fk.parallel.deal("causal", 128, 1)
     assert (fk.parallel.attend(att, q, k, v, deal=deal) - att(q, k, v)).abs().max() < 1e-6
 
 
-def test_what_does_not_fit_is_refused(alone):
+def test_context_parallel_refuses_arrays_that_do_not_fit(alone):
     q, att, deal = torch.zeros(1, 2, 128, 8), fk.compile("causal"), fk.parallel.deal("causal", 128, 1)
     with pytest.raises(ShapeError, match="q is"):
         fk.parallel.attend(att, q[:, :, :100], q, q, deal=deal)
@@ -172,8 +172,8 @@ def test_a_deal_of_other_documents_is_refused(alone):
     fk.parallel.attend(att, q, q, q, deal=deal.under("causal & same(doc)", doc=doc), doc=doc)
 
 
-@pytest.mark.matrix
-def test_the_example_trains_as_one_process_does():
+@pytest.mark.exhaustive
+def test_context_parallel_example_trains_like_one_process():
     example = Path(__file__).resolve().parents[3] / "examples" / "context_parallel.py"
     said = []
     for count in (1, 3):

@@ -55,7 +55,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_no_value_is_looked_at(mask):
+def test_device_plans_read_no_value_on_the_host(mask):
     """From the tables to the last launch, forward and backward, at the first call and at later ones."""
     att, given = fk.compile(mask), arrays()
 
@@ -84,7 +84,7 @@ def test_no_value_is_looked_at(mask):
     assert again.count("lines") == own.count("lines")  # what is made of a table serves them all
 
 
-def test_another_step_reads_its_own_tables_and_spans():
+def test_device_plan_of_each_step_reads_new_tables():
     att, given = fk.compile("causal & same(doc)"), arrays()
     with torch.no_grad():
         seen = []
@@ -99,7 +99,7 @@ def test_another_step_reads_its_own_tables_and_spans():
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_another_step_reads_its_own_table_of_the_score(planned):
+def test_device_call_of_each_step_reads_new_score_tables(planned):
     """Also where no table decides the spans: those of the mask are laid out once."""
     att, given = fk.compile("causal", "param n: int[_]\nscore = score + n[k]"), arrays()
     with torch.no_grad():

@@ -6,6 +6,6 @@ import pytest
 from support.triton.triton_process import run
 
 
-@pytest.mark.matrix
-def test_launched_into_nothing():
+@pytest.mark.exhaustive
+def test_device_plans_launch_without_a_gpu():
     run(Path(__file__).parent / "flat_device_launched.py")

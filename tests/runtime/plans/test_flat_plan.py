@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.caches.jax import KVCache
@@ -65,7 +65,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("mask", some(TRACED, "causal & window(w)", [*TRACED][3]))
+@pytest.mark.parametrize("mask", default_only(TRACED, "causal & window(w)", [*TRACED][3]))
 def test_masks_with_traced_parameters(mask):
     params = TRACED[mask]
     found = jax.jit(lambda p: fk.attention(Q, K, V, mask, return_lse=True, **p))(params)
@@ -186,7 +186,7 @@ def test_wider_tables_after_a_plan_of_narrow_ones(made):
         close(found, fk.reference(q, q, q, mask, score, layout="bhsd", t=t))
 
 
-def test_the_text_of_the_planner_is_there():
+def test_flat_plan_shows_the_text_of_its_planner():
     plan = fk.compile("causal & same(doc)").plan(S, S, flat=True, doc=torch.from_numpy(DOCS[0]))
     assert "def plan_spans(" in plan.planner
     assert plan.planner == plan.planner
@@ -305,7 +305,7 @@ def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
          "  give the offsets as values of the host, or the segment of every position as a table"),
     ],
 )  # fmt: skip
-def test_mistakes(mask, params, error, message):
+def test_traced_plans_refuse_bad_tables(mask, params, error, message):
     att = fk.compile(mask)
     with pytest.raises(error) as caught:
         jax.jit(lambda p: att(Q, K, V, **p))(params)
@@ -376,7 +376,7 @@ INTS = ("int32", "uint32")
 
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize(("text", "dtype"), [
-    pytest.param(*case, marks=() if case in WRAPPED else pytest.mark.matrix) for case in product(WHOLE, INTS)
+    pytest.param(*case, marks=() if case in WRAPPED else pytest.mark.exhaustive) for case in product(WHOLE, INTS)
 ])  # fmt: skip
 def test_traced_entries_may_be_any_that_their_dtype_holds(text, dtype):
     """Native kernels computed with entries from 2^28 on in 32 bits, which wrapped, under `jax.jit` alone."""
@@ -442,7 +442,7 @@ DTYPES = ["int8", "uint8", "int32", "int64", "uint32"]
 
 @pytest.mark.parametrize(("mask", "framework", "dtype"), [
     # JAX compiles each: some of int32, and int8 of offsets
-    pytest.param(*case, marks=() if case in IN_JAX or case[1] == "torch" else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case in IN_JAX or case[1] == "torch" else pytest.mark.exhaustive)
     for case in product(RUNS, ["jax", "torch"], DTYPES)
 ])  # fmt: skip
 def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
@@ -461,7 +461,7 @@ def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
         assert use in plan.run_tables
 
 
-def test_a_table_that_nobody_declares_sorted_is_compared_entry_by_entry():
+def test_undeclared_table_is_compared_entry_by_entry():
     plan = fk.compile("same(x)").plan(150, 150, x=torch.zeros(150, dtype=torch.int32), flat=True).work((64, 64)).plan
     assert not plan.run_tables
     assert plan.by_query is None

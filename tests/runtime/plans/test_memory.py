@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.matrix import some
+from support.tiers import default_only
 
 from frisket.grammar import memo
 from frisket.runtime.machine import cpp_build
@@ -50,7 +50,7 @@ def test_memory_does_not_grow_with_calls(calls):
 
 
 @linux
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_leak_would_be_seen():
     assert grown(400, LEAK)[0] > 48
 
@@ -76,7 +76,7 @@ def beside(run: str, mask: str, threads: int, *lengths: int) -> list[dict[str, f
 
 @linux
 @pytest.mark.skipif(bool(cpp_build.reason()), reason=cpp_build.reason())
-@pytest.mark.parametrize("mask", some(["causal & window(256)", "causal & doc[q] == doc[k]"]))
+@pytest.mark.parametrize("mask", default_only(["causal & window(256)", "causal & doc[q] == doc[k]"]))
 def test_memory_of_a_native_call_grows_with_its_tokens_alone(mask):
     few, many = beside("torch, cpp", mask, 24, 1 << 15, 1 << 18)
     more = many["query"] - few["query"]  # 14 MiB; a score a pair of tokens would be 256 GiB
@@ -85,7 +85,7 @@ def test_memory_of_a_native_call_grows_with_its_tokens_alone(mask):
 
 
 @linux
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", ["torch, aten", "jax, cpp", "jax, xla"])
 @pytest.mark.parametrize("mask", ["causal & window(256)", "causal & doc[q] == doc[k]"])
 def test_memory_of_a_call_is_not_that_of_its_pairs(mask, run):

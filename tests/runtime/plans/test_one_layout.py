@@ -26,7 +26,7 @@ def test_a_first_call_analyses_one_layout(monkeypatch, text, tiles):
 
 
 @pytest.mark.parametrize(("width", "length", "narrow"), [(385, 4096, True), (386, 4096, False), (4096, 512, True)])
-def test_a_narrow_mask_is_known_by_its_formula_and_by_its_layout_alike(width, length, narrow):
+def test_narrow_mask_is_known_by_formula_and_by_layout(width, length, narrow):
     plan = fk.compile(f"causal & window({width})").plan(length, length)
     made = plan.work((128, 128)).layout
     by_formula, by_layout = made.reads_at_most(4), made.analysis and made.reads_at_most(4)

@@ -72,23 +72,23 @@ MESH = mesh(dp=2, fsdp=2, tp=2, sp=2, ep=1)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_constants(name):
+def test_sharding_constants_have_their_values(name):
     assert getattr(s, name) == VALUES[name]
 
 
-def test_the_sentinel_is_one_object():
+def test_empty_sentinel_is_one_object():
     assert s.EMPTY_VAL is s.NOT_GIVEN is pickle.loads(pickle.dumps(s.EMPTY_VAL))
     assert isinstance(s.EMPTY_VAL, s.EMPTY_VAL)
     assert not isinstance(None, s.EMPTY_VAL)
 
 
-def test_every_name_of_the_door_is_there():
+def test_sharding_names_exist():
     assert all(hasattr(s, name) for name in s.__all__)
     assert {*VALUES, *FORMS, "EMPTY_VAL", "DynamicShardingAxes", "PartitionAxis", "PartitionManager"} <= {*s.__all__}
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms(name):
+def test_sharding_forms_resolve_to_their_specs(name):
     text, mode = FORMS[name]
     axes = [[getattr(s, a) for a in one.split(",")] for one in text.split()]
     form = getattr(s, name)
@@ -146,7 +146,7 @@ def test_names_of_types():
 
 
 @pytest.mark.parametrize("name", ["HiddenStateSharding", "AttnQSharding"])
-def test_the_mode_is_told_by_a_length(name):
+def test_sharding_mode_follows_the_length(name):
     form, manager = getattr(s, name), s.PartitionManager(s.PartitionAxis(), MESH)
     rest = (8,) * (len(form.axes) - 2)
     decode = manager.resolve(dynamic_axes=form, shape=(8, 1, *rest))
@@ -183,7 +183,7 @@ def test_defaults_follow_the_names_of_the_mesh():
         ((8, 5, 1, 16), P(("fsdp", "dp"), None, None, None)),
     ],
 )
-def test_what_does_not_divide_is_whole(shape, spec):
+def test_axes_that_do_not_divide_are_not_split(shape, spec):
     manager = s.PartitionManager(s.PartitionAxis(), MESH)
     assert manager.resolve(s.AttnQSharding.axes, s.MODE_TRAIN, shape=shape) == spec
 
@@ -200,11 +200,11 @@ def test_axes_a_mesh_has_not_and_axes_that_are_taken():
     [(("a", "b"), 6, ("a", "b")), (("a", "b"), 2, "a"), (("a", "b"), 3, "b"), (("b", "a"), 4, "a"),
      ("a", 5, None), (None, 4, None), ("c", 4, None), (("a", "a"), 4, "a"), (("a", "b"), None, ("a", "b"))],
 )  # fmt: skip
-def test_fitting(axes, size, found):
+def test_fitting_axes_divide_the_size(axes, size, found):
     assert fitting({"a": 2, "b": 3}, axes, size) == found
 
 
-def test_the_mesh_at_hand():
+def test_current_mesh_is_that_of_the_context():
     one = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
     assert s.current_mesh() is None
     manager, x = s.PartitionManager(), np.ones((2, 3, 4, 8), np.float32)
@@ -218,7 +218,7 @@ def test_the_mesh_at_hand():
         assert jax.jit(lambda x: manager.shard(x, s.AttnQSharding))(x).shape == x.shape
 
 
-def test_the_manager_at_hand():
+def test_current_partition_manager_is_the_innermost():
     outer, inner = s.PartitionManager(), s.PartitionManager(s.PartitionAxis(head_axis=None))
     assert s.current_partition_manager() is None
     with outer:
@@ -245,7 +245,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
+def test_sharding_refuses_bad_input(name):
     wrong, says = BAD[name]
     with pytest.raises(fk.FrisketError, match=says):
         wrong()

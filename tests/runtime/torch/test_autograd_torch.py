@@ -18,7 +18,7 @@ from frisket.dsl.errors import BackwardError
 
 NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no compiler")
 BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
-OFTEN = ["aten", pytest.param("cpp", marks=[NATIVE, pytest.mark.matrix])]
+OFTEN = ["aten", pytest.param("cpp", marks=[NATIVE, pytest.mark.exhaustive])]
 G = torch.Generator().manual_seed(0)
 
 
@@ -53,14 +53,14 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = {"all": [], "relative": [pytest.mark.matrix]}  # of the native tier, which compiles every case
+QUICK = {"all": [], "relative": [pytest.mark.exhaustive]}  # of the native tier, which compiles every case
 TIERS = [("aten", n) for n in CASES] + [
     pytest.param("cpp", n, marks=[NATIVE, *QUICK.get(n, [pytest.mark.slow])]) for n in CASES
 ]
 
 
 @pytest.mark.parametrize(("backend", "name"), TIERS)
-def test_gradcheck(backend, name):
+def test_public_torch_gradients_pass_gradcheck(backend, name):
     """Of out and lse, in q, k, v, sinks and what the score mod learns."""
     made, shape, learned = CASES[name]
     shape = dict(shape)
@@ -81,7 +81,7 @@ def test_a_mutant_fails_gradcheck(monkeypatch):
     real = torch_autograd.dsinks
     monkeypatch.setattr(torch_autograd, "dsinks", lambda *a: 1.01 * real(*a))
     with pytest.raises(GradcheckError):
-        test_gradcheck("aten", "sinks")
+        test_public_torch_gradients_pass_gradcheck("aten", "sinks")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -205,7 +205,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_value_of_a_step_outlives_it(name):
+def test_torch_step_values_do_not_outlive_the_step(name):
     """What was made for one call serves the next ones, and holds neither its tensors nor their graph."""
     attend, weight, left = CALLS[name](), rand(2, 17), []
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_a_gradient_of_a_gradient_is_refused():
     )
 
 
-def test_the_interpreter_has_no_gradients():
+def test_dense_backend_refuses_gradients():
     q, k, v = qkv()
     with pytest.raises(BackwardError) as error:
         fk.attention(q, k, v, "causal", backend="dense")
@@ -252,7 +252,7 @@ def test_the_interpreter_has_no_gradients():
         fk.attention(q, k, v, "causal", backend="dense")
 
 
-def test_a_tensor_changed_between_forward_and_backward_is_noticed():
+def test_tensor_changed_before_the_backward_raises():
     q, k, v = (x.float() for x in qkv())
     t = torch.zeros(2, requires_grad=True)
     out = fk.attention(q, k, v, score="param t: float[_]\nscore = score + t[h]", t=t)
@@ -264,7 +264,7 @@ def test_a_tensor_changed_between_forward_and_backward_is_noticed():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["q", "k", "dout"])
-def test_what_is_not_finite_and_hidden_reaches_no_gradient(where, backend):
+def test_torch_hidden_nan_reaches_no_gradient(where, backend):
     """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
     att = fk.compile("causal & q != 5 & k != 5", backend=backend)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from support.matrix import some
+from support.tiers import default_only
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchRuntimeError
 
@@ -97,8 +97,8 @@ def test_with_gradients_the_graph_is_another(call):
 LEARNED = ("q", "k", "v", "sinks", "values", "captured")
 
 
-@pytest.mark.parametrize("learned", some(LEARNED, "q", "sinks", "values", "captured"))
-def test_one_array_that_learns_is_enough(learned):
+@pytest.mark.parametrize("learned", default_only(LEARNED, "q", "sinks", "values", "captured"))
+def test_graph_saves_for_backward_if_any_input_learns(learned):
     seen, given = Seen(), dict(zip("qkv", drawn(), strict=True), sinks=torch.rand(4), values=torch.rand(4))
     given["captured"] = torch.rand(4)
     given[learned].requires_grad_()
@@ -120,7 +120,7 @@ def test_gradients_by_torch_func_are_never_silently_zero(mode):
         compiled(drawn()[0])
 
 
-def test_what_is_set_to_learn_inside_of_the_graph():
+def test_requires_grad_inside_a_graph_gives_gradients():
     def run(q, k, v):
         x = q.detach().requires_grad_()
         return torch.autograd.grad(CAUSAL(x, k, v).square().sum(), x)[0]
@@ -129,8 +129,10 @@ def test_what_is_set_to_learn_inside_of_the_graph():
     torch.testing.assert_close(torch.compile(run, backend="aot_eager")(*arrays), run(*arrays))
 
 
-@pytest.mark.parametrize("asked", [{"return_lse": True}, pytest.param({"return_max": True}, marks=pytest.mark.matrix)])
-def test_what_a_call_knows_of_rows_comes_from_the_other_operator(asked):
+@pytest.mark.parametrize(
+    "asked", [{"return_lse": True}, pytest.param({"return_max": True}, marks=pytest.mark.exhaustive)]
+)
+def test_lse_and_max_come_from_the_saving_operator(asked):
     att, seen, arrays = fk.compile("causal"), Seen(), drawn()
     with torch.no_grad():
         found = torch.compile(lambda q, k, v: att(q, k, v, **asked), backend=seen, fullgraph=True)(*arrays)
@@ -174,7 +176,7 @@ def test_eager_calls_in_between_compile_nothing_again():
     assert seen.graphs == 1
 
 
-def test_opcheck():
+def test_operator_without_gradients_passes_opcheck():
     q, k, v = drawn(h=2, hkv=2, s=12)
     spec = fk.compile("causal & window(w)", ALIBI, dropout=0.25, backend="aten").spec
     given = [torch.rand(2), torch.tensor(5)], [7], spec, ",tensor slope,tensor  seed,number w"

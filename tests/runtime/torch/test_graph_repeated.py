@@ -45,7 +45,7 @@ def prepared_anew(monkeypatch):
     [
         torch.float32,
         torch.bfloat16,
-        *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+        *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (torch.float64, torch.float16)),
     ],
 )
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def prepared_anew(monkeypatch):
     [
         {},
         {"q_len": 1},
-        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.exhaustive),
         {"q_len": 70, "kv_len": 90},
     ],
 )
-def test_bits(dtype, shape, monkeypatch, prepared_anew):
+def test_repeated_graph_calls_give_the_bits_of_new_ones(dtype, shape, monkeypatch, prepared_anew):
     arrays = drawn(dtype=dtype, **shape)
     att = attention("q + 70 >= k & k > 2 * q - 9")
     warm(att, arrays)
@@ -84,7 +84,7 @@ def test_strides_and_signs(monkeypatch):
     torch.testing.assert_close(operator(att, (torch._neg_view(-q), k, v)), operator(att, (q, k, v)), rtol=0, atol=0)
 
 
-def test_other_shapes_and_dtypes():
+def test_repeated_graph_calls_take_other_shapes_and_dtypes():
     att = attention()
     warm(att, drawn())
     for more in ({"dtype": torch.float64}, {"kv_len": 30}, {"q_len": 12, "kv_len": 12}, {"kv_heads": 2}):
@@ -94,7 +94,7 @@ def test_other_shapes_and_dtypes():
         torch.testing.assert_close((out, lse), (want, want_lse), rtol=0, atol=0)
 
 
-def test_what_a_call_brings_beside_its_arrays():
+def test_repeated_graph_calls_take_sinks_and_origins():
     arrays = drawn()
     att = attention()
     warm(att, arrays)
@@ -134,7 +134,7 @@ def test_numbers_tables_and_seeds_are_not_kept():
 
 
 @pytest.mark.parametrize("needed", [(True, True, True), (False, True, False), (True, False, True)])
-def test_gradients(needed, monkeypatch, prepared_anew):
+def test_repeated_graph_gradients_equal_new_ones(needed, monkeypatch, prepared_anew):
     arrays = [x.requires_grad_(n) for x, n in zip(drawn(), needed, strict=True)]
     leaves = [x for x in arrays if x.requires_grad]
     att = attention()
@@ -182,7 +182,7 @@ def test_eager_calls_and_graphs_keep_records_of_their_own():
     assert len(operator(att, drawn())) == 4
 
 
-def test_settings(monkeypatch):
+def test_repeated_graph_calls_follow_changed_settings(monkeypatch):
     arrays = drawn()
     att = fk.compile("causal", engines=False)
     monkeypatch.setenv("FRISKET_BACKEND", "native")

@@ -74,9 +74,9 @@ def held(got, want, dtype, scale=1.0):
 
 @pytest.mark.parametrize(
     ("seen", "size", "dtype"),
-    [pytest.param(*x, marks=pytest.mark.matrix if x[2] in (torch.float64, torch.float16) else ()) for x in CASES],
+    [pytest.param(*x, marks=pytest.mark.exhaustive if x[2] in (torch.float64, torch.float16) else ()) for x in CASES],
 )
-def test_results_and_gradients(seen, size, dtype):
+def test_native_row_tables_equal_dense_of_permuted_arrays(seen, size, dtype):
     q, k, v = drawn(size, dtype)
     att = moved(seen, None, permuted(q.shape[2]), permuted(k.shape[2]))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -92,11 +92,11 @@ def test_results_and_gradients(seen, size, dtype):
 
 
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "scalar"])
-def test_variants(variant, monkeypatch):
+def test_native_row_tables_work_on_every_instruction_set(variant, monkeypatch):
     if lacking(variant):
         pytest.skip(lacking(variant))
     monkeypatch.setitem(VARIANTS, "native", VARIANTS[variant])
-    test_results_and_gradients("q >= k", "odd sizes", torch.float32)
+    test_native_row_tables_equal_dense_of_permuted_arrays("q >= k", "odd sizes", torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -124,7 +124,7 @@ def test_strides_score_mods_sinks_and_dropout(layout):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4)
 
 
-def test_what_no_row_sees_may_be_anything():
+def test_native_row_tables_ignore_hidden_nan():
     q, k, v = (torch.randn(1, 1, n, d, requires_grad=True) for n, d in ((192, 32), (256, 32), (256, 128)))
     queries, keys = permuted(192), permuted(256)
     with torch.no_grad():

@@ -27,14 +27,14 @@ def test_ranks_compute_what_one_process_does(said):
     assert {which: x for which, x in off.items() if not x < 1e-4} == {}
 
 
-@pytest.mark.matrix
-def test_compiled():
+@pytest.mark.exhaustive
+def test_compiled_dtensor_attention_equals_one_process():
     found = together(ranks.compiled, ranks.RANKS, timeout=60, limit=240)
     for r in range(ranks.RANKS):
         assert max(found[r, f"compiled {name}"] for name in ("batch", "heads")) < 1e-4
 
 
-def test_what_is_refused(said):
+def test_dtensor_attention_refuses_split_lengths(said):
     for r in range(ranks.RANKS):
         assert "q is split along its length" in said[r, "length"]
         assert "frisket.parallel" in said[r, "length"]

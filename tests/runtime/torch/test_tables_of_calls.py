@@ -52,7 +52,7 @@ def test_a_tensor_that_is_written_to(write):
 
 
 @pytest.mark.parametrize("form", [np.copy, torch.tensor])
-def test_no_copies_of_large_tables_are_kept(monkeypatch, form):
+def test_large_tables_of_calls_are_not_copied(monkeypatch, form):
     att, doc = documents(), form(DOC)
     monkeypatch.setattr(op, "COPIED", doc.nbytes - 1)
     assert right(att, doc)

@@ -44,7 +44,7 @@ def test_values_and_gradients(length, dtype, axis):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_strides(length):
+def test_gathered_rows_of_any_strides_equal_index_select(length):
     x, index, back = drawn(length)
     wide = torch.randn(2, 3, length, 65)
     for view in (x.transpose(0, 1), wide[..., :32], wide[..., ::2], x[:1].expand(4, -1, -1, -1), x.flip(2)):
@@ -52,7 +52,7 @@ def test_strides(length):
     same(torch.complex(x, x).conj().imag, index, 2, back)  # a view that notes its signs
 
 
-def test_the_gradient_is_gathered():
+def test_gradient_of_gathered_rows_is_gathered():
     """No sums; gradients of gradients too."""
     x, index, back = drawn(12288)
     x.requires_grad_()
@@ -62,13 +62,13 @@ def test_the_gradient_is_gathered():
     assert torch.equal(torch.autograd.grad(first.sum(), x)[0], 6 * x)
 
 
-def test_no_page_of_a_scratch_tensor_is_small():
+def test_scratch_tensors_are_aligned_to_huge_pages():
     x, index, back = drawn(12288)
     assert take(x, index, 2, back, True).data_ptr() % HUGE == 0
     assert take(x, index, 2, back).untyped_storage().nbytes() == x.nbytes
 
 
-def test_who_records_sees_torchs_own():
+def test_recorded_gathers_are_index_select():
     x, index, back = drawn(12288)
     moved, want = (lambda x: take(x, index, 2, back)), x.index_select(2, torch.as_tensor(index))
     assert torch.equal(torch.func.vmap(moved)(x[None])[0], want)

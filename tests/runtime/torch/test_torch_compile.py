@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 from torch._dynamo.testing import CompileCounter
 
 import frisket as fk
@@ -144,7 +144,7 @@ def test_results_in_a_graph():
     torch.testing.assert_close(run(*turned), att(q, k, v).transpose(1, 2))
 
 
-def test_what_a_graph_refuses():
+def test_full_graph_refuses_plans_and_objects():
     q, k, v = (x.detach() for x in qkv())
     att = fk.compile("causal")
     plan = att.plan(40, 40, 2, 4)
@@ -187,9 +187,9 @@ def test_export_keeps_everything(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("plain", marks=pytest.mark.slow), "permuted", pytest.param("expanded", marks=pytest.mark.matrix)],
+    [pytest.param("plain", marks=pytest.mark.slow), "permuted", pytest.param("expanded", marks=pytest.mark.exhaustive)],
 )
-def test_opcheck(kind):
+def test_attend_operator_passes_opcheck(kind):
     from frisket.runtime.torch import operators  # noqa: F401
 
     q, k, v = qkv(s=12, d=8, e=8)
@@ -232,7 +232,7 @@ def test_autocast_is_that_of_torchs_attention(compiled):
         assert ours(*exact).dtype == torch.float64
 
 
-def test_no_cuda_graph_is_recorded_of_the_operators():
+def test_operators_are_tagged_unsafe_for_cuda_graphs():
     """They read a seed and keep what they upload: a replay would have the first call's."""
     for name in ("attend", "attend_alone", "attend_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.frisket, name).default.tags
@@ -250,7 +250,7 @@ def test_fake_and_meta_tensors():
     assert (out.device.type, out.dtype, lse.dtype) == ("meta", torch.bfloat16, torch.float32)
 
 
-def test_torch_func():
+def test_torch_func_gives_grad_and_vmap_and_refuses_jvp():
     """grad and vjp are there; vmap runs entry by entry of the mapped axis; jvp says that it is not."""
     q, k, v = (x.detach() for x in qkv())
     att = fk.compile("causal")
@@ -324,8 +324,8 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("name", some(PLANNED, "plan", "BlockMask"))
-def test_what_plans_runs_between_two_graphs(name):
+@pytest.mark.parametrize("name", default_only(PLANNED, "plan", "BlockMask"))
+def test_planning_runs_between_two_graphs(name):
     """Dynamo does not compile the analysis, which is numpy's and in part another thing in torch."""
     torch._dynamo.reset()
     q, doc = torch.randn(1, 2, 128, 16), torch.arange(128) % 5

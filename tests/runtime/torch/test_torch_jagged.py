@@ -90,8 +90,8 @@ def test_flex_attention_is_that_of_every_sequence(name, keys):
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
-        pytest.param("causal", None, marks=pytest.mark.matrix),
-        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.matrix),
+        pytest.param("causal", None, marks=pytest.mark.exhaustive),
+        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.exhaustive),
         ("q + KV_LEN - Q_LEN >= k & (q + b) % B != k", "score - slopes[b] * abs(q - k) * (h + 1)"),
     ],
 )
@@ -110,7 +110,7 @@ def test_compiled_attention_is_that_of_every_sequence(mask, score, backend):
         same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_in_one_graph():
     eager = {name: lambda q, k, v, m, s=score: flex_attention(q, k, v, s, m, enable_gqa=True)
              for name, (_, score) in FUNCTIONS.items()}  # fmt: skip
@@ -196,13 +196,13 @@ def test_layout_and_dropout_are_those_of_sequences():
         (lambda q, k, v: (q, *(ragged((3, 5), 2).transpose(1, 2),) * 2), "q, k and v hold 4, 2 and 2 sequences"),
     ],
 )
-def test_what_does_not_fit(change, text):
+def test_nested_tensors_that_do_not_fit_are_refused(change, text):
     q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
     with pytest.raises(fk.FrisketError, match=text):
         fk.compile("causal")(*change(q, k, v))
 
 
-def test_what_nested_tensors_do_not_take():
+def test_nested_tensors_refuse_origin_check_and_block_mask():
     q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
     att = fk.compile("causal")
     with pytest.raises(fk.FrisketError, match="`origin` is given with nested tensors"):

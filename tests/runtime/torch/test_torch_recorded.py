@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.matrix import some
+from support.tiers import default_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -93,7 +93,7 @@ def in_every_run(way, name):
 
 
 PAIRS = [
-    pytest.param(way, name, marks=() if in_every_run(way, name) else pytest.mark.matrix)
+    pytest.param(way, name, marks=() if in_every_run(way, name) else pytest.mark.exhaustive)
     for way in WAYS
     for name in CALLS
 ]
@@ -107,7 +107,7 @@ def results(call, given):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "name"), PAIRS)
-def test_what_is_recorded_is_the_call(way, name):
+def test_recorded_functions_give_the_results_of_the_call(way, name):
     call = CALLS[name]
     if (way, name) in REFUSED:
         with pytest.raises(Exception, match=REFUSED[way, name]):
@@ -174,7 +174,7 @@ def test_a_step_of_a_cache(way):
     torch.testing.assert_close(found, Step()(*again))
 
 
-def test_a_plan_for_other_arrays_is_refused_where_calls_are_watched():
+def test_plan_for_other_arrays_is_refused_under_torch_modes():
     with FlopCounterMode(display=False), pytest.raises(fk.ShapeError, match="the plan is for"):
         SAME(*inputs(S + 1), plan=PLAN)
     with FlopCounterMode(display=False), pytest.raises(fk.ParameterError, match="the plan is for another mask"):
@@ -204,7 +204,7 @@ def test_a_cuda_graph_is_replayed_on_other_inputs():
 
 
 @pytest.mark.parametrize(
-    "name", some(["plain", "learned", "planned", "flex", "entry of a lambda"], "plain", "learned", "planned")
+    "name", default_only(["plain", "learned", "planned", "flex", "entry of a lambda"], "plain", "learned", "planned")
 )
 def test_policies_of_checkpoints_see_the_operator(name):
     """Selective activation checkpointing in eager mode: what is saved is not computed again."""
@@ -264,7 +264,7 @@ RARE += [(x, torch.no_grad) for x in ("compile(jacfwd)", "compile(dual)", "dual(
 
 @pytest.mark.parametrize(
     ("way", "grad"),
-    [pytest.param(way, g, marks=pytest.mark.matrix if (way, g) in RARE else ())
+    [pytest.param(way, g, marks=pytest.mark.exhaustive if (way, g) in RARE else ())
      for way in FORWARD_MODES for g in (torch.no_grad, torch.enable_grad)],
 )  # fmt: skip
 def test_tangents_are_refused_and_never_silently_zero(way, grad):
@@ -332,7 +332,7 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
 
 @pytest.mark.parametrize(
     ("name", "moved"),
-    [pytest.param(n, moved, marks=pytest.mark.matrix if moved and n not in "kv" else ())
+    [pytest.param(n, moved, marks=pytest.mark.exhaustive if moved and n not in "kv" else ())
      for n in BESIDE for moved in (False, True)],
 )  # fmt: skip
 def test_tensors_without_memory_beside_plain_queries(name, moved):
@@ -363,7 +363,7 @@ def test_tables_of_masks_and_origins_have_memory():
         fk.attention(*torch.ones(3, 1, 1, 40, 8), "causal", origin=(0, 0, Held(torch.tensor([3])), 0))
 
 
-@pytest.mark.parametrize("score", [None, pytest.param("score * 2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("score", [None, pytest.param("score * 2", marks=pytest.mark.exhaustive)])
 def test_a_cotangent_without_memory_is_refused(score):
     att, (q, k, v) = fk.compile("causal", score), inputs()
     for _ in range(3):  # anew, prepared, repeated

@@ -45,23 +45,23 @@ def shape_of(arrays):
 DTYPES = [
     torch.float32,
     torch.bfloat16,
-    *(pytest.param(t, marks=pytest.mark.matrix) for t in (torch.float64, torch.float16)),
+    *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (torch.float64, torch.float16)),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits(dtype):
+def test_repeated_calls_give_the_bits_of_the_first(dtype):
     repeated(attention(), drawn(dtype=dtype))
 
 
 @pytest.mark.parametrize(
     "shape", [{"q_len": 1}, {"kv_heads": 2}, {"v_dim": 24}, {"q_len": 70, "kv_len": 90}, {"heads": 1, "kv_heads": 1}]
 )
-def test_shapes(shape):
+def test_repeated_calls_take_many_shapes(shape):
     assert repeated(attention("q + 70 >= k"), drawn(**shape)).is_contiguous()
 
 
-def test_strides():
+def test_repeated_calls_take_any_strides():
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in drawn())
     assert repeated(attention(), (q, k, v)).is_contiguous()
     apart = torch.randn(2, 4, 20, 32)[..., ::2]
@@ -69,7 +69,7 @@ def test_strides():
     repeated(attention(), (q, k[:, :1].expand_as(k), v))
 
 
-def test_negated_views():
+def test_repeated_calls_see_negated_views():
     q, k, v = drawn()
     negated = torch._neg_view(-q)
     assert negated.is_neg()
@@ -144,7 +144,7 @@ def same(have, want):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [*((kind, "bhsd") for kind in KINDS), ("plan, lse", "bshd"),
-     *(pytest.param(kind, "bshd", marks=pytest.mark.matrix) for kind in KINDS if kind != "plan, lse")],
+     *(pytest.param(kind, "bshd", marks=pytest.mark.exhaustive) for kind in KINDS if kind != "plan, lse")],
 )  # fmt: skip
 def test_calls_with_more_than_arrays(kind, layout, asked):
     att, how, arrays = made(kind)
@@ -272,7 +272,7 @@ def test_dropout_and_sinks_of_the_attention_are_asked_for_again():
     assert attention(sinks=0.0)(*arrays).ne(attention()(*arrays)).any()
 
 
-def test_autocast():
+def test_repeated_calls_follow_autocast():
     arrays = drawn()
     att = attention()
     att(*arrays)
@@ -281,7 +281,7 @@ def test_autocast():
         assert att(*arrays).dtype == torch.bfloat16
 
 
-def test_modes():
+def test_repeated_calls_follow_torch_modes():
     arrays = drawn()
     att = attention()
     out = att(*arrays)
@@ -294,7 +294,7 @@ def test_modes():
         assert isinstance(att(*map(mode.from_tensor, arrays)), torch._subclasses.FakeTensor)
 
 
-def test_settings(monkeypatch):
+def test_repeated_calls_follow_changed_settings(monkeypatch):
     arrays = drawn()
     att = fk.compile("causal", engines=False)
     monkeypatch.setenv("FRISKET_BACKEND", "native")
@@ -359,7 +359,7 @@ def generic(monkeypatch):
     "shape",
     [
         {},
-        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.matrix),
+        pytest.param({"kv_heads": 2, "v_dim": 24}, marks=pytest.mark.exhaustive),
         {"q_len": 70, "kv_len": 90},
         {"q_len": 1},
     ],
@@ -511,7 +511,7 @@ def test_a_checkpoint_may_run_either_way():
             torch.testing.assert_close(got, true, rtol=0, atol=0)
 
 
-def test_saved_tensors():
+def test_repeated_calls_notice_changed_saved_tensors():
     """Arrays that were written to are noticed, and hooks may give back other tensors of equal entries."""
     att = attention()
     q, k, v = learning(att)
@@ -551,7 +551,7 @@ def test_calls_with_gradients_after_calls_without_are_repeated(generic):
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("data", [torch.ones(64)[:3], torch.ones(4, 4)])
-def test_learned_tables_whose_data_have_another_shape_than_at_the_last_call(data, planned):
+def test_learned_tables_of_a_new_shape_are_checked_again(data, planned):
     """The last entry of a shorter one stood for those that are missing; other axes were errors of other libraries."""
     slope, q = torch.nn.Parameter(torch.ones(4)), torch.randn(1, 4, 64, 16)
     att = fk.compile("causal", fk.score("score + slope[h] * (k - q)", slope=slope))

@@ -12,12 +12,12 @@ from frisket.flex import create_block_mask, flex_attention
 
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
-def test_a_view_means_what_its_copy_means(backend, kind):
+def test_torch_views_give_the_results_of_copies(backend, kind):
     torch_views.check(kind, backend, torch.float64, SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["negated", "conjugate"])
-def test_every_tensor_may_be_a_negated_view(kind):
+def test_torch_tensors_may_be_negated_views(kind):
     torch_views.check(kind, "cpp", torch.float64, *([name] for name in SHAPES))
 
 
@@ -53,9 +53,9 @@ def test_stored_keys_and_their_scales(backend):
 @pytest.mark.parametrize(
     ("dtype", "make"),
     [(torch.int8, KVCache), (torch.float32, RingKVCache),
-     *[pytest.param(*x, marks=pytest.mark.matrix) for x in ((torch.float32, KVCache), (torch.int8, RingKVCache))]],
+     *[pytest.param(*x, marks=pytest.mark.exhaustive) for x in ((torch.float32, KVCache), (torch.int8, RingKVCache))]],
 )  # fmt: skip
-def test_caches(make, dtype):
+def test_cache_steps_of_views_equal_those_of_copies(make, dtype):
     """A step on the CPU writes the tokens, plans and runs in C++."""
     if make is KVCache:
         new, att = lambda: KVCache(2, 32, 2, 16, dtype=dtype), fk.compile("causal", backend="cpp")
@@ -69,7 +69,7 @@ def test_caches(make, dtype):
     same(steps, *torch.randn(3, 2, 2, 3, 16))
 
 
-def test_flex_attention():
+def test_flex_attention_of_views_equals_that_of_copies():
     """A table that a mask_mod captured is read anew at every call, and one that was negated in place is another."""
     q, k, v = torch.randn(3, 1, 2, 128, 16)
     doc = -(torch.arange(128) // 40)

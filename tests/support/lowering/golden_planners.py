@@ -18,11 +18,11 @@ def made(name):
     return planner(mask, frozenset({"doc"}) if name == WHOLE else frozenset())
 
 
-def check(golden, name, file, printed):
-    """`file` is as "jnp.py"; `printed` writes the text of a planner."""
-    language, text = file.partition(".")[0], printed(made(name))
+def check(golden, name, suffix, printed, prefix=""):
+    """`suffix` is that of the language; `printed` writes the text of a planner."""
+    text = printed(made(name))
     if name == WHOLE:
-        return golden(f"planner/{file}", text)
+        return golden(f"{prefix}{name}{suffix}", text)
     whole = printed(made(WHOLE)).splitlines()
-    diff = unified_diff(whole, text.splitlines(), f"{language}: {WHOLE}", f"{language}: {name}", n=1, lineterm="")
-    return golden(f"planner/{language}_{name}.diff", "\n".join(diff) + "\n")
+    diff = unified_diff(whole, text.splitlines(), WHOLE, name, n=1, lineterm="")
+    return golden(f"{prefix}{name}.diff", "\n".join(diff) + "\n")

@@ -237,8 +237,8 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix if n in RARE else ()) for n in CASES])
-def test_gradients(name):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n in RARE else ()) for n in CASES])
+def test_native_gradients_equal_the_reference_and_repeat(name):
     case = CASES[name]
     made = problem(case)
     found = native_call.backward(*made.args, **made.options)
@@ -253,11 +253,11 @@ VARIANTS = [pytest.param(v, marks=pytest.mark.slow) for v in ("avx512", "avx2", 
 
 @pytest.mark.parametrize("name", ["all-kinds", "bfloat16-odd-sizes", "minus-infinity", "dropout", "blocks-float64"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant, name):
+def test_native_backward_runs_on_every_instruction_set(variant, name):
     _variant(variant, name)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_a_kernel_of_other_vectors():
     _variant("avx2", "all-kinds")
 
@@ -270,7 +270,7 @@ def _variant(variant, name):
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
-def test_threads(threads):
+def test_native_backward_repeats_with_any_number_of_threads(threads):
     """Cut into parts or not: right, and the same bits every time."""
     for name in ("one-head", "all-kinds-one-head", "window"):
         made = problem(CASES[name])
@@ -282,7 +282,7 @@ def test_threads(threads):
 
 
 @pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"v", 2}, {0, 1, 4}])
-def test_wanted(wanted):
+def test_native_backward_leaves_out_unwanted_gradients(wanted):
     """What is not wanted is left out, and changes nothing."""
     case = CASES["all-kinds"]
     made = problem(case)
@@ -320,15 +320,15 @@ def drawn(seed):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.matrix) for n in range(60)]
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n else pytest.mark.exhaustive) for n in range(60)]
 )
-def test_drawn_cases(seed):
+def test_native_gradients_of_random_cases_equal_the_reference(seed):
     case, threads = drawn(seed)
     made = problem(case)
     check(case, made, native_call.backward(*made.args, **made.options, threads=threads))
 
 
-def test_strides():
+def test_native_backward_takes_arrays_of_any_strides():
     """Rows' entries are neighbours, everything else may lie anywhere."""
     case = WINDOW
     made = problem(case)
@@ -367,11 +367,11 @@ def test_nan_where_nobody_looks(name):
         assert np.isnan(exact(found[n][:, :, :2], case.dtype)).any()
 
 
-def test_text(golden):
+def test_golden_native_backward_expressions(golden):
     """What the plan says of itself in the source."""
     work = bind.work(
         program_of("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
         64, 64, 1, 2, (64, 64), proofs=True,
     )  # fmt: skip
     kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")
-    golden("cpp/backward_relative_bias.cpp", kernel.expressions())
+    golden("relative_bias.cpp", kernel.expressions())

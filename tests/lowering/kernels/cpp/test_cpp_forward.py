@@ -209,11 +209,11 @@ MATRIX = (
     "heads-visit-other-tiles", "minus-infinity", "bfloat16-one-query", "bfloat16-odd-sizes", "wide-integers",
     "many-parts",
 )  # fmt: skip
-MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.matrix)
+MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
-def test_forward(name):
+def test_native_forward_equals_the_reference(name):
     made = problem(CASES[name])
     check(made, made.run())
 
@@ -227,7 +227,7 @@ def test_threads_change_no_bit(name, threads):
 
 
 @pytest.mark.parametrize("name", ["window", "one-query", "bfloat16", "bfloat16-one-query", "float16"])
-def test_strides(name):
+def test_native_forward_takes_arrays_of_any_strides(name):
     """Arrays [batch, length, heads, dim] seen as [batch, heads, length, dim], and with gaps between rows."""
     made = problem(CASES[name])
     want = made.run()
@@ -242,7 +242,7 @@ def test_strides(name):
             assert got.tobytes() == wanted.tobytes()
 
 
-def test_no_max_scores():
+def test_native_forward_can_leave_out_the_largest_scores():
     made = problem(WINDOW)
     out, _, top = made.run(want_top=False)
     assert out.tobytes() == made.run()[0].tobytes()
@@ -262,7 +262,7 @@ SPECIAL = Case("causal & k % 3 != 0", heads=1, kv_heads=1)
 
 
 @pytest.mark.parametrize("q_len", [150, 1, 5])
-@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.exhaustive)])
 def test_masked_scores_do_not_matter(score, q_len):
     case = SPECIAL.but(score=score, q_len=q_len, origin=(0, 0, 150 - q_len, 0))
     made = problem(case, masked_keys)
@@ -270,7 +270,7 @@ def test_masked_scores_do_not_matter(score, q_len):
     check(made, made.run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 def test_keys_between_intervals_do_not_matter(dtype):
     def change(q, k, v):
         for x in (k, v):
@@ -305,14 +305,14 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
 @pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"),
-                                               *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
+                                               *[pytest.param(*x, marks=pytest.mark.exhaustive) for x in (
                                                    ("bfloat16-one-query", "avx2"), ("bfloat16", "avx2"),
                                                    ("intervals", "avx2"),
                                                    ("intervals-float64", "scalar"), ("residues", "avx2"),
                                                    ("float64", "scalar"), ("intervals-far-away", "avx512"),
                                                    ("softcap", "avx512"),
                                                )]])  # fmt: skip
-def test_variants(name, variant):
+def test_native_forward_runs_on_other_instruction_sets(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
@@ -322,7 +322,7 @@ def test_variants(name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-def test_all_variants(name, variant):
+def test_native_forward_runs_each_case_on_each_instruction_set(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
@@ -332,7 +332,7 @@ def test_all_variants(name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TO)
 @pytest.mark.parametrize("dim", [8, 16, 20, 33, 72, 96, 112, 160, 192])
-def test_head_sizes(dim, dtype):
+def test_native_forward_takes_head_sizes_of_all_remainders(dim, dtype):
     for case in (WINDOW, WINDOW.but(q_len=3, origin=(0, 0, 290, 0))):
         made = problem(case.but(dim=dim, v_dim=max(8, zlib.crc32(b"%d" % dim) % 100), dtype=dtype))
         check(made, made.run())
@@ -341,12 +341,12 @@ def test_head_sizes(dim, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [(1, 16), (6, 48), (13, 80), (128, 128), (192, 256), (64, 32)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiles(tile, dtype):
+def test_native_forward_takes_tiles_of_any_size(tile, dtype):
     made = problem(EVERY_TABLE.but(tile=tile, dtype=dtype))
     check(made, made.run())
 
 
-def test_the_source_is_the_same_every_time():
+def test_native_forward_source_is_deterministic():
     made = problem(EVERY_TABLE)
     texts = {cpp.CppKernel(made.plan, Target("cpp", 48, 64), 24, 24, "float32").source() for _ in range(2)}
     assert len(texts) == 1

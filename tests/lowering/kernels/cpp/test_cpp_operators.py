@@ -154,27 +154,27 @@ def same(op, got, want, real, wide):
         return got == want
 
 
-@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("dtype", "wide", "variant"), SETTINGS)
-def test_vectors(dtype, wide, variant, optimized):
-    """Of the matrix with all optimizations, which take g++ 12 seconds."""
+def test_native_operators_on_vectors_equal_the_reference(dtype, wide, variant, optimized):
+    """Exhaustive with all optimizations, which take g++ 12 seconds."""
     assert off(dtype, wide, variant, k, "LANES") == {}
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("float64", True)])
-def test_single_numbers(dtype, wide):
+def test_native_operators_on_scalars_equal_the_reference(dtype, wide):
     assert off(dtype, wide, "native", q, "1") == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "wide", "variant"), SLOW)
-def test_operators_everywhere(dtype, wide, variant):
+def test_native_operators_agree_on_every_instruction_set(dtype, wide, variant):
     assert off(dtype, wide, variant, k, "LANES") == {}
     assert off(dtype, wide, variant, q, "1") == {}
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_random(wide):
+def test_native_random_numbers_equal_the_reference(wide):
     seeds = np.array([0, 1, 2**31 - 1, 12345])
     i, j, n = (x.ravel() for x in np.meshgrid(seeds, np.arange(-3, 200, 7), np.arange(5), indexing="ij"))
     tables = {"i0": i, "i1": j, "i2": n}

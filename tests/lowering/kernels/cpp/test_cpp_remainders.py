@@ -60,12 +60,12 @@ def test_equal_at_every_position(name):
     [(q - k) % 4, (k - q) // 8, q % n, (k + r) % n, eq(q % n, k % n), (q - build("int", score)) % n, q - k],
     ids=str,
 )
-def test_nothing_to_gain(e):
+def test_expressions_without_a_costly_remainder_are_not_split(e):
     """A shift or an `and` is one instruction; what only one of the two decides is known early as it is."""
     assert parted(e) is e
 
 
-def test_the_text():
+def test_remainders_of_a_distance_are_computed_by_row_and_column():
     made = make_plan(eq((q - k) % 3, 0) & eq((q - k) % param("g"), 1), None, "x")
     text = cpp.CppKernel(made, Target("cpp", 96, 64), 64, 64, "float32").expressions()
     assert "row.x0 = modulo(row.q, 3);" in text

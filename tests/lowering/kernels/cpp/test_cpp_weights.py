@@ -120,15 +120,15 @@ def check(case, variant="native"):
             assert np.abs(total - seen).max() <= ROUNDING[case.dtype], f"scores of {size}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.matrix) for n in CASES])
-def test_weights(name):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in CASES])
+def test_native_backward_weights_are_those_of_the_forward(name):
     check(CASES[name])
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["bias", "few rows", "bfloat16", "float64"])
 @pytest.mark.parametrize("variant", ["avx512bf16", "avx512", "avx2", "scalar"])
-def test_variants(variant, name):
+def test_native_weights_agree_on_every_instruction_set(variant, name):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
     check(CASES[name], variant)

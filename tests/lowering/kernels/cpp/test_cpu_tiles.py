@@ -29,7 +29,7 @@ def geometry(q_len, dim=64, batch=1, heads=8):
         (geometry(17), "float32", False, (24, 64)),
     ],
 )
-def test_tiles(g, dtype, narrow, want, monkeypatch):
+def test_native_tiles_fit_the_second_level_cache(g, dtype, narrow, want, monkeypatch):
     monkeypatch.setattr(cpu_tiles, "second_level", lambda: 1 << 20)
     assert cpu_tiles.tiles(g, dtype, narrow) == want
 
@@ -39,11 +39,11 @@ def test_a_small_cache_makes_small_tiles(monkeypatch):
     assert cpu_tiles.tiles(geometry(4096), "float32", False) == (96, 32)
 
 
-def test_the_second_level_is_known():
+def test_size_of_the_second_level_cache_is_known():
     assert cpu_tiles.second_level() >= 1 << 15
 
 
-def test_one_query_that_sees_all_keys_needs_no_mask():
+def test_single_query_that_sees_all_keys_has_full_tiles_alone():
     block = cpu_tiles.tiles(geometry(1), "float32", False)
     spans = fk.compile("causal").plan(1, 4096, 1, 8, origin=(0, 0, 4095, 0)).rows(block)
     assert spans.bounds.tolist() == [[[[0, 0, 64, 64]]]]

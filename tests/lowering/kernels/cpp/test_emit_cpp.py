@@ -12,6 +12,7 @@ from frisket.dsl.ir import lookup, param
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import call
 from frisket.lowering.kernels.cpp import expr as expr_cpp
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
@@ -22,13 +23,13 @@ documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
 softcap = 50.0 * function("tanh", score / 50.0)
 alibi = lookup("slope", (h,), FLOAT) * (k - q)
 GOLDEN = {
-    "cpp/full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
-    "cpp/documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
-    "cpp/softcap_alibi.cpp": (
+    "full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
+    "documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
+    "softcap_alibi.cpp": (
         make_plan(causal, softcap + alibi, "causal\nsoftcap(50) + slope[h] * (k - q)", dropout=True),
         128, 128, "float32",
     ),
-    "cpp/relative_bias.cpp": (
+    "relative_bias.cpp": (
         make_plan(
             causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
             score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
@@ -40,22 +41,33 @@ GOLDEN = {
 }  # fmt: skip
 
 
-def test_golden_window(golden):
-    """The whole source, with the parts written by hand."""
+def without_parts(source):
+    """The source, with a line for each text that every kernel contains: the hand-written headers and the call."""
+    for name in (*cpp.ARITHMETIC, "scores", "forward", "forward_work", "decode"):
+        source = source.replace(cpp.part(name), f'#include "{name}.hpp"\n')
+    return source.replace(call.text(), '#include "call.hpp"\n')
+
+
+def test_golden_record_of_a_native_call(golden):
+    golden("call.hpp", call.text())
+
+
+def test_golden_native_source_of_a_window(golden):
+    """The whole source, with the order of its parts."""
     made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
-    golden("cpp/window.cpp", cpp.CppKernel(made, TARGET, 64, 64, "float32").source())
+    golden("window.cpp", without_parts(cpp.CppKernel(made, TARGET, 64, 64, "float32").source()))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
+def test_golden_native_expressions_of_each_plan(name, golden):
     """What the plan decides of the source."""
     made, *rest = GOLDEN[name]
     kernel = cpp.CppKernel(made, TARGET, *rest)
-    golden(name, kernel.head() + kernel.expressions())
+    golden(name, without_parts(kernel.head()) + kernel.expressions())
 
 
-def test_the_source_is_its_parts():
-    made, *rest = GOLDEN["cpp/documents.cpp"]
+def test_native_source_contains_the_handwritten_headers():
+    made, *rest = GOLDEN["documents.cpp"]
     source = cpp.CppKernel(made, TARGET, *rest).source()
     kernel = cpp.CppKernel(made, TARGET, *rest)
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):
@@ -70,7 +82,7 @@ def plain(mask, mod, tile=(96, 64), kernel=cpp.CppKernel, **limits):
 
 
 @pytest.mark.parametrize("kernel", [cpp.CppKernel, cpp_backward.BackwardKernel])
-def test_what_a_call_says_is_not_in_the_text(kernel):
+def test_native_source_contains_no_lengths_names_or_numbers(kernel):
     """Lengths, names and numbers; what is computed otherwise for another number stays."""
     mask, capped = causal & (q - k < 300), capped_by(50.0)
     text, numbers = plain(mask, capped, kernel=kernel)
@@ -87,7 +99,7 @@ def capped_by(n):
     return n * function("tanh", score / n)
 
 
-def test_the_table_has_every_operator():
+def test_native_operator_table_is_complete():
     assert set(OPERATORS) <= set(expr_cpp.CPP)
 
 
@@ -166,7 +178,7 @@ def test_heads_that_share_a_key_head_are_alike():
     assert "return false;" in shared(lookup("t", (h // 4, h // 2, k), FLOAT))
 
 
-def test_what_is_stored_has_no_gradient():
+def test_native_backward_refuses_stored_keys():
     made = make_plan(None, None, "x", pages=Pages(PAGES, 16))
     with pytest.raises(LoweringError, match="no gradients"):
         cpp_backward.BackwardKernel(made, TARGET, 64, 64, "float32").source()
@@ -190,7 +202,7 @@ def test_a_draw_is_worked_out_in_stages():
                                            "take 64 by 64"),
     ],
 )  # fmt: skip
-def test_refusals(target, dtype, message):
+def test_native_source_refuses_bad_dtypes_and_tiles(target, dtype, message):
     with pytest.raises(LoweringError) as refused:
         cpp.CppKernel(make_plan(causal, None), target, 64, 64, dtype).source()
     assert str(refused.value) == message

@@ -24,8 +24,8 @@ from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_nativ
 SOFTWARE = "the matrix unit in software"
 UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
 HERE = [v for v in ("amx", SOFTWARE) if not cpp_cpu.lacking("avx512bf16" if v == SOFTWARE else v)]
-# the first of them in every run, and software beside the unit in the matrix
-VARIANTS = [v if v == HERE[0] else pytest.param(v, marks=pytest.mark.matrix) for v in HERE]
+# the first of them in every run, and software on a processor with the unit in the exhaustive tier
+VARIANTS = [v if v == HERE[0] else pytest.param(v, marks=pytest.mark.exhaustive) for v in HERE]
 pytestmark = pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")
 
 
@@ -36,9 +36,9 @@ def software(monkeypatch):
 
 
 def of(dtype, cases, *usual):
-    """The cases of a dtype: some in every run, others in the matrix."""
+    """The cases of a dtype: some in every run, others are exhaustive."""
     names = [n for n, case in cases.items() if case.dtype == dtype]
-    return [n if n in usual else pytest.param(n, marks=pytest.mark.matrix) for n in names]
+    return [n if n in usual else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
 
 
 def six(case):
@@ -52,7 +52,7 @@ def six(case):
     [*of("bfloat16", test_cpp_forward.CASES, "bfloat16-odd-sizes"),
      *of("float32", test_cpp_forward.CASES, "window", "many-query-heads")],
 )  # fmt: skip
-def test_forward(name, variant):
+def test_matrix_unit_forward_equals_the_reference(name, variant):
     made = test_cpp_forward.problem(six(test_cpp_forward.CASES[name]))
     test_cpp_forward.check(made, made.run(variant=variant))
 
@@ -62,7 +62,7 @@ def test_forward(name, variant):
     "name",
     [*of("bfloat16", test_cpp_backward.CASES, "bfloat16-odd-sizes"), *of("float32", test_cpp_backward.CASES, "window")],
 )
-def test_backward(name, variant):
+def test_matrix_unit_backward_equals_the_reference(name, variant):
     case = six(test_cpp_backward.CASES[name])
     made = test_cpp_backward.problem(case)
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
@@ -70,16 +70,16 @@ def test_backward(name, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", of("bfloat16", test_native_stored.CASES, "prefill-bfloat16-holes"))
-def test_stored(name, variant):
+def test_matrix_unit_reads_stored_keys_and_values(name, variant):
     made = test_native_stored.Problem(test_native_stored.CASES[name])
     made.check(made.run(variant=variant))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("tile", [(32, 16), (40, 48), (96, 128), (192, 64)])
 @pytest.mark.parametrize("dim", [16, 40, 64, 96, 256])
-def test_sizes(dim, tile, variant):
+def test_matrix_unit_takes_odd_sizes_and_full_tiles(dim, tile, variant):
     """Odd numbers of vectors, of groups and of steps, and tiles that are visible throughout."""
     shape = {"dim": dim, "v_dim": 272 - dim, "dtype": "bfloat16", "tile": tile}
     for q_len in (205, 12):
@@ -88,7 +88,7 @@ def test_sizes(dim, tile, variant):
             test_cpp_forward.check(made, made.run(variant=variant))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tile", [(40, 48), (192, 64)])
 @pytest.mark.parametrize("dim", [40, 200])
 def test_sizes_of_float32(dim, tile):
@@ -102,10 +102,10 @@ def test_sizes_of_float32(dim, tile):
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=HERE[0]))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("q_len", [205, pytest.param(12, marks=pytest.mark.matrix)])
-def test_the_next_tile_does_not_matter(q_len, variant):
+@pytest.mark.parametrize("q_len", [205, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_matrix_unit_ignores_values_past_a_tile(q_len, variant):
     """A tile of 48 keys fills one and a half squares: behind its values are zeros, and no values of hidden keys."""
 
     def change(q, k, v):
@@ -136,7 +136,7 @@ def test_hidden_values_beside_visible_ones(heads, q_len, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.matrix), 40])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.exhaustive), 40])
 def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
     """12 heads of a key head multiply keys where they are, 13 rows and more of other items packed ones: equal bits, by
     which the backward computes weights of either."""
@@ -150,9 +150,9 @@ def test_a_step_of_decoding_has_the_scores_of_packed_keys(dim, variant):
     test_cpp_forward.check(few, one)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_least_scores_before_others(variant):
+def test_matrix_unit_gives_the_least_scores_no_weight(variant):
     """Scores of the least float32 weigh nothing beside those of later tiles, as biases of finfo.min have them."""
     low = np.where(np.arange(150) < 128, np.finfo(np.float32).min, 0).astype(np.float32)
     case = test_cpp_forward.Case(None, "score + low[k]", {"low": low}, dtype="bfloat16")
@@ -171,7 +171,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mask", [pytest.param(None, marks=pytest.mark.matrix), "k % 3 < 2 & k < q + 200"])
+@pytest.mark.parametrize("mask", [pytest.param(None, marks=pytest.mark.exhaustive), "k % 3 < 2 & k < q + 200"])
 @pytest.mark.parametrize("name", RANGES)
 def test_float32_that_terms_do_not_hold(name, mask, variant):
     """Numbers out of the range of terms give what vectors give."""
@@ -204,7 +204,7 @@ def test_infinity_in_float32(hidden, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dim", [64, pytest.param(200, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dim", [64, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_six_products_are_as_near_as_vectors(dim, variant):
     def off(precision):
         case = test_cpp_forward.Case(
@@ -218,9 +218,9 @@ def test_six_products_are_as_near_as_vectors(dim, variant):
         assert six <= 1.1 * vectors
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.matrix), None])
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.exhaustive), None])
 @pytest.mark.parametrize("changed", [("q", "k"), ("v",), ("dout",), ("k",)])
 @pytest.mark.parametrize("factor", [2.0**45, 2.0**-105])
 def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, variant):
@@ -299,7 +299,7 @@ OF_BYTES = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("eight rows", "odd sizes, bfloat16", "holes") else pytest.param(n, marks=pytest.mark.matrix)
+    [n if n in ("eight rows", "odd sizes, bfloat16", "holes") else pytest.param(n, marks=pytest.mark.exhaustive)
      for n in OF_BYTES],
 )  # fmt: skip
 def test_few_rows_beside_int8(name, variant):
@@ -347,7 +347,7 @@ def test_queries_and_weights_that_bytes_do_not_hold(of, factor, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_largest_bytes(variant):
+def test_matrix_unit_sums_of_the_largest_bytes_do_not_overflow(variant):
     """-128 beside the largest query and weight, 1,024 times: no sum overflows."""
     made = test_native_stored.Problem(
         EIGHTS.but(heads=8, kv_heads=1, dim=1024, kv_len=512, tile=(1, 256), scales=False)
@@ -358,16 +358,16 @@ def test_the_largest_bytes(variant):
     np.testing.assert_allclose(lse, -128 + np.log(301), rtol=1e-6)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.matrix), "six products"])
-def test_sanitizers(name, sanitizer, tmp_path):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "six products"])
+def test_matrix_unit_kernels_pass_sanitizers(name, sanitizer, tmp_path):
     flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
     test_native_variants.check(name, run)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sanitizer", ["address", "undefined"])
 @pytest.mark.parametrize("name", ["sixteen rows", "odd sizes", "odd sizes, bfloat16"])
 def test_sanitizers_of_bytes(name, sanitizer, tmp_path):
@@ -378,7 +378,7 @@ def test_sanitizers_of_bytes(name, sanitizer, tmp_path):
     made.check([found[n] for n in ("out", "lse", "top")])
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(len(HERE) < 2, reason="left out: this CPU has no matrix unit")
 @pytest.mark.parametrize(
     "made",
@@ -394,11 +394,11 @@ def test_software_has_the_bits_of_the_unit(made):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("bfloat16", "forward"),
-     *[pytest.param(*x, marks=pytest.mark.matrix) for x in (
+     *[pytest.param(*x, marks=pytest.mark.exhaustive) for x in (
          ("plain", "forward"), ("six products", "backward"), ("bfloat16", "backward"),
          ("plain", "backward"), ("six products", "forward"))]],
 )  # fmt: skip
-def test_the_instructions(name, kind, tmp_path):
+def test_matrix_unit_instructions_are_in_the_machine_code(name, kind, tmp_path):
     """bfloat16 is multiplied there, and float32 where the target says so."""
     text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
     text.write_text(test_native_variants.problem(name).source(kind))
@@ -408,7 +408,7 @@ def test_the_instructions(name, kind, tmp_path):
     assert bool(re.search("tdpbf16ps", found)) == (name != "plain")
 
 
-def test_which_calls_take_six_products(monkeypatch):
+def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
     def precision(tuning=AS_CHOSEN, lacks="", narrow=False, dtype="float32", tile=None, **sizes):
         monkeypatch.setattr(text, "lacking", lambda variant: lacks)
         shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64, "v_dim": 64}
@@ -468,7 +468,7 @@ def test_a_system_that_refuses(monkeypatch):
 
 
 @pytest.mark.skipif("amx" not in HERE, reason="left out: this CPU has no matrix unit")
-def test_the_unit_is_left_as_it_was_found():
+def test_matrix_unit_configuration_is_restored_after_a_call():
     """torch's products use it too, in the same thread."""
     torch = pytest.importorskip("torch")
     import frisket as fk

@@ -42,7 +42,7 @@ def dense(q, k, v, visible):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(n, d, marks=() if OFTEN.get(n) == d else pytest.mark.matrix) for n in MASKS for d in LIMIT],
+    [pytest.param(n, d, marks=() if OFTEN.get(n) == d else pytest.mark.exhaustive) for n in MASKS for d in LIMIT],
 )
 def test_forward_and_backward(name, dtype):
     mask, tables = MASKS[name]

@@ -35,7 +35,7 @@ def kept_in_memory(source, variant, folder):
     return found
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["avx2", "avx512"])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float32", 256), ("bfloat16", 128)])

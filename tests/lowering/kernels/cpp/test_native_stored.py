@@ -213,8 +213,8 @@ USUAL = ("decode-bfloat16", "prefill-bfloat16-holes")
 HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
 
 
-@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.matrix) for n in CASES])
-def test_stored(name):
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES])
+def test_native_forward_reads_stored_keys_and_values(name):
     made = Problem(CASES[name])
     made.check(made.run())
 
@@ -222,16 +222,16 @@ def test_stored(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode-large-pages", "decode-bfloat16", "prefill-bfloat16-pages"])
 @pytest.mark.parametrize("variant", HERE)
-def test_variants(variant, name):
+def test_native_stored_keys_work_on_every_instruction_set(variant, name):
     made = Problem(CASES[name])
     made.check(made.run(variant=variant))
 
 
 @pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.slow) for v in HERE)])
 @pytest.mark.parametrize(
-    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.matrix) for x in (EIGHT[0], EIGHT[2]))]
+    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (EIGHT[0], EIGHT[2]))]
 )
-def test_all_numbers_of_eight_bits(stored, variant):
+def test_native_forward_reads_all_256_values_of_8_bits(stored, variant):
     """A query that sees one key gets its value: each of the 256 there are, NaN, infinities, subnormal ones too."""
     made = Problem(Case(q_len=1, q0=0, kv_len=16, heads=1, kv_heads=1, v_dim=256, stored=stored, scales=False))
     made.v[0, 0, 0] = np.arange(256, dtype=np.uint8).view(made.v.dtype)
@@ -267,7 +267,7 @@ class Watched(native_image.Problem):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
-def test_sanitizers(sanitizer, name, tmp_path):
+def test_native_stored_kernels_pass_sanitizers(sanitizer, name, tmp_path):
     flags = "-O1", "-g1", "-march=native", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"
     made = Problem(CASES[name])
     runner = native_image.program(tmp_path, native_build.compiler(), flags, threads=4)
@@ -311,7 +311,7 @@ def test_torch_calls_compile_one_kernel(monkeypatch):
     assert len(set(texts)) == 1
 
 
-def test_jax_calls():
+def test_native_stored_keys_work_under_jit_and_vmap():
     arrays, starts, want = cached(96, 14)
     q, k, v, k_scale, v_scale = (jnp.asarray(x.swapaxes(1, 2)) for x in arrays[:5])
     att = fk.compile("causal", backend="cpp").at(q="q + start[b]", start=jnp.asarray(starts))

@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
 from support.native.native_image import Problem, flags_of, here, program
+from support.tiers import default_only
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
@@ -52,18 +52,18 @@ def check(name, runner):
 
 
 def both(names, more=()):
-    """A slice in every run, `more` in the matrix, the rest when asked."""
-    marks = dict.fromkeys(names, ()) | dict.fromkeys(more, pytest.mark.matrix)
+    """A slice in every run, `more` in the exhaustive tier, the rest when asked."""
+    marks = dict.fromkeys(names, ()) | dict.fromkeys(more, pytest.mark.exhaustive)
     return [pytest.param(n, marks=marks.get(n, pytest.mark.slow)) for n in MATRIX]
 
 
 @pytest.mark.parametrize("name", both(SLICE[:1]))
-@pytest.mark.parametrize("variant", some(HERE, *[v for v in ("avx2",) if v in HERE]))
-def test_variants(variant, name):
+@pytest.mark.parametrize("variant", default_only(HERE, *[v for v in ("avx2",) if v in HERE]))
+def test_native_kernels_run_on_every_instruction_set(variant, name):
     check(name, here(variant))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_half_precision_without_its_instructions():
     for variant, name in (("avx512", "bfloat16"), ("avx2", "bfloat16"), ("scalar", "float16")):
         if variant in HERE:
@@ -80,13 +80,13 @@ ARM = ("aarch64-linux-gnu-g++",)
 
 @missing(*ARM, "qemu-aarch64-static")
 @pytest.mark.parametrize("name", both(SLICE[:1], SLICE[1:]))
-def test_neon(name, tmp_path):
+def test_native_kernels_run_on_neon_in_an_emulator(name, tmp_path):
     check(name, program(tmp_path, ARM, ("-O3", "-static", *flags_of("neon")), ("qemu-aarch64-static",)))
 
 
 @missing("clang++")
 @pytest.mark.parametrize("name", both((), ("relative-bias",)))
-def test_clang(name, tmp_path):
+def test_native_kernels_run_when_built_by_clang(name, tmp_path):
     check(name, program(tmp_path, ("clang++",), ("-O3", "-march=native")))
 
 
@@ -100,12 +100,12 @@ SANITIZERS = {
 @pytest.mark.parametrize(
     ("sanitizer", "name"),
     [
-        pytest.param(s, n, marks=pytest.mark.slow if n != "plain" else () if s == "address" else pytest.mark.matrix)
+        pytest.param(s, n, marks=pytest.mark.slow if n != "plain" else () if s == "address" else pytest.mark.exhaustive)
         for s in SANITIZERS
         for n in MATRIX
     ],
 )
-def test_sanitizers(sanitizer, name, tmp_path):
+def test_native_kernels_pass_sanitizers(sanitizer, name, tmp_path):
     flags = ("-O1", "-g1", "-march=native", *SANITIZERS[sanitizer])
     check(name, program(tmp_path, native_build.compiler(), flags, threads=4))
 
@@ -135,15 +135,15 @@ def disassembled(library, objdump="objdump"):
 
 @missing("objdump")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("variant", some([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
-def test_the_instructions(variant, kind):
+@pytest.mark.parametrize("variant", default_only([v for v in WANTED if v in HERE], *{"avx512bf16", "avx2"} & {*HERE}))
+def test_native_machine_code_has_the_vector_instructions(variant, kind):
     text = disassembled(native_build.library(problem("relative-bias").source(kind), variant)._name)
     there, absent = WANTED[variant]
     assert all(re.search(x, text) for x in there)
     assert not any(re.search(x, text) for x in absent)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @missing("objdump")
 @pytest.mark.skipif("avx512bf16" not in HERE, reason="left out: this CPU has no bfloat16 instructions")
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,10 +152,10 @@ def test_half_precision_uses_its_instructions(kind):
     assert re.search("vdpbf16ps .*%zmm", text)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @missing(*ARM, "aarch64-linux-gnu-objdump")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_instructions_of_neon(kind, tmp_path):
+def test_native_machine_code_for_arm_has_neon_instructions(kind, tmp_path):
     source, made = tmp_path / "kernel.cpp", tmp_path / "kernel.o"
     source.write_text(problem("relative-bias").source(kind))
     subprocess.run([*ARM, *native_build.FLAGS, *flags_of("neon"), "-c", "-o", made, source], check=True)

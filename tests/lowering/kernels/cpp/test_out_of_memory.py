@@ -67,11 +67,11 @@ def refused(allow, run, match):
     ("text", "shape", "least"),
     [
         ("causal & t[q] == t[k]", (300,), 4),  # the trees of a table, and pieces that grow
-        pytest.param("t[h, q] >= t[h, k]", (2, 300), 4, marks=pytest.mark.matrix),
-        pytest.param("t[q, k] > 3", (300, 300), 4, marks=pytest.mark.matrix),
+        pytest.param("t[h, q] >= t[h, k]", (2, 300), 4, marks=pytest.mark.exhaustive),
+        pytest.param("t[q, k] > 3", (300, 300), 4, marks=pytest.mark.exhaustive),
     ],
 )
-def test_planners(scarce, text, shape, least):
+def test_native_planner_reports_each_failed_allocation(scarce, text, shape, least):
     torch = pytest.importorskip("torch")
     table = torch.from_numpy(np.random.default_rng(0).integers(0, 9, shape))
     att = fk.compile(text, backend="cpp")
@@ -87,9 +87,9 @@ def test_planners(scarce, text, shape, least):
 
 
 @pytest.mark.parametrize(
-    "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.matrix)]
+    "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.exhaustive)]
 )
-def test_kernels(scarce, monkeypatch, length):
+def test_native_kernel_reports_each_failed_allocation(scarce, monkeypatch, length):
     torch = pytest.importorskip("torch")
     from frisket.runtime.backends.cpp import torch as native_torch
 
@@ -142,7 +142,7 @@ def test_a_process_that_may_have_no_more():
     ], found.stderr  # fmt: skip
 
 
-def test_nothing_in_our_cpp_ends_the_process():
+def test_native_code_calls_no_function_that_ends_the_process():
     root = Path(fk.__file__).parents[2]
     words = re.compile(r"\b(abort|exit|_exit|terminate|throw|assert|std::\w+|new)\b *\(?")
     found = {

@@ -1,8 +1,9 @@
 """`python tests/lowering/kernels/cute/flash_compiled.py`: kernels of FlashAttention 4 around frisket's masks and score
-mods, compiled for GPUs that are not here. Compared with tests/golden/cute/compiled.json, which `--update-golden`
-writes: which forms of kernels compile for which architecture. Then the printed functions of the whole library, built
-and run by CuTe's own compiler on the CPU, beside the interpreter. `--all` compiles the forward of every mask and score
-mod of the library for Hopper instead, and keeps the seconds in tests/golden/cute/library.json; words choose entries.
+mods, compiled for GPUs that are not here. Compared with benchmarks/results/compiled/flash-attn-4.json, which
+`--update-results` writes: which forms of kernels compile for which architecture. Then CuTe's own compiler builds the
+printed functions of the whole library for the CPU, and their values are compared with the reference. `--all` compiles
+the forward of every mask and score mod of the library for Hopper instead, and writes the seconds to
+flash-attn-4-library.json there; words choose entries.
 
 Needs flash-attn-4 (`pip install -e .[flash-compile]`), and no GPU. Calls go through the backend's own executors, on
 tensors of torch's fake mode. What would ask the driver is told instead: the device's number, its processors, and
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-GOLDEN = HERE.parents[3] / "golden" / "cute"
+RESULTS = HERE.parents[4] / "benchmarks" / "results" / "compiled"
 ARCHITECTURES = {"sm_90": ("sm_90a", "132"), "sm_100": ("sm_100a", "148")}
 WORDS = [a for a in sys.argv[1:] if not a.startswith("--")]
 ARCH = next((a.removeprefix("--arch=") for a in sys.argv if a.startswith("--arch=")), "")
@@ -56,13 +57,13 @@ def main() -> None:
         command = [sys.executable, str(HERE), f"--arch={arch}", *WORDS]
         made = subprocess.run(command, env=environment(arch), stdout=subprocess.PIPE, text=True, check=True)
         found |= json.loads(made.stdout.splitlines()[-1])
-    path = GOLDEN / "compiled.json"
+    path = RESULTS / "flash-attn-4.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    if "--update-golden" in sys.argv:
+    if "--update-results" in sys.argv:
         path.write_text(json.dumps(known | found, indent=1) + "\n")
         return
     wrong = {n: (known.get(n), x) for n, x in found.items() if known.get(n) != x}
-    assert not wrong, f"(was, is): {wrong}; if it should change, run with --update-golden"
+    assert not wrong, f"(was, is): {wrong}; if it should change, run with --update-results"
 
 
 def environment(arch: str) -> dict[str, str]:
@@ -236,7 +237,7 @@ def built_for_cpu(plan: Any, env: Any, tables: Any, places: Any, score: Any, gra
 
 def library() -> None:
     """Compile the forward of every entry of the library."""
-    path = GOLDEN / "library.json"
+    path = RESULTS / "flash-attn-4-library.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     for name, (form, case) in entries(LENGTH).items():
         if not all(w in name for w in WORDS) or (not WORDS and name in found):

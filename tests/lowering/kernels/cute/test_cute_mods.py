@@ -25,7 +25,7 @@ from frisket.lowering.plan import Pages, make_plan
 
 LENGTH, PAST = 130, 37  # lanes past the last query and key, as tiles have them
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
-GOLDEN_FILES = Path(__file__).parents[3] / "golden" / "cute"
+COMPILED = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
 causal = q >= k
 GOLDEN = {
     "documents": make_plan(
@@ -39,8 +39,8 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
-    golden(f"cute/{name}.py", emit(GOLDEN[name]).text)
+def test_golden_cute_functions_of_masks_and_score_mods(name, golden):
+    golden(f"{name}.py", emit(GOLDEN[name]).text)
 
 
 def values(made, plan, env, slots, tables):
@@ -100,21 +100,21 @@ def of_library(att, case):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_every_mask(name):
+def test_cute_mask_functions_equal_the_reference(name):
     case = MASKS[name]
     plan, slots, tables = of_library(fk.compile(case.mask), case)
     compare(plan, slots, tables, case.batch, case.heads, case.q_len, case.kv_len)
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_every_score_mod(name):
+def test_cute_score_functions_equal_the_reference(name):
     case = MODS[name]
     plan, slots, tables = of_library(fk.compile("causal", case.score), case)
     compare(plan, slots, tables, case.batch, case.heads, case.q_len, case.kv_len)
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if all(type(x) is int for x in c.origin)])
-def test_every_case(name):
+def test_cute_functions_take_slots_tables_and_origins(name):
     """Slots, tables of Bools, sizes, parts of a larger problem."""
     case = CASES[name]
     made = plan_of(case)
@@ -126,7 +126,7 @@ def test_every_case(name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator(name):
+def test_cute_operators_equal_the_reference(name):
     for case in operator_cases(name):
         made = plan_of(case)
         length = 12 if name == "pow" else 60  # powers of 60 leave float32
@@ -165,7 +165,7 @@ def test_numbers_in_the_place_of_vectors(number):
     compare(made, made.slot_values({}), {}, 1, 1, 60, 60)
 
 
-def test_a_score_past_the_mask_has_no_gradient_where_its_slope_is_infinite():
+def test_hidden_score_with_infinite_slope_has_no_gradient():
     """The weight of a hidden position is 0, and 0 times infinity is NaN."""
     made = emit(make_plan(q >= k, function("log", score)))
     zero, grad = (
@@ -186,7 +186,7 @@ def test_a_score_past_the_mask_has_no_gradient_where_its_slope_is_infinite():
         (make_plan(q >= k, None, weight=lookup("scale", (k,), FLOAT)), "scale no stored"),
     ],
 )
-def test_what_functions_of_a_position_cannot_say(made, words):
+def test_cute_functions_refuse_plans_beyond_one_position(made, words):
     with pytest.raises(LoweringError, match=words) as refused:
         emit(made)
     assert "take backend='triton'" in str(refused.value)
@@ -198,14 +198,14 @@ def test_a_window_of_another_width_is_the_same_text():
     assert emit(one).scalars == ("s0",)
 
 
-def test_what_was_compiled_is_what_there_is():
+def test_flash_attn_4_results_cover_the_forms_and_the_library():
     """The results that flash_compiled.py has kept: every form of a kernel compiles, and so does every mask tried."""
-    forms = json.loads((GOLDEN_FILES / "compiled.json").read_text())
+    forms = json.loads((COMPILED / "flash-attn-4.json").read_text())
     places = {tuple(name.split(", ")[i] for i in (0, -1)) for name in forms}
     assert places == {(arch, way) for arch in ("sm_90", "sm_100") for way in ("forward", "backward")}
     assert len(forms) == 26
     assert set(forms.values()) == {"compiles"}
-    library = json.loads((GOLDEN_FILES / "library.json").read_text())
+    library = json.loads((COMPILED / "flash-attn-4-library.json").read_text())
     assert library.keys() <= MASKS.keys() | MODS.keys()
     assert len(library) >= 73
     assert {x["result"] for x in library.values()} == {"compiles"}

@@ -1,6 +1,6 @@
-"""Run by test_gluon_compiled.py without TRITON_INTERPRET: what the Gluon kernels take of Hopper and Blackwell, beside
-tests/golden/gluon/report_<version of Triton>.txt and report_sm_100_<version>.txt. `--update-golden` writes the lines of
-the tests that run."""
+"""Run by test_gluon_compiled.py without TRITON_INTERPRET: what the Gluon kernels take of Hopper and Blackwell,
+compared with benchmarks/results/compiled/gluon-<architecture>-triton-<version>.txt. `--update-results` writes the lines
+of the tests that run."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ from frisket.runtime.backends.gluon.report import compile_reports, compiled_for
 from frisket.runtime.backends.gluon.tiles import stages
 from frisket.runtime.backends.triton.source import load
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "gluon"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 LENGTH, HEADS = 8192, 8
 MASKS = {
@@ -54,13 +54,13 @@ def made(dim, name, arch="sm_90"):
     return shown.source, shown.plan, shown.target
 
 
-def known(golden):
-    text = golden.read_text() if golden.exists() else ""
+def known(table):
+    text = table.read_text() if table.exists() else ""
     return {line[:17]: line for line in text.splitlines()}
 
 
 def check(dim, name, arch, update):
-    golden = GOLDEN / f"report_{'' if arch == 'sm_90' else f'{arch}_'}{VERSION}.txt"
+    table = RESULTS / f"gluon-{arch}-triton-{VERSION}.txt"
     (found,) = compile_reports(*made(dim, name, arch), Dims(dim, dim, "bfloat16"), arch)
     place = f"D {dim:<3} {name:<9}  "
     line = (
@@ -71,25 +71,24 @@ def check(dim, name, arch, update):
     assert found.spills == SPILLED.get((VERSION, arch, dim, name), 0), line
     assert found.mma > 0, line
     if update:
-        lines = known(golden) | {place: line}
+        lines = known(table) | {place: line}
         order = [f"D {d:<3} {n:<9}  " for d, n in ALL]
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text("".join(lines[p] + "\n" for p in order if p in lines))
+        table.write_text("".join(lines[p] + "\n" for p in order if p in lines))
     else:
-        assert line == known(golden).get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
+        assert line == known(table).get(place, line), "if it should change, run pytest -m '' -n 0 --update-results here"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), FEW)
-def test_some(dim, name, arch, request):
-    check(dim, name, arch, request.config.getoption("--update-golden"))
+def test_selected_gluon_kernels_match_their_compiled_figures(dim, name, arch, request):
+    check(dim, name, arch, request.config.getoption("--update-results"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), [x for x in ALL if x not in FEW])
-def test_rest(dim, name, arch, request):
-    check(dim, name, arch, request.config.getoption("--update-golden"))
+def test_remaining_gluon_kernels_match_their_compiled_figures(dim, name, arch, request):
+    check(dim, name, arch, request.config.getoption("--update-results"))
 
 
 def test_warps_of_a_group_meet_before_they_arrive_on_blackwell():
@@ -152,7 +151,7 @@ def test_products_run_beside_the_softmax():
     assert shown.count("HGMMA DEPBAR.LE gsb0, 0x1 MUFU.EX2 DEPBAR.LE gsb0, 0x0") >= 4  # two loops of two warp groups
 
 
-def test_other_machines_are_refused():
+def test_gluon_compilation_refuses_other_architectures():
     source, plan, chosen = made(64, "causal")
     with pytest.raises(BackendError, match="the text is written for sm_90, not sm_80"):
         next(compile_reports(source, plan, chosen, Dims(64, 64, "bfloat16"), "sm_80"))

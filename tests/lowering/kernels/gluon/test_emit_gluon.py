@@ -4,7 +4,7 @@ import ast
 
 import pytest
 from support.attention_cases import CASES, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.triton.reserved import unreserved
 
 from frisket.dsl import ir
@@ -22,11 +22,11 @@ causal = q >= k
 documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
 closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
 GOLDEN = {
-    "gluon/window.py": (
+    "window.py": (
         make_plan(causal & (q - k < param("w")), None, "causal & window(w)", bounds=closed, rows_nonempty=True),
         Dims(128, 128, "bfloat16", 8), {},
     ),
-    "gluon/everything.py": (
+    "everything.py": (
         make_plan(
             causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q),
             "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)", dropout=True,
@@ -36,11 +36,11 @@ GOLDEN = {
 }  # fmt: skip
 
 
-GOLDEN |= {f"gluon/blackwell_{name.removeprefix('gluon/')}": of for name, of in GOLDEN.items()}
+GOLDEN |= {f"blackwell_{name}": of for name, of in GOLDEN.items()}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
+def test_golden_gluon_forward_of_hopper_and_blackwell(name, golden):
     made, dims, more = GOLDEN[name]
     target = BLACKWELL if "blackwell" in name else TARGET
     text = emit(made, target, dims, **more)
@@ -50,8 +50,8 @@ def test_golden_text(name, golden):
 
 
 @pytest.mark.parametrize("target", [TARGET, BLACKWELL], ids=lambda target: target.arch)
-@pytest.mark.parametrize("name", every_other(CASES))
-def test_every_case_has_a_text(name, target):
+@pytest.mark.parametrize("name", thinned(CASES))
+def test_gluon_text_of_each_case_parses_and_fits_lines(name, target):
     text = emit(plan(CASES[name]), target, Dims(32, 32, "bfloat16", 2), low=True)
     ast.parse(text)
     assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
@@ -74,7 +74,7 @@ def refused(words, made=None, dims=None, target=TARGET):
         emit(make_plan(causal, None) if made is None else made, target, dims or Dims(64, 64, "bfloat16"))
 
 
-def test_what_the_kernel_does_not_do_is_refused():
+def test_gluon_kernel_refuses_unsupported_calls():
     refused("^the Gluon kernel takes float16 and bfloat16: .*\n  take backend='triton'$", dims=Dims(64, 64, "float32"))
     refused("takes keys and values in the dtype of the queries", dims=Dims(64, 64, "bfloat16", 1, "int8"))
     refused("takes keys and values in the dtype", make_plan(causal, None, weight=ir.lookup("w", (k,), FLOAT)))

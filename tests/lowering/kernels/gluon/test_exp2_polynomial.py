@@ -126,7 +126,7 @@ MODS = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", MODS)
-def test_full_tiles(monkeypatch, name, dtype):
+def test_polynomial_exponentials_on_full_tiles_are_accurate(monkeypatch, name, dtype):
     install(monkeypatch)
     case = ALL.but(score=MODS[name], dtype=dtype)
     check(case, *run(case, arch="sm_100"))

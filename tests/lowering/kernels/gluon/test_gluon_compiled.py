@@ -10,13 +10,13 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     "only",
-    ["test_some and causal",
-     pytest.param("not test_rest and not (test_some and causal)", marks=pytest.mark.matrix)],
+    ["test_selected and causal",
+     pytest.param("not test_remaining and not (test_selected and causal)", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
-def test_some(only):
+def test_selected_gluon_kernels_compile_for_hopper(only):
     run(HERE / "gluon_compiled.py", only=only)
 
 
 @pytest.mark.slow
-def test_rest():
-    run(HERE / "gluon_compiled.py", only="test_rest", PYTEST_ADDOPTS="-m slow")
+def test_remaining_gluon_kernels_compile_for_hopper():
+    run(HERE / "gluon_compiled.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")

@@ -187,13 +187,13 @@ def test_without_a_fault(monkeypatch):
     check(CASE, *run(CASE))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(1, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 3))])
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(monkeypatch, name, seed):
     check_seen(monkeypatch, CASE, seed, *FAULTS[name])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 2))])
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_faults_on_blackwell_are_seen(monkeypatch, name, seed):
     check_seen(monkeypatch, CASE.but(block=(256, 64), dim=128, v_dim=128), seed, *BLACKWELL[name], arch="sm_100")

@@ -10,7 +10,7 @@ from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.gluon.gluon_call import check, install, run, tensors, with_everything
 from support.gluon.machine import Columns
-from support.matrix import every_other
+from support.tiers import thinned
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
@@ -28,7 +28,7 @@ def interpreted(monkeypatch):
     install(monkeypatch)
 
 
-@pytest.fixture(params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+@pytest.fixture(params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def on(request):
     return request.param
 
@@ -37,14 +37,14 @@ def half(case, on, **changes):
     return case.but(**{"dtype": "bfloat16", "block": BLOCKS[on]} | changes)
 
 
-@pytest.mark.parametrize("name", every_other(DOCUMENTS))
-def test_documents(name, on):
+@pytest.mark.parametrize("name", thinned(DOCUMENTS))
+def test_gluon_document_masks_equal_the_reference(name, on):
     case = half(DOCUMENTS[name][0], on)
     check(case, *run(case, arch=on))
 
 
-@pytest.mark.parametrize("name", every_other(CASES))
-def test_every_case(name, on):
+@pytest.mark.parametrize("name", thinned(CASES))
+def test_gluon_cases_equal_the_reference(name, on):
     case = half(CASES[name], on)
     check(case, *run(case, arch=on))
 
@@ -62,7 +62,7 @@ def test_rows_of_several_runs_of_tiles(mask, on):
 
 
 @pytest.mark.parametrize("name", ["causal", "gqa", "documents-by-batch", "origin-by-batch"])
-def test_the_longest_rows_of_all_heads_first(name, on):
+def test_gluon_longest_rows_of_all_heads_come_first(name, on):
     case = half(CASES[name], on)
     check(case, *run(case, arch=on, order="longest-of-all-first"))
 
@@ -76,14 +76,14 @@ def test_score_mods_without_a_score(mod, on):
 @pytest.mark.parametrize(
     "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
 )
-def test_every_case_with_everything(name, on):
+def test_gluon_cases_with_sinks_and_dropout(name, on):
     with_everything(half(CASES[name], on), arch=on)
 
 
 @pytest.mark.parametrize(
     ("dim", "v_dim", "keys"), [(16, 16, 64), (24, 40, 32), (64, 64, 128), (96, 96, 64), (128, 64, 128), (256, 256, 32)]
 )
-def test_head_dims(dim, v_dim, keys, on):
+def test_gluon_head_dims_of_many_sizes_equal_the_reference(dim, v_dim, keys, on):
     case = Case(causal & (q - k < 150), q_len=200, kv_len=200, heads=1, kv_heads=1, dim=dim, v_dim=v_dim)
     queries = 256 if on == "sm_100" and dim <= 128 else 128
     case = half(case, on, dtype="float16", block=(queries, keys))
@@ -91,7 +91,7 @@ def test_head_dims(dim, v_dim, keys, on):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "bhds"])
-def test_strides(layout, on):
+def test_gluon_reads_arrays_in_any_axis_order(layout, on):
     case = half(Case(causal, dim=48, v_dim=80, heads=4, kv_heads=2, batch=2, q_len=140, kv_len=140), on)
     check(case, *run(case, layout=layout, arch=on))
 
@@ -110,8 +110,8 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("origin", [(0, 0, 0, 0), (1, 1, 70, 20)])
-@pytest.mark.parametrize("name", every_other(CLOSED))
-def test_closed_forms(name, origin, on):
+@pytest.mark.parametrize("name", thinned(CLOSED))
+def test_gluon_closed_form_bounds_equal_the_reference(name, origin, on):
     mask, bounds = CLOSED[name]
     sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
     case = half(Case(mask, q_len=300, kv_len=330, slots={"w": 50}, origin=origin, sizes=sizes), on)
@@ -124,7 +124,7 @@ LONG = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700),
 
 
 @pytest.mark.parametrize(("seed", "stages"), [  # each once a run
-    pytest.param(seed, stages, marks=() if stages == seed + 1 else pytest.mark.matrix)
+    pytest.param(seed, stages, marks=() if stages == seed + 1 else pytest.mark.exhaustive)
     for seed in range(4) for stages in range(1, 5)
 ])  # fmt: skip
 def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages, on):
@@ -143,7 +143,7 @@ def test_names_of_triton_3_6(monkeypatch, on):
 
 
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "softcap"])
-def test_some_cases_on_blackwell(name):
+def test_gluon_selected_cases_on_blackwell(name):
     case = half(CASES[name], "sm_100")
     check(case, *run(case, arch="sm_100"))
     with_everything(case, arch="sm_100")

@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 from support.gluon.gluon_call import install
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.runtime.backends.base import RECORDS, register
@@ -17,7 +17,7 @@ LENGTH = 150
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
 
 
-@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def here(monkeypatch, request):
     """The backend runs here, on such a GPU."""
     install(monkeypatch)
@@ -34,13 +34,13 @@ def arrays(case, dtype, kv_heads):
     return [torch.randn(case.batch, n, length, 64, generator=draw).to(dtype) for n, length in shapes]
 
 
-@pytest.mark.parametrize("name", some(MASKS, "causal", "window(w)", "same(t)"))
-def test_every_mask(name):
+@pytest.mark.parametrize("name", default_only(MASKS, "causal", "window(w)", "same(t)"))
+def test_gluon_runs_each_mask_of_the_library(name):
     case = MASKS[name]
     fk.compile(case.mask, backend="gluon").check(*arrays(case, torch.bfloat16, 1), gradients=False).require()
 
 
-@pytest.mark.parametrize("name", some(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
-def test_every_score_mod(name):
+@pytest.mark.parametrize("name", default_only(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
+def test_gluon_runs_each_score_mod_of_the_library(name):
     case = MODS[name]
     fk.compile("causal", case.score, backend="gluon").check(*arrays(case, torch.float16, 2), gradients=False).require()

@@ -1,6 +1,7 @@
 """`python tests/lowering/kernels/pallas/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not
-here, as far as machine code, with what ptxas says of them. Compared with tests/golden/pallas/gpu_compiled_*.txt, which
-`--update-golden` writes; words choose kernels (`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`);
+here, as far as machine code, with what ptxas says of them. Compared with
+benchmarks/results/compiled/pallas-gpu-jax-*.txt, which `--update-results` writes; words choose kernels
+(`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`);
 `--keep=FOLDER` keeps their machine code and a list of them, which `benchmarks/gpu_model.py mosaic` reads.
 Needs JAX's CUDA plugin, nvcc and libdevice, and no GPU.
 
@@ -43,7 +44,8 @@ from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 KEEP = next((Path(a.removeprefix("--keep=")) for a in sys.argv if a.startswith("--keep=")), None)
-GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+TABLE = RESULTS / f"pallas-gpu-jax-{version('jax').rpartition('.')[0]}.txt"
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -219,13 +221,13 @@ def main() -> int:
             lines.append(f"{kernel} {said}")
             print(f"{lines[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
     lines.sort()
-    if "--update-golden" in sys.argv and not words:
-        GOLDEN.write_text(f"jax {version('jax')}\n" + "\n".join(lines) + "\n")
-    wanted = set(GOLDEN.read_text().splitlines()[1:])
+    if "--update-results" in sys.argv and not words:
+        TABLE.write_text(f"jax {version('jax')}\n" + "\n".join(lines) + "\n")
+    wanted = set(TABLE.read_text().splitlines()[1:])
     for line in (other := [x for x in lines if x not in wanted]):
-        print(f"not in {GOLDEN.name}: {line}")
+        print(f"not in {TABLE.name}: {line}")
     for line in (missing := [] if words else sorted(wanted - {*lines})):
-        print(f"only in {GOLDEN.name}: {line}")
+        print(f"only in {TABLE.name}: {line}")
     shutil.rmtree(DUMP)
     return int(bool(other or missing))
 

@@ -32,7 +32,7 @@ TYPES = {op: choices for ops, choices in KINDS.items() for op in ops.split()}
 CASES = [(op, types) for op, choices in TYPES.items() for types in choices]
 
 
-def test_the_tables_have_the_same_operators():
+def test_jnp_operator_table_is_complete():
     assert set(expr_jnp.JNP) == set(OPERATORS) == set(TYPES) | {"random"}
 
 
@@ -84,7 +84,7 @@ def test_random_is_the_same_bits_everywhere():
     np.testing.assert_array_equal(got, want)
 
 
-def test_lookups_clamp():
+def test_jnp_lookups_clamp_their_index():
     tables = {"t": np.arange(6).reshape(2, 3) * 10}
     root = lookup("t", (var("x"), var("y")))
     env = {"x": INTS[:, None], "y": INTS[None, :]}

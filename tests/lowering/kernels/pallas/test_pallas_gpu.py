@@ -118,15 +118,15 @@ def test_texts_are_their_expressions(name):
     check_text(half(name, dtype="float32", q_len=70, kv_len=70))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
-def test_every_text_is_its_expression(name):
+def test_pallas_gpu_texts_equal_their_expression(name):
     # its 20 * tanh is a difference from 20: off by the rounding of numbers of that size
     bound = {"atol": 20 * np.finfo(np.float32).eps} if name == "softcap" else {}
     check_text(half(name, dtype="float32"), **bound)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["documents", "relative-bias", "alibi", "origin-by-batch"])
 def test_texts_of_transposed_tiles(name):
     check_text(half(name, dtype="float32"), down="k")
@@ -165,7 +165,7 @@ def test_tanh_is_the_machines_where_that_is_near_enough(mask, capped, approximat
     assert "tanh_approximate" not in pallas_gpu.emit(made, target, g, "bfloat16")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", sorted(JNP))
 def test_operators_have_their_meaning(op):
     check_operator(op)
@@ -270,11 +270,11 @@ def test_a_ragged_causal_kernel(races):
 
 
 OFTEN = ("empty-rows", "holes", "relative-bias")  # the interpreter takes up to a minute for a case
-TIERS = {n: pytest.mark.matrix if n in OFTEN else pytest.mark.slow for n in INTERPRETED}
+TIERS = {n: pytest.mark.exhaustive if n in OFTEN else pytest.mark.slow for n in INTERPRETED}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier) for n, tier in TIERS.items()])
-def test_interpreted(name, races):
+def test_pallas_gpu_forward_equals_the_reference_without_races(name, races):
     case = half(name, **INTERPRETED[name])
     out, lse, top = run(case)
     cases.check(case, out, lse)
@@ -285,7 +285,7 @@ def test_interpreted(name, races):
 
 
 @pytest.mark.slow
-def test_sinks_and_dropout(races):
+def test_pallas_gpu_forward_with_sinks_and_dropout(races):
     case = half("empty-rows", q_len=130, kv_len=70, heads=1, kv_heads=1)
     sinks = jnp.asarray([0.5])
     plain, lse, _ = (np.asarray(x, np.float64) for x in run(case))
@@ -296,7 +296,7 @@ def test_sinks_and_dropout(races):
     assert not races()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_dropout_keeps_what_other_backends_keep(races):
     case = half("causal", q_len=64, kv_len=64, heads=1, kv_heads=1)
     found = np.asarray(run(case, dropout=True)[0], np.float64)
@@ -337,15 +337,15 @@ def test_lowers_for_a_gpu(name, dim, dtype):
     assert "mosaic_gpu" in lowered(wide(name, dim, dtype)).mlir_module()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
-def test_every_case_lowers(name):
+def test_pallas_gpu_cases_lower_for_a_gpu(name):
     lowered(wide(name, 128))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", sorted(JNP))
-def test_every_operator_lowers(op):
+def test_pallas_gpu_operators_lower_for_a_gpu(op):
     for case in operator_cases(op):
         lowered(case.but(**{**SMALL, "dtype": "bfloat16", "dim": 64, "v_dim": 64}))
 
@@ -354,7 +354,7 @@ def test_every_operator_lowers(op):
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "holes", "empty-rows", "heads-and-batches"])
-def test_the_walk_has_every_visible_tile_and_no_other(name):
+def test_pallas_gpu_walk_visits_exactly_the_visible_tiles(name):
     case = half(name)
     spans = cases.spans(case)
     walk = pallas_gpu.walked(spans)
@@ -384,7 +384,7 @@ def refusal(case, dtype="bfloat16", **changes):
     return runtime.reason(made, replace(cases.geometry(case), **changes), dtype, {})
 
 
-def test_refusals():
+def test_pallas_gpu_kernel_refuses_unsupported_calls():
     assert refusal(CASES["causal"]) == ""
     assert "multiply bfloat16 and float16, not float32" in refusal(CASES["causal"], "float32")
     assert "head dims of kernels for Hopper are at most 256, not 320" in refusal(CASES["causal"], head_dim=320)
@@ -421,7 +421,7 @@ def test_default_tiles_fit(dim, narrow):
     assert target.num_stages >= 2
 
 
-def test_the_text_holds_no_length():
+def test_pallas_gpu_text_contains_no_length():
     case = half("window")
     made = cases.plan(case)
     target = runtime.target(made, cases.geometry(case), "bfloat16")

@@ -83,10 +83,10 @@ def races(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.skipif(OLD, reason="Mosaic GPU's interpreter takes minutes for a call before JAX 0.11")
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied(name, monkeypatch, races):
+def test_pallas_gpu_gradients_multiply_visible_tiles_alone(name, monkeypatch, races):
     case, multiplied = INTERPRETED[name], []
 
     def counted(source):
@@ -129,8 +129,8 @@ def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied
 
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [("two runs in a row", 128), *(pytest.param(n, 64, marks=pytest.mark.matrix) for n in INTERPRETED),
-     *(pytest.param("causal, ragged, grouped", d, marks=pytest.mark.matrix) for d in (192, 256))],
+    [("two runs in a row", 128), *(pytest.param(n, 64, marks=pytest.mark.exhaustive) for n in INTERPRETED),
+     *(pytest.param("causal, ragged, grouped", d, marks=pytest.mark.exhaustive) for d in (192, 256))],
 )  # fmt: skip
 def test_kernels_lower_for_a_gpu_that_is_not_here(name, dim):
     case = INTERPRETED[name].but(dim=dim)
@@ -201,7 +201,7 @@ def test_dropout_scales_what_survives():
     assert [s.source for s in made.slots] == [SEED, RATE]
 
 
-def test_what_these_kernels_do_not_do_is_said():
+def test_pallas_gpu_backward_refuses_unsupported_calls():
     case = SMALL.but(mask=causal, score=score + lookup("apart", (q - k,), FLOAT), tables={"apart": np.ones(150)})
     made, g = plan(case), geometry(case)
     assert runtime.reason(made, g, "bfloat16", {"t0": (150,)}, frozenset("qkv")) == ""
@@ -215,7 +215,7 @@ def test_what_these_kernels_do_not_do_is_said():
         kernels.emit(made, Target("", 128, 64), Geometry(1, 1, 1, 9, 9, 256, 256, 1.0), {"q"})
 
 
-def test_sums_that_do_not_fit_registers_are_found_by_a_kernel_each():
+def test_pallas_gpu_splits_dk_and_dv_that_exceed_registers():
     small, large = (Geometry(1, 1, 1, 9, 9, d, d, 1.0) for d in (128, 256))
     assert kernels.parts(small, {"q", "k", "v"}) == [{"k", "v"}]
     assert kernels.parts(large, {"q", "k", "v"}) == [{"k"}, {"v"}]

@@ -11,8 +11,8 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
 from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl import ir
@@ -66,8 +66,8 @@ def run(case, made=None, **options):
 OFTEN = "window documents-by-batch gqa empty-rows crop bias-plane relation".split()
 
 
-@pytest.mark.parametrize("name", some(ALL, *OFTEN))
-def test_every_case(name):
+@pytest.mark.parametrize("name", default_only(ALL, *OFTEN))
+def test_pallas_tpu_cases_equal_the_reference(name):
     case = ALL[name].but(block=(128, 128))
     cases.check(case, *run(case)[:2])
 
@@ -80,14 +80,14 @@ def test_a_value_of_one_number_more_than_the_lanes():
 UNEQUAL = [f"{name} {tile}" for name in ("window", "distances", "distances-by-batch") for tile in ("1x2", "2x1")]
 
 
-@pytest.mark.parametrize("which", some(UNEQUAL, "window 2x1"))
-def test_unequal_tiles(which):
+@pytest.mark.parametrize("which", default_only(UNEQUAL, "window 2x1"))
+def test_pallas_tpu_tiles_may_have_unequal_sides(which):
     name, tile = which.split()
     case = ALL[name].but(block=tuple(128 * int(n) for n in tile.split("x")))
     cases.check(case, *run(case)[:2])
 
 
-@pytest.mark.parametrize("block", [(128, 256), pytest.param((256, 128), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("block", [(128, 256), pytest.param((256, 128), marks=pytest.mark.exhaustive)], ids=str)
 def test_distances_where_rows_are_rolled_alike(block, monkeypatch):
     """As TPUs before v5 do."""
     monkeypatch.setattr(runtime, "strided", lambda platform: False)
@@ -101,8 +101,8 @@ HALVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", some(sorted(HALVES), "gqa bfloat16", "softcap float16"))
-def test_half_precision(which):
+@pytest.mark.parametrize("which", default_only(sorted(HALVES), "gqa bfloat16", "softcap float16"))
+def test_pallas_tpu_half_precision_is_near_the_reference(which):
     name, dtype = which.split()
     case = ALL[name].but(dtype=dtype, block=(128, 128))
     out, lse, top = run(case)
@@ -110,8 +110,10 @@ def test_half_precision(which):
     assert (lse.dtype, top.dtype) == (jnp.float32, jnp.float32)
 
 
-@pytest.mark.parametrize("name", some(["gqa", "empty-rows", "softcap", "visible-minus-inf"], "gqa", "empty-rows"))
-def test_sinks_dropout_and_the_largest_scores(name):
+@pytest.mark.parametrize(
+    "name", default_only(["gqa", "empty-rows", "softcap", "visible-minus-inf"], "gqa", "empty-rows")
+)
+def test_pallas_tpu_sinks_dropout_and_largest_scores(name):
     case, rate = CASES[name].but(block=(128, 128)), 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
     made = make_plan(case.mask, case.score, limits=dict.fromkeys(ir.COORDINATES, 2.0**14), dropout=True)
@@ -133,10 +135,10 @@ OFTEN = [("gqa", "of the host")]
 
 
 @pytest.mark.parametrize(("name", "traced"), [
-    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
     for case in product(CAREFUL, ["of the host", "traced"])
 ])  # fmt: skip
-def test_no_races_and_no_read_outside(name, traced):
+def test_pallas_tpu_forward_has_no_races_or_reads_outside(name, traced):
     """Scratch and what lies behind the edges of blocks are NaN there, and copies happen when they are waited for."""
     case = ALL[name].but(block=(128, 128), dim=16, v_dim=24)
     case = case.but(q_len=min(case.q_len, 300), kv_len=min(case.kv_len, 300))
@@ -181,7 +183,7 @@ def counting(source, seen):
 
 
 @pytest.mark.parametrize("text", MASKS)
-def test_visits_are_the_visible_tiles(text):
+def test_pallas_tpu_forward_visits_the_visible_tiles(text):
     params = MASKS[text]
     layout = fk.mask(text, **params).layout(700, 700, batch=1, heads=2, block=(128, 128))
     visits = np.zeros((1, 2, 6, 6), int)
@@ -205,7 +207,7 @@ def test_visits_are_the_visible_tiles(text):
 # -- what compiles anew -----------------------------------------------------------------------------
 
 
-def test_other_values_compile_nothing():
+def test_pallas_tpu_new_slots_and_tables_do_not_recompile():
     """Windows of other lengths, and documents that begin elsewhere: other numbers of steps, the same kernel."""
 
     def compiled(case):
@@ -224,7 +226,7 @@ def test_other_values_compile_nothing():
     assert compiled(window) == before == 1
 
 
-def test_traced_tables():
+def test_pallas_tpu_takes_traced_tables_in_one_program():
     doc = np.repeat(np.arange(5), 60)
     draw = np.random.default_rng(3)
     x = [jnp.asarray(draw.standard_normal((1, 300, 2, 16)), jnp.float32) for _ in range(3)]
@@ -265,7 +267,7 @@ def pallas_call(jaxpr):
     return next(e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
 
 
-@pytest.mark.parametrize("which", some(
+@pytest.mark.parametrize("which", default_only(
     [f"{name} {dim}" for name in LONG for dim in (64, 128, 256)], "documents 128", "relative bias 64"
 ))  # fmt: skip
 def test_long_sequences_lower_with_blocks_of_one_tile(which):
@@ -289,8 +291,8 @@ def test_lowers_under_shard_map():
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("op", some(JNP, "floordiv", "erf", "where", "random"))
-def test_every_operator_lowers(op):
+@pytest.mark.parametrize("op", default_only(JNP, "floordiv", "erf", "where", "random"))
+def test_pallas_tpu_operators_lower_for_a_tpu(op):
     found = list(operator_cases(op))
     assert found
     for case in found:
@@ -302,13 +304,13 @@ def test_every_operator_lowers(op):
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "relative-bias"])
-def test_golden(name, golden):
+def test_golden_pallas_tpu_forward(name, golden):
     case = CASES[name]
     text = str(case.mask) if case.score is None else f"mask: {case.mask}\nscore: {case.score}"
     made = replace(cases.plan(case), text=text)
     source = pallas_tpu.emit(made, TARGET, cases.geometry(case), "bfloat16")
     assert source == pallas_tpu.emit(made, TARGET, cases.geometry(case), "bfloat16")
-    golden(f"pallas/{name.replace('-', '_')}.py", source)
+    golden(f"{name.replace('-', '_')}.py", source)
 
 
 def refused(case, dtype="float32", target=TARGET, made=None):
@@ -317,7 +319,7 @@ def refused(case, dtype="float32", target=TARGET, made=None):
     return str(caught.value)
 
 
-def test_what_a_tpu_cannot_do_is_said():
+def test_pallas_tpu_refuses_what_a_tpu_lacks():
     assert refused(CASES["causal"], "float64") == (
         'TPUs have no float64; use float32 or bfloat16, or backend="xla" on CPU'
     )
@@ -362,7 +364,7 @@ def test_how_lookups_reach_the_kernel():
     assert list(found.picked) == ["last"]
 
 
-def test_default_tiles():
+def test_pallas_tpu_default_tiles_fit_vector_memory():
     def tiles(q_len, kv_len, dim=64, dtype="bfloat16", **options):
         g = Geometry(1, 1, 1, q_len, kv_len, dim, dim, 1.0)
         target = runtime.target(cases.plan(CASES["causal"]), g, dtype, **options)

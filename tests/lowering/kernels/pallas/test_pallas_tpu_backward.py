@@ -12,7 +12,7 @@ from support import attention_cases as cases
 from support.attention_cases import CASES, Case, Source, causal
 from support.jax import jax_gradients
 from support.jax.jax_gradients import LEARNED, compare, normal
-from support.matrix import some
+from support.tiers import default_only
 from support.unknown_names import unknown_names
 
 import frisket as fk
@@ -54,8 +54,8 @@ MASKED = (
 ALONE = [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in MASKED]  # like others in all but the mask
 
 
-@pytest.mark.parametrize("name", [*some([*MASKED, *LEARNED, *MORE], "nested"), *ALONE])
-def test_every_case(name):
+@pytest.mark.parametrize("name", [*default_only([*MASKED, *LEARNED, *MORE], "nested"), *ALONE])
+def test_pallas_tpu_gradients_equal_the_reference(name):
     compare(*run(ALL[name]))
 
 
@@ -73,13 +73,13 @@ def test_texts_know_every_name(group):
 UNEQUAL = {"by-diagonal": (384, 128), "plane-by-head": (256, 128), "by-column": (128, 384)}
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "block"), UNEQUAL.items())
-def test_unequal_tiles(name, block):
+def test_pallas_tpu_gradients_in_unequal_tiles(name, block):
     compare(*run(ALL[name], block=block))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_each_kernel_has_tiles_of_its_own():
     case = ALL["by-column"]
     target = Target(
@@ -88,8 +88,8 @@ def test_each_kernel_has_tiles_of_its_own():
     compare(*jax_gradients.run(runtime.backward, case, target, None, Source(case)))
 
 
-@pytest.mark.parametrize("name", some(["scalar-twice", "empty-rows", "plane-by-head"], "scalar-twice"))
-def test_sinks_and_dropout(name):
+@pytest.mark.parametrize("name", default_only(["scalar-twice", "empty-rows", "plane-by-head"], "scalar-twice"))
+def test_pallas_tpu_gradients_with_sinks_and_dropout(name):
     case = ALL[name]
     limits = dict.fromkeys((*ir.COORDINATES, *case.tables, *case.slots), 2.0**14)
     made = make_plan(case.mask, case.score, limits=limits, dropout=True)
@@ -97,20 +97,20 @@ def test_sinks_and_dropout(name):
     compare(*run(case, made, sinks=sinks, rate=0.3, with_lse=name != "by-diagonal"))
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "dtype"), [
     ("by-column", "bfloat16"), ("by-diagonal", "float16"), ("gqa", "float16"), ("empty-rows", "bfloat16"),
 ])  # fmt: skip
-def test_half_precision(name, dtype):
+def test_pallas_tpu_gradients_in_half_precision_are_near(name, dtype):
     got, want = run(ALL[name].but(dtype=dtype))
     assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
     assert all(x.dtype == jnp.float32 for n, x in got.items() if n not in "qkv")
     compare(got, want, 2e-2 if dtype == "bfloat16" else 4e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wanted", ["q", "v", "t0"])
-def test_nothing_is_made_but_what_is_wanted(wanted):
+def test_pallas_tpu_computes_requested_gradients_alone(wanted):
     compare(*run(ALL["by-column"], wanted={wanted}))
 
 
@@ -124,9 +124,9 @@ def test_kernels_of_nothing_are_not_there():
     assert "v_ref" not in values_alone.text.replace("dv_ref", "")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
+def test_pallas_tpu_hidden_nan_reaches_no_gradient(place):
     """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
     mask = fk.mask("causal & q != 5 & k != 5")
     case = Case(mask.expr, q_len=20, kv_len=20, dim=8, v_dim=8)
@@ -147,7 +147,7 @@ def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
         np.testing.assert_allclose(found[name], right[name], rtol=1e-5, atol=1e-6)
 
 
-def test_new_values_compile_nothing_and_repeat_bit_for_bit():
+def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     """A window of another length has another number of steps."""
     case = CASES["window"].but(
         score=score + lookup("x", (h,), FLOAT) * score, tables={"x": normal(2)}, dim=24, v_dim=24
@@ -171,8 +171,8 @@ def test_new_values_compile_nothing_and_repeat_bit_for_bit():
 CAREFUL = ("documents-by-batch", "other-heads", "gqa", "by-diagonal", "plane-by-head")
 
 
-@pytest.mark.parametrize("name", some(CAREFUL))
-def test_no_races_and_no_read_outside(name, monkeypatch):
+@pytest.mark.parametrize("name", default_only(CAREFUL))
+def test_pallas_tpu_backward_has_no_races_or_reads_outside(name, monkeypatch):
     """Scratch and what lies behind the edges of blocks are NaN there, and copies happen when they are waited for."""
     careful = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
@@ -195,8 +195,8 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", some(MASKS, "causal & same(doc)"))
-def test_visits_are_the_visible_tiles(text, monkeypatch):
+@pytest.mark.parametrize("text", default_only(MASKS, "causal & same(doc)"))
+def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
     """By dq once each, by dk and dv once for each head of a group; full ones without the mask."""
     layout = fk.mask(text, **MASKS[text]).layout(500, 500, batch=1, heads=4, block=(128, 128))
     visits = {"attention_dq": np.zeros((1, 4, 4, 4), int), "attention_dkv": np.zeros((1, 4, 4, 4), int)}
@@ -236,7 +236,7 @@ def test_visits_are_the_visible_tiles(text, monkeypatch):
     assert seen.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_traced_spans_and_origins():
     case = ALL["distances-of-both"]
     made, g = cases.plan(case), cases.geometry(case)
@@ -307,26 +307,26 @@ def lowered(case, length, dim, dtype):
 
 
 @pytest.mark.parametrize(
-    "which", some([f"{n} {d}" for n in LONG for d in (64, 128, 256)], "relative 64", "columns 128")
+    "which", default_only([f"{n} {d}" for n in LONG for d in (64, 128, 256)], "relative 64", "columns 128")
 )  # fmt: skip
-def test_lowers_for_a_tpu(which):
+def test_pallas_tpu_backward_lowers_for_a_tpu(which):
     name, dim = which.split()
     text = lowered(LONG[name], 4096, int(dim), "bfloat16").mlir_module()
     assert text.count("stablehlo.custom_call @tpu_custom_call") == (3 if name == "plane" else 2)
 
 
 @pytest.mark.parametrize("name", ["window", "by-column", "diagonal-of-buckets"])
-def test_golden(name, golden):
+def test_golden_pallas_tpu_backward(name, golden):
     case = ALL[name]
     made = replace(cases.plan(case), text=f"mask: {case.mask}\nscore: {case.score}")
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)}
     args = made, Target("pallas-tpu", 128, 128), cases.geometry(case), "bfloat16", wanted
     source = emitted.emit(*args)
     assert source == emitted.emit(*args)
-    golden(f"pallas/backward_{name.replace('-', '_')}.py", source)
+    golden(f"{name.replace('-', '_')}.py", source)
 
 
-def test_what_it_cannot_do_is_said():
+def test_pallas_tpu_backward_refuses_unsupported_calls():
     case = ALL["by-diagonal"]
     made = cases.plan(case)
     long = replace(cases.geometry(case), q_len=1 << 20, kv_len=1 << 20)

@@ -10,8 +10,8 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support import stored_cases
-from support.matrix import some
 from support.stored_cases import STORED, Stored, decode
+from support.tiers import default_only
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
@@ -36,8 +36,8 @@ def run(stored, made, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(ALL, "small pages", "no end"))
-def test_every_way_to_store(name):
+@pytest.mark.parametrize("name", default_only(ALL, "small pages", "no end"))
+def test_pallas_tpu_reads_each_storage_format(name):
     stored = ALL[name]
     made = stored_cases.problem(stored, "bshd")
     out, lse, _ = run(stored, made)
@@ -45,8 +45,8 @@ def test_every_way_to_store(name):
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
 
 
-@pytest.mark.matrix
-def test_no_read_outside(monkeypatch):
+@pytest.mark.exhaustive
+def test_pallas_tpu_stored_keys_are_read_inside_the_pool(monkeypatch):
     """Behind the edges of blocks lies NaN, as in test_pallas_tpu.py."""
     stored = ALL["small pages"]
     made = stored_cases.problem(stored, "bshd")
@@ -66,7 +66,7 @@ def test_no_read_outside(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["small pages", "float8"])
-def test_lowers_for_a_tpu(name):
+def test_pallas_tpu_stored_keys_lower_for_a_tpu(name):
     stored = ALL[name]
     made = stored_cases.problem(stored, "bshd")
 
@@ -84,7 +84,7 @@ def test_tiles_that_fit_pages(page, tile):
     assert pallas_tpu.fits(page, tile)
 
 
-def test_what_a_tpu_cannot_do_is_said():
+def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():
     pages = {n: make_plan(None, None, pages=Pages("pages", n)) for n in (16, 144)}
     g, few = Geometry(1, 1, 1, 1, 288, 64, 64, 1.0), {"t0": (4, 8)}
     assert runtime.reason(pages[16], g, "bfloat16", few) == ""
@@ -108,13 +108,13 @@ def test_what_a_tpu_cannot_do_is_said():
     )
 
 
-def test_golden(golden):
+def test_golden_pallas_tpu_forward_of_stored_keys(golden):
     made = stored_cases.problem(STORED["small pages"], "bshd")
-    golden("pallas/stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
+    golden("stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
                                                narrow=True))  # fmt: skip
 
 
-def test_no_copy_of_the_pool_in_another_dtype():
+def test_pallas_tpu_never_converts_the_whole_pool():
     """The only arrays of the pool's size have its dtype."""
     stored = PAGED["one page a tile"]
     made = stored_cases.problem(stored, "bshd")

@@ -86,7 +86,7 @@ def agree(made, spans, group=1, parts=1):
 @pytest.mark.parametrize(
     ("group", "alike"), [(1, False), (2, True), (2, False)], ids=["heads", "folded groups", "groups of different heads"]
 )
-def test_every_visible_tile_once_and_in_order(group, alike, anchors, monkeypatch):
+def test_pallas_walk_visits_each_visible_tile_once_in_order(group, alike, anchors, monkeypatch):
     """A word for each step, and steps that are looked up."""
     if anchors:
         monkeypatch.setattr(pallas_walk, "ANCHORS", anchors)
@@ -145,7 +145,7 @@ def test_traced_spans_make_the_same_tables(group, alike, search, monkeypatch):
         assert one.dtype == two.dtype == np.int32, name
 
 
-def test_other_values_have_the_same_shapes():
+def test_pallas_walk_shapes_do_not_depend_on_values():
     rng = np.random.default_rng(7)
     shapes = {
         tuple(np.shape(x) for x in walk(random_spans(rng, 1, 20, 20, records, 1, 2, 1, True), 20))

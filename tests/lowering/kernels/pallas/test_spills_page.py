@@ -1,16 +1,16 @@
-"""The table of spills on docs/pallas.md is that of the compiled kernels in tests/golden/pallas."""
+"""The table of spills on docs/pallas.md is that of the compiled kernels in benchmarks/results/compiled."""
 
 import re
 from pathlib import Path
 
 from support.pages import DOCS
 
-GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "pallas"
+RESULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "compiled"
 LINE = re.compile(r"(?P<name>\S.*?) +(?P<dim>\d+) (?:bfloat16|float16) .*, (?P<bytes>\d+) spilled,")
 PLAIN = ("causal", "window", "softcap", "alibi")
 KERNELS = [
     match.group("name", "dim", "bytes")
-    for file in GOLDEN.glob("gpu_compiled_*.txt")
+    for file in RESULTS.glob("pallas-gpu-jax-*.txt")
     for match in map(LINE.match, file.read_text(encoding="utf-8").splitlines()) if match
 ]  # fmt: skip
 
@@ -20,7 +20,7 @@ def spills(dim, wanted):
     return " to ".join(map(str, found[:: len(found) - 1])) if len(found) > 1 else str(found[0])
 
 
-def test_spills():
+def test_spills_on_the_pallas_page_are_the_compiled_ones():
     page = (DOCS / "pallas.md").read_text(encoding="utf-8")
     plain = [spills(dim, PLAIN.__contains__) for dim in (64, 128, 192, 256)]
     values = [spills(dim, lambda name: ":" not in name and name not in PLAIN) for dim in (64, 128, 192, 256)]

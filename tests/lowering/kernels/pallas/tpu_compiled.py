@@ -1,6 +1,7 @@
 """`python tests/lowering/kernels/pallas/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not
-here, as far as machine code, and says what does not fit. Compared with tests/golden/pallas/tpu_compiled_*.txt, which
-`--update-golden` writes; a word chooses kernels (`python tests/lowering/kernels/pallas/tpu_compiled.py distance`).
+here, as far as machine code, and says what does not fit. Compared with
+benchmarks/results/compiled/pallas-tpu-jax-*.txt, which `--update-results` writes; a word chooses kernels
+(`python tests/lowering/kernels/pallas/tpu_compiled.py distance`).
 Needs libtpu and no TPU.
 
 A line of the table: kernel, head size, dtype, tile, TPU, and whether it compiles, with the memory that its program
@@ -40,7 +41,8 @@ from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
 from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
 from frisket.runtime.backends.pallas_tpu import forward as runtime
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+TABLE = RESULTS / f"pallas-tpu-jax-{version('jax').rpartition('.')[0]}.txt"
 SMALL = (128, 128)  # tiles of which groups of 8 have more steps than scalar memory has room for
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _VMEM = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
@@ -257,15 +259,15 @@ def main() -> int:
                 lines.append(f"{kernel} {tpu:5} {compiled(kernel, devices[tpu])}")
                 print(f"{lines[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
     text = f"jax {version('jax')}, libtpu {version('libtpu')}\n" + "\n".join(lines) + "\n"
-    if "--update-golden" in sys.argv and not words:
-        GOLDEN.write_text(text)
-    wanted = set(GOLDEN.read_text().splitlines())
+    if "--update-results" in sys.argv and not words:
+        TABLE.write_text(text)
+    wanted = set(TABLE.read_text().splitlines())
     other = [line for line in text.splitlines() if line not in wanted]
     missing = [] if words else sorted(wanted - set(text.splitlines()))
     for line in other:
-        print(f"not in {GOLDEN.name}: {line}")
+        print(f"not in {TABLE.name}: {line}")
     for line in missing:
-        print(f"only in {GOLDEN.name}: {line}")
+        print(f"only in {TABLE.name}: {line}")
     return int(bool(other or missing))
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.attention_cases import CASES, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.triton.reserved import unreserved
 from support.unknown_names import unknown_names
 
@@ -41,19 +41,19 @@ softcap = 50 * function("tanh", score / 50)
 alibi = ir.lookup("slope", (h,), FLOAT) * (k - q)
 last = minimum(q1, ir.KV_LEN - 1)
 GOLDEN = {
-    "triton/full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
-    "triton/window.py": (
+    "full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
+    "window.py": (
         make_plan(
             window, None, "causal & window(w)", rows_nonempty=True,
             bounds=Bounds(q0 - param("w") + 1, q1 - param("w") + 1, q0, last),
         ),
         128, 128, "bfloat16", 8,
     ),
-    "triton/documents.py": (
+    "documents.py": (
         make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)"),
         80, 64, "float16", 1,
     ),
-    "triton/relative_bias.py": (
+    "relative_bias.py": (
         make_plan(
             causal & eq(q // 3 % 8, k // 3 % 8), score + ir.lookup("bias", (h, k - q + 512), FLOAT),
             "causal & q // 3 % 8 == k // 3 % 8\nscore + bias[h, k - q + 512]", limits={"q": 2**33, "k": 2**33},
@@ -64,17 +64,17 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
+def test_golden_triton_forward(name, golden):
     made, *rest = GOLDEN[name]
     golden(name, emit(made, TARGET, Dims(*rest)))
 
 
-def test_golden_text_with_tensor_descriptors(golden):
-    made, *rest = GOLDEN["triton/window.py"]
-    golden("triton/window_descriptors.py", emit(made, replace(TARGET, descriptors=True), Dims(*rest)))
+def test_golden_triton_forward_with_tensor_descriptors(golden):
+    made, *rest = GOLDEN["window.py"]
+    golden("window_descriptors.py", emit(made, replace(TARGET, descriptors=True), Dims(*rest)))
 
 
-def test_tensor_descriptors_are_for_what_they_can_read():
+def test_triton_forward_falls_back_to_pointers_per_dtype():
     """Float32, head sizes in two parts, 8 bits, pages and keys that may hold anything are read by pointers."""
     target = replace(TARGET, descriptors=True)
     for made, dims in (
@@ -92,10 +92,8 @@ def test_tensor_descriptors_are_for_what_they_can_read():
 GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None, "abs(q - k) <= 256 | k < 64 | q < 64")
 
 
-def test_golden_text_of_long_rows_in_parts(golden):
-    golden(
-        "triton/long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True)
-    )
+def test_golden_triton_forward_of_long_rows_in_parts(golden):
+    golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True))
 
 
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
@@ -103,14 +101,14 @@ WITH = {"sinks": True, "top": True, "low": True}
 
 
 def test_golden_text_with_all_there_is(golden):
-    golden("triton/everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
+    golden("everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
 
 
 def test_golden_text_of_few_queries(golden):
     few = replace(TARGET, block_q=16, num_warps=4)
-    made, *rest = GOLDEN["triton/window.py"]
-    golden("triton/decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
-    golden("triton/decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
+    made, *rest = GOLDEN["window.py"]
+    golden("decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
+    golden("decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
 
 
 def scale(name):
@@ -128,9 +126,9 @@ def stored(page):
 def test_golden_text_of_stored_keys_and_values(golden):
     """Few queries over pages that hold a tile, and a forward whose tiles hold pages."""
     few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
-    golden("triton/decode_stored.py", triton_decode.emit(stored(64), few, dims))
-    golden("triton/decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
-    golden("triton/stored.py", emit(stored(16), TARGET, dims))
+    golden("decode_stored.py", triton_decode.emit(stored(64), few, dims))
+    golden("decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
+    golden("stored.py", emit(stored(16), TARGET, dims))
 
 
 def test_stored_keys_and_values_have_no_backward():
@@ -142,7 +140,7 @@ def test_stored_keys_and_values_have_no_backward():
         assert kernels == ["attention_forward"]
 
 
-def test_what_heads_of_a_tile_share_is_read_once():
+def test_triton_tile_of_packed_heads_reads_shared_values_once():
     """The scale of a key head for all rows of a packed tile, but a mask's own `(h + 1) // 4` for each."""
     dims = Dims(64, 64, "float16", 4)
     shared, own = (
@@ -155,7 +153,7 @@ def test_what_heads_of_a_tile_share_is_read_once():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_input_same_text_and_it_parses(name):
+def test_triton_forward_text_is_deterministic_and_parses(name):
     case = CASES[name]
     text = emit(plan(case), TARGET, Dims(case.dim, case.v_dim, "float32", case.heads // case.kv_heads))
     assert text == emit(plan(case), TARGET, Dims(case.dim, case.v_dim, "float32", case.heads // case.kv_heads))
@@ -170,7 +168,7 @@ def test_same_input_same_text_and_it_parses(name):
      (k >= q, Bounds(q0, q1, ir.var("k1"), ir.var("k1")), False),
      (window, Bounds(q0 - param("w"), q1 - param("w"), q0, last), True)],
 )  # fmt: skip
-def test_the_longest_rows_of_a_closed_form_come_first(mask, bounds, turned):
+def test_triton_longest_rows_of_closed_bounds_come_first(mask, bounds, turned):
     """The last rows of a causal mask, and the first of its transpose, in the forward and in dq."""
     text = triton.emit(make_plan(mask, None, bounds=bounds), TARGET, Dims(64, 64, "float16"))
     assert text.count("row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first") == 2 * turned
@@ -194,13 +192,13 @@ def test_only_what_is_used_is_a_parameter():
     assert "    KV_LEN,\n" in text
 
 
-def test_the_guard_is_left_out_when_proved_needless():
+def test_triton_forward_has_no_guard_where_rows_are_nonempty():
     proved = emit(make_plan(causal, None, rows_nonempty=True), TARGET, Dims(64, 64, "float16", 1))
     assert "empty" not in proved
     assert "empty = total == 0.0" in emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16", 1))
 
 
-def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
+def test_triton_computes_rows_before_loops_columns_per_key():
     made = make_plan(causal & documents & (q // 48 <= k // 48 % 7), None)
     lines = emit(made, TARGET, Dims(64, 64, "float16", 1)).split("\n")
     loop = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for j in"))
@@ -214,8 +212,8 @@ def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
     ]
 
 
-@pytest.mark.parametrize("name", every_other(CASES))
-def test_every_name_of_the_kernel_is_reserved(name):
+@pytest.mark.parametrize("name", thinned(CASES))
+def test_triton_forward_names_are_reserved(name):
     case = CASES[name]
     made = plan(case)
     dims = Dims(80, 48, "float16", 2, "float8_e5m2")
@@ -225,7 +223,7 @@ def test_every_name_of_the_kernel_is_reserved(name):
         assert not unreserved(emit(made, TARGET, dims, **WITH, listed=True), made)
 
 
-def test_sinks_largest_scores_and_dropout_are_absent_unless_asked_for():
+def test_triton_text_has_no_sinks_or_dropout_unless_asked():
     made = make_plan(causal, None)
     for text in (
         emit(made, TARGET, Dims(64, 64, "float16")),
@@ -249,7 +247,7 @@ def test_user_names_give_way():
     assert names["t1"].all == ("row0", "row0_size", "row0_stride")
 
 
-def test_errors():
+def test_triton_forward_text_refuses_bad_dtypes_and_tiles():
     made = make_plan(causal, None)
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float64", 1))
@@ -282,12 +280,12 @@ def test_a_name_outside_the_plan():
 
 @pytest.mark.parametrize("table", [expr_triton.TRITON, expr_jnp.JNP], ids=["triton", "jnp"])
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator_has_a_row(op, table):
+def test_triton_and_jnp_operator_tables_are_complete(op, table):
     assert op in table
 
 
 @pytest.mark.parametrize("op", ["segment", "reduce", "extent", "bound"])
-def test_what_the_planner_rewrites_is_refused_by_name(op):
+def test_triton_refuses_planner_operators_by_name(op):
     node = ir.make(op, (), "n", INT)
     made = replace(make_plan(causal, None), mask=build("lt", k, node), by_query=None)
     with pytest.raises(LoweringError) as caught:
@@ -340,7 +338,7 @@ def test_names_for_what_is_shared_or_known_sooner():
     (x**3, x * x * x), (x**1, x), (x**0, lit(1)), (lit(2) ** 5 + x, 32 + x), (lit(7) // 0 + x, 0 + x),
     (build("and", x < 1, lit(2) < lit(1)), build("and", x < 1, ir.FALSE)),
 ])  # fmt: skip
-def test_cheaper_forms(e, better):
+def test_machine_expressions_take_cheaper_forms(e, better):
     assert expr.machine(e) is better
 
 
@@ -370,7 +368,7 @@ def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("order", ["forward", "longest-first", "longest-of-all-first"])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_no_kernel_reads_a_name_that_is_not_there(name, order, group):
+def test_triton_kernels_read_no_undefined_name(name, order, group):
     made, dim, v_dim, dtype, _ = GOLDEN[name]
     target, dims = replace(TARGET, order=order), Dims(dim, v_dim, dtype, group=group)
     listed = ("attention_dq", "attention_dkv") if made.mask is not None and made.bounds is None else ()
@@ -380,7 +378,7 @@ def test_no_kernel_reads_a_name_that_is_not_there(name, order, group):
     assert [unknown_names(x) for x in texts] == [set()] * len(texts)
 
 
-def test_rows_of_tables_are_counted_from_the_first_that_a_tile_reads():
+def test_triton_table_rows_are_offsets_from_the_first_of_a_tile():
     """In 32 bits in `attention_dkv`, which walks queries; where another axis counts them, or none, in 64."""
     for index, near in (((h, q, k), True), ((q, h, k), True), ((h, k, q), False), ((h, q % 8, k), False)):
         text = triton_backward.emit(

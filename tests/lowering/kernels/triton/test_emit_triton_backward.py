@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.attention_cases import CASES, causal, plan
-from support.matrix import every_other
+from support.tiers import thinned
 from support.torch.torch_gradients import MODS
 from support.triton.reserved import unreserved
 
@@ -44,25 +44,25 @@ def names(text):
     return [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name.startswith("attention")]
 
 
-def test_golden_text(golden):
-    golden("triton/backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
-    golden("triton/backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
+def test_golden_triton_backward(golden):
+    golden("window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
 
 
-def test_golden_text_with_tensor_descriptors(golden):
+def test_golden_triton_backward_with_tensor_descriptors(golden):
     target = replace(TARGET, dkv=Target("triton", 64, 64, 4, 2)).everywhere(descriptors=True)
-    golden("triton/backward_descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
 
 
-def test_golden_text_of_long_rows_in_parts(golden):
+def test_golden_triton_backward_of_long_rows_in_parts(golden):
     mask = (abs(q - k) <= 256) | (k < 64) | (q < 64)
     score_mod = score * lookup("gain", (h,), FLOAT) + lookup("gate", (h, k), FLOAT)
     made = make_plan(mask, score_mod, "abs(q - k) <= 256 | k < 64 | q < 64\nscore * gain[h] + gate[h, k]")
     dims = Dims(128, 96, "bfloat16", 4)
-    golden("triton/backward_long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
+    golden("long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
 
 
-def test_tensor_descriptors_are_for_what_they_can_read():
+def test_triton_backward_falls_back_to_pointers_per_dtype():
     """Float32 and head sizes in two parts are read by pointers, as everything is by captured gradients."""
     target = TARGET.everywhere(descriptors=True)
     for dims in (Dims(64, 64, "float32"), Dims(96, 64, "float16")):
@@ -70,8 +70,8 @@ def test_tensor_descriptors_are_for_what_they_can_read():
     assert not square(target).descriptors
 
 
-@pytest.mark.parametrize("name", every_other([*CASES, *MODS]))
-def test_every_name_of_the_kernels_is_reserved(name):
+@pytest.mark.parametrize("name", thinned([*CASES, *MODS]))
+def test_triton_backward_names_are_reserved(name):
     made = replace(plan({**CASES, **MODS}[name]), kept=None)
     text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
     assert text == emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
@@ -100,7 +100,7 @@ def test_values_are_read_only_where_their_products_are_used():
     assert not re.search(r"\bV\b|\bdp\b", text[text.index("def attention_dkv") :])
 
 
-def test_the_guard_is_there_where_a_row_may_be_empty_or_a_slope_infinite():
+def test_triton_backward_guards_empty_rows_and_infinite_slopes():
     dims = Dims(64, 64, "float16")
     assert "empty" in emit(make_plan(causal, None), TARGET, dims, ARRAYS)
     assert "empty" not in emit(make_plan(causal, None, rows_nonempty=True), TARGET, dims, ARRAYS)
@@ -108,7 +108,7 @@ def test_the_guard_is_there_where_a_row_may_be_empty_or_a_slope_infinite():
     assert "p == 0.0" not in emit(make_plan(causal, function("tanh", score)), TARGET, dims, ARRAYS)
 
 
-def test_one_table_read_twice_has_two_sums():
+def test_triton_backward_sums_each_lookup_of_a_table():
     made = make_plan(causal, score + lookup("t", (q,), FLOAT) * lookup("t", (k,), FLOAT))
     assert [(s.buffer, s.total, s.along) for s in sums(made, {"t0"})] == [("Dt", "dt", "q"), ("Dt_", "dt_", "k")]
 
@@ -122,7 +122,7 @@ def test_a_group_reads_the_records_of_each_of_its_heads():
     )
 
 
-def test_errors():
+def test_triton_backward_text_refuses_bad_tiles_and_dtypes():
     made = make_plan(causal, None)
     with pytest.raises(LoweringError) as caught:
         emit(made, replace(TARGET, dkv=Target("triton", 24, 64)), Dims(64, 64, "float16"), ARRAYS)

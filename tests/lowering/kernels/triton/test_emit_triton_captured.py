@@ -42,27 +42,27 @@ BUCKETS = make_plan(causal, score + bias(lookup("bucket", (q, k), INT), h), "cau
 
 def text(name):
     made, way, more = {
-        "triton/captured_distance.py": (WINDOW, diagonal, {}),
-        "triton/captured_dropout.py": (CAPPED, diagonal, {}),
-        "triton/captured_plane.py": (SHARED, plane, {"shared": "b"}),
-        "triton/captured_buckets.py": (BUCKETS, scatter, {"fixed": True}),
+        "distance.py": (WINDOW, diagonal, {}),
+        "dropout.py": (CAPPED, diagonal, {}),
+        "plane.py": (SHARED, plane, {"shared": "b"}),
+        "buckets.py": (BUCKETS, scatter, {"fixed": True}),
         "atomics": (BUCKETS, scatter, {"fixed": False}),
     }[name]
     gradients = backward_of(made).gradients
     return made, way(made, TARGET, DIMS, gradients if way is diagonal else gradients[0], **more)
 
 
-GOLDEN = ["triton/captured_distance.py", "triton/captured_dropout.py", "triton/captured_plane.py",
-          "triton/captured_buckets.py"]  # fmt: skip
+GOLDEN = ["distance.py", "dropout.py", "plane.py",
+          "buckets.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_text(name, golden):
+def test_golden_triton_captured_gradients(name, golden):
     golden(name, text(name)[1])
 
 
 @pytest.mark.parametrize("name", [*GOLDEN, "atomics"])
-def test_every_name_of_the_kernel_is_reserved(name):
+def test_triton_captured_gradient_names_are_reserved(name):
     made, source = text(name)
     assert source == text(name)[1]
     assert not unreserved(source, made)
@@ -70,9 +70,9 @@ def test_every_name_of_the_kernel_is_reserved(name):
 
 def test_atomics_only_where_programs_meet():
     assert {n: text(n)[1].count("atomic") for n in [*GOLDEN, "atomics"]} == {
-        **dict.fromkeys(GOLDEN[:3], 0), "triton/captured_buckets.py": 1, "atomics": 1,
+        **dict.fromkeys(GOLDEN[:3], 0), "buckets.py": 1, "atomics": 1,
     }  # fmt: skip
-    assert "Counted,  # int64" in text("triton/captured_buckets.py")[1]
+    assert "Counted,  # int64" in text("buckets.py")[1]
     assert "Into,  # float32" in text("atomics")[1]
 
 

@@ -8,14 +8,14 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("part", ["every_table", "not every_table"])
-def test_interpreted(part):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", ["captured_tables", "not captured_tables"])
+def test_captured_gradients_pass_in_the_triton_interpreter(part):
     run(HERE / "triton_captured_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-def test_compiled():
+@pytest.mark.exhaustive
+def test_captured_gradients_compile_for_hopper():
     run(HERE / "triton_captured_compiled.py", only="not slow")
 
 

@@ -12,9 +12,9 @@ from support.triton.triton_process import run
 HERE = Path(__file__).parent
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("part", ["every_case", "not every_case"])
-def test_interpreted(part):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", ["triton_cases", "not triton_cases"])
+def test_triton_forward_passes_in_the_interpreter(part):
     run(HERE / "triton_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
@@ -23,47 +23,47 @@ def test_interpreted_in_other_tiles():
     run(HERE / "triton_interpreted.py", only="tensors", TRITON_INTERPRET="1", PYTEST_ADDOPTS="-m slow")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted_few_queries():
     run(HERE / "triton_interpreted_decode.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted_stored_keys_and_values():
     run(HERE / "triton_interpreted_stored.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted_bytes_of_few_queries():
     run(HERE / "triton_interpreted_bytes.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted_score_mods():
     run(HERE / "triton_scores_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_interpreted_large_scores():
     run(HERE / "triton_large_interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-def test_interpreted_errors():
+@pytest.mark.exhaustive
+def test_triton_numerics_pass_in_the_interpreter():
     run(HERE.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("part", ["every_case", "not every_case"])
-def test_interpreted_backward(part):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", ["gradient_cases", "not gradient_cases"])
+def test_triton_backward_passes_in_the_interpreter(part):
     run(HERE / "triton_backward_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
-@pytest.mark.matrix
-def test_compiled():
+@pytest.mark.exhaustive
+def test_triton_kernels_compile_without_a_gpu():
     run(HERE / "triton_compiled.py")
 
 
-@pytest.mark.matrix
-def test_interpreted_views():
+@pytest.mark.exhaustive
+def test_triton_views_pass_in_the_interpreter():
     run(HERE / "triton_views_interpreted.py", TRITON_INTERPRET="1")

@@ -28,7 +28,7 @@ def kernel(text, name):
 
 @pytest.mark.parametrize("score", [None, "softcap(50)"])
 @pytest.mark.parametrize("mask", ["causal & window(256)", "causal & same(doc)"])
-def test_it_has_the_kernels_of_forward_and_backward(mask, score):
+def test_triton_source_has_the_forward_and_backward_kernels(mask, score):
     doc = {"doc": np.arange(4096) // 300} if "doc" in mask else {}
     stages = fk.compile(mask, score, **doc).stages(backend="triton", arch="sm_90", **SHAPE | {"kv_heads": 1})
     dims = Dims(128, 128, "bfloat16", 8)
@@ -55,7 +55,7 @@ def test_of_few_queries_it_has_their_kernels():
     assert f"tiles of 16 packed queries by {stages.target.block_k} keys" in stages.source
 
 
-def test_what_is_learned_and_asked_for_is_in_it():
+def test_triton_source_has_learned_tables_sinks_and_dropout():
     torch = pytest.importorskip("torch")
     bias, sinks = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8)
     shown = [
@@ -67,7 +67,7 @@ def test_what_is_learned_and_asked_for_is_in_it():
         assert [word in text for text in shown] == [True, False], word
 
 
-def test_the_target_of_every_kernel_is_shown():
+def test_triton_stages_show_the_target_of_each_kernel():
     text = fk.compile("causal").stages(backend="triton", arch="sm_90", **SHAPE).text("target")
     assert [line.split(":")[0].strip() for line in text.splitlines()] == ["triton", "dq", "dkv"]
 

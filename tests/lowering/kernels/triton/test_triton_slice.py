@@ -1,5 +1,5 @@
 """Some of every test of Triton's kernels, in as few processes as there are ways to run them: the rest, named by the
-files test_triton_*.py beside this one, is `pytest -m matrix`."""
+files test_triton_*.py beside this one, is `pytest -m exhaustive`."""
 
 from pathlib import Path
 
@@ -8,101 +8,127 @@ from support.triton.triton_process import run
 TESTS = Path(__file__).parents[3]
 INTERPRETED = {
     "lowering/kernels/triton/triton_interpreted.py": (
-        "every_case[empty-rows]", "every_case[scaled]", "every_case_with_everything[softcap]",
-        "every_case_in_half_precision[documents-by-batch-bfloat16]", "every_case_with_closed_form_bounds[window-crop]",
-        "tensors_of_any_head_size[40-float16]", "operators",
+        "triton_cases_equal_the_reference[empty-rows]",
+        "triton_cases_equal_the_reference[scaled]",
+        "triton_cases_with_sinks_and_dropout[softcap]",
+        "triton_cases_in_half_precision[documents-by-batch-bfloat16]",
+        "triton_cases_with_closed_form_bounds[window-crop]",
+        "tensors_of_any_head_size[40-float16]",
+        "triton_operators_equal_the_reference",
     ),
     "lowering/kernels/triton/triton_interpreted_decode.py": (
-        "parts_of_packed_heads[4-17-2]", "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
+        "parts_of_packed_heads[4-17-2]",
+        "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
     "lowering/kernels/triton/triton_interpreted_stored.py": (
-        "parts[no end]", "forward[as they are]",
+        "triton_decode_parts_read_stored_keys_and_values[no end]",
+        "triton_forward_reads_stored_keys_and_values[as they are]",
     ),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
-        "every_case[softcap]", "captured_in_half_precision[by column, gqa bfloat16]",
+        "triton_gradient_cases_equal_the_reference[softcap]",
+        "captured_in_half_precision[by column, gqa bfloat16]",
         "shapes_with_closed_form_bounds[place1]",
     ),
     "lowering/kernels/triton/triton_captured_interpreted.py": (
-        "half_precision[scatter, crop-bfloat16]",
+        "captured_gradients_in_half_precision_are_near[scatter, crop-bfloat16]",
     ),
     "lowering/kernels/triton/triton_scores_interpreted.py": (
-        "score_mods[softcap, alibi-bfloat16]", "score_mods[a number alone-float16]",
-        "error_of_the_instruction[float16]", "tables_by_distance[mask-float32]",
+        "triton_score_mods_equal_the_reference[softcap, alibi-bfloat16]",
+        "triton_score_mods_equal_the_reference[a number alone-float16]",
+        "error_of_the_instruction[float16]",
+        "tables_by_distance[mask-float32]",
     ),
     "runtime/backends/triton_jax_interpreted.py": (
-        "every_case[documents-by-batch]", "every_gradient[softcap]",
+        "jax_triton_cases_equal_the_reference[documents-by-batch]",
+        "jax_triton_gradients_equal_the_reference[softcap]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]",
     ),
     "runtime/bench/test_numerics.py": (
         "errors_keep_their_bound[triton-scores of 100-bfloat16]",
-        "errors_keep_their_bound[triton-scores past 65504-float16]", "numbers_that_are_not_finite[k-nan-triton]",
+        "errors_keep_their_bound[triton-scores past 65504-float16]",
+        "numbers_that_are_not_finite[k-nan-triton]",
         "scores_of_minus_infinity_hide_their_keys[triton]",
     ),
     "lowering/kernels/triton/triton_interpreted_bytes.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
     "lowering/kernels/triton/triton_large_interpreted.py": (
-        "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]",
+        "weights_in_torch[one key-1e+30]",
+        "weights_in_torch[affine-100000.0]",
     ),
-    "lowering/planner/triton_planner_interpreted.py": (
-        "written_masks[documents]",
-    ),
+    "lowering/planner/triton_planner_interpreted.py": ("triton_planner_equals_torch_on_written_masks[documents]",),
     "runtime/backends/triton_binding_interpreted.py": (
-        "graph_of_a_checkpoint", "eager_beside_the_interpreter", "orders[causal & same(doc)]",
+        "graph_of_a_checkpoint",
+        "eager_beside_the_interpreter",
+        "triton_calls_in_an_order_equal_plain_ones[causal & same(doc)]",
     ),
-}  # fmt: skip
-LONG = {  # that take seconds: of mutants, and of the matrix with all others of their files
-    "lowering/kernels/triton/triton_interpreted.py": ("every_case[gqa]",),
+}
+LONG = {  # that take seconds: for mutants, and exhaustive with all others of their files
+    "lowering/kernels/triton/triton_interpreted.py": ("triton_cases_equal_the_reference[gqa]",),
     "lowering/kernels/triton/triton_interpreted_decode.py": ("parts_with_everything[gqa]",),
     "lowering/kernels/triton/triton_interpreted_stored.py": (
-        "parts_in_proportion_to_what_sequences_see[int8 in pages of 16]",
+        "stored_decode_parts_follow_the_length_of_sequences[int8 in pages of 16]",
     ),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
-        "captured[by row]", "sums_with_sinks_and_dropout[gqa-True-0.6]",
+        "triton_captured_gradients_equal_the_reference[by row]",
+        "sums_with_sinks_and_dropout[gqa-True-0.6]",
     ),
     "lowering/kernels/triton/triton_scores_interpreted.py": (
-        "score_mods[decides-float16]", "float32_keeps_its_text",
-        "gradients[crop-bfloat16]", "gradients[of rows alone-float16]", "tables_by_distance[gqa-bfloat16]",
+        "triton_score_mods_equal_the_reference[decides-float16]",
+        "float32_keeps_its_text",
+        "triton_score_mod_gradients_equal_the_reference[crop-bfloat16]",
+        "triton_score_mod_gradients_equal_the_reference[of rows alone-float16]",
+        "tables_by_distance[gqa-bfloat16]",
         "gradients_by_distance[factor, NaN where hidden]",
     ),
     "runtime/backends/triton_rows/triton_rows_interpreted.py": (
-        "long_rows[BY_HEAD-longest-of-all-first]", "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
+        "long_rows_in_parts_equal_the_reference_and_repeat[BY_HEAD-longest-of-all-first]",
+        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "lowering/kernels/triton/triton_large_interpreted.py": ("weights_in_jax[distance-100000.0]",),
-    "lowering/kernels/triton/triton_captured_interpreted.py": ("every_table[plane, of a head]",),
-    "lowering/planner/triton_planner_interpreted.py": (
-        "random_masks[1]", "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
+    "lowering/kernels/triton/triton_captured_interpreted.py": (
+        "captured_tables_equal_the_reference[plane, of a head]",
     ),
-}  # fmt: skip
+    "lowering/planner/triton_planner_interpreted.py": (
+        "triton_planner_equals_torch_on_random_masks[1]",
+        "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
+    ),
+}
 COMPILED = {
     "lowering/kernels/triton/triton_compiled.py": (
-        "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
-        "every_operator_compiles[False]",
+        "default_tiles_do_not_spill[softcap, alibi-64]",
+        "triton_backward_fits_when_compiled[learned softcap-bfloat16-live1]",
+        "triton_operators_compile_in_32_and_64_bits[False]",
         "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
         "a_table_by_distance_is_loaded_once_a_tile[sm_90]",
     ),
-    "lowering/planner/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),
-    "lowering/kernels/triton/triton_table.py": ("some[gfx942-64-causal-whole]",),
-}  # fmt: skip
+    "lowering/planner/triton_planner_compiled.py": (
+        "triton_planner_kernels_compile_for_each_architecture[documents-sm_90]",
+    ),
+    "lowering/kernels/triton/triton_table.py": (
+        "selected_triton_tiles_match_their_compiled_figures[gfx942-64-causal-whole]",
+    ),
+}
 LAUNCHED = {
-    "runtime/integrations/serving_launched.py": ("continuous_batching", "steps_of_vllm"),
+    "runtime/integrations/serving_launched.py": ("continuous_batching_steps_do_not_recompile", "steps_of_vllm"),
     "runtime/plans/flat_device_launched.py": (
-        "no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing",
+        "device_plans_read_no_value_on_the_host[causal & same(doc)]",
+        "changed_lengths_compile_nothing",
     ),
     "runtime/backends/triton_binding_launched.py": (
-        "lengths_batches_and_heads_compile_nothing", "long_rows_are_launched_in_parts[True]",
+        "lengths_batches_and_heads_compile_nothing",
+        "long_rows_are_launched_in_parts[True]",
         "windows_inside_a_class_compile_nothing",
-        "the_kernel_is_the_one_triton_would_choose", "a_warm_call_reads_nothing_back[documents]",
+        "prepared_launch_takes_the_kernel_of_triton",
+        "a_warm_call_reads_nothing_back[documents]",
     ),
-    "runtime/backends/triton_serving_launched.py": (
-        "a_step_is_two_launches_and_reads_nothing_back[int8-16-4]",
-    ),
-}  # fmt: skip
+    "runtime/backends/triton_serving_launched.py": ("a_step_is_two_launches_and_reads_nothing_back[int8-16-4]",),
+}
 
 
 def named(part):
     return [f"{TESTS / file}::test_{name}" for file, names in part.items() for name in names]
 
 
-def test_interpreted():
+def test_slice_of_interpreted_triton_tests_passes():
     run(*named(INTERPRETED), TRITON_INTERPRET="1")
 
 

@@ -15,11 +15,12 @@ from support.triton.triton_process import run
 from support.triton.triton_spills import listed
 
 HERE = Path(__file__).parent
-GOLDEN = HERE.parents[2] / "golden"
+ROOT = HERE.parents[3]
+RESULTS = ROOT / "benchmarks" / "results" / "compiled"
 
 
-def test_the_table_is_whole():
-    lines = (GOLDEN / "triton" / "report_3.9.txt").read_text().splitlines()
+def test_triton_figures_have_each_kernel_and_architecture():
+    lines = (RESULTS / "triton-3.9.txt").read_text().splitlines()
     architectures, dims = ("sm_80", "sm_90", "sm_100", "gfx942"), ("64", "128", "256")
     masks, kernels = ("causal", "window", "documents", "softcap"), ("forward", "delta", "dq", "dkv", "decode")
     lines_of = [*product(masks, kernels), ("stored", "forward"), ("stored", "decode")]
@@ -30,9 +31,9 @@ def test_the_table_is_whole():
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.9"])
-def test_no_default_spills_but_those_that_the_page_lists(version):
+def test_default_triton_tiles_spill_as_the_page_lists(version):
     found, seen = {}, set()
-    for line in (GOLDEN / "triton" / f"report_{version}.txt").read_text().splitlines():
+    for line in (RESULTS / f"triton-{version}.txt").read_text().splitlines():
         arch, _, dim, mask, kernel, *_ = line.split()
         seen.add(arch)
         if spilled := int(re.search(r"(\d+) spilled", line)[1]):
@@ -41,21 +42,21 @@ def test_no_default_spills_but_those_that_the_page_lists(version):
     assert found == {x: n for x, n in listed().items() if x[0] == version and x[3] != "captured"}
 
 
-@pytest.mark.matrix
-def test_some():
+@pytest.mark.exhaustive
+def test_selected_triton_tiles_compile_to_their_figures():
     run(HERE / "triton_table.py")
 
 
 @pytest.mark.slow
-def test_rest():
-    run(HERE / "triton_table.py", only="test_rest", PYTEST_ADDOPTS="-m slow")
+def test_remaining_triton_tiles_compile_to_their_figures():
+    run(HERE / "triton_table.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_command_prints():
+def test_triton_page_shows_the_output_of_its_command():
     if not version("triton").startswith("3.9"):
         pytest.skip("the page has the figures of Triton 3.9")
-    (block,) = blocks("console", GOLDEN.parents[1] / "docs" / "triton.md")
+    (block,) = blocks("console", ROOT / "docs" / "triton.md")
     command, shown = block.removeprefix("$ frisket ").split("\n", 1)
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     argv = [sys.executable, "-m", "frisket.runtime.cli.main", *shlex.split(command)]

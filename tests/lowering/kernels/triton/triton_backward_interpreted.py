@@ -50,7 +50,7 @@ GROUPS = Case(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name):
+def test_triton_gradient_cases_equal_the_reference(name):
     case = CASES[name]
     Both(case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)) if case.sizes is None else case).check()
 
@@ -61,7 +61,7 @@ APART = [(16, 32), (32, 16), (16, 64)]  # tiles of dq, of dk and of dv
 @pytest.mark.parametrize(
     "name", ["full", "causal", "documents-by-batch", "gqa", "empty-rows", "holes", "softcap", "v-wider"]
 )
-def test_values_in_a_kernel_of_their_own(name):
+def test_triton_dv_in_a_separate_kernel_equals_the_reference(name):
     case = CASES[name]
     both = Both(
         case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)), tiles=APART, dropout=0.2, sinks=True
@@ -75,7 +75,7 @@ def test_values_in_a_kernel_of_their_own(name):
     both.check()
 
 
-def test_values_in_a_kernel_of_their_own_beside_captured_gradients():
+def test_triton_dv_in_a_separate_kernel_with_captured_gradients():
     for name in ("by row", "by column, gqa", "learned softcap"):
         Both(MODS[name].but(q_len=70, kv_len=60), tiles=APART).check()
 
@@ -87,7 +87,7 @@ def test_whole_tiles_alone(tiles):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(name):
+def test_triton_gradients_of_documents_equal_the_reference(name):
     case, _ = DOCUMENTS[name]
     Both(case).check()
 
@@ -96,7 +96,7 @@ ELSEWHERE = {"by distance", "by bucket", "by distance, full", "plane", "pairs"} 
 
 
 @pytest.mark.parametrize("name", [n for n in MODS if n not in ELSEWHERE])
-def test_captured(name):
+def test_triton_captured_gradients_equal_the_reference(name):
     Both(MODS[name].but(q_len=70, kv_len=60), dropout=0.3 if name == "by row" else 0.0).check()
 
 
@@ -165,7 +165,7 @@ DESCRIBED = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_descriptors(name, dtype, described):
+def test_triton_gradients_by_tensor_descriptors(name, dtype, described):
     """What lies past the lengths of a view is NaN, and is not read; tiles of both kernels are their own."""
     both = Both(DESCRIBED[name].but(dtype=dtype), tiles=((16, 32), (32, 16)), descriptors=True, change=views)
     (both.dout,) = views(both.dout)
@@ -239,7 +239,7 @@ def test_shapes_at_any_scale(scale):
 
 
 @pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}, {"q", "t0"}, {"v", "t1"}, set()])
-def test_wanted_alone(wanted):
+def test_triton_computes_requested_gradients_alone(wanted):
     case = MODS["by column, gqa"].but(q_len=40, kv_len=50, batch=1)
     case = case.but(
         score=case.score + lookup("s", (ir.var("h"),), FLOAT) * score, tables={**case.tables, "s": learned(4)}
@@ -273,7 +273,7 @@ def test_wanted_of_nothing():
     }  # fmt: skip
 
 
-def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
+def test_triton_row_without_keys_has_no_gradient():
     both = Both(EMPTY)
     both.check()
     empty = both.lse == -math.inf
@@ -285,7 +285,7 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
 
 
 @pytest.mark.parametrize("name", ["groups", "by column, gqa", "alibi"])
-def test_equal_calls_give_equal_bits(name):
+def test_triton_gradients_repeat_bit_for_bit(name):
     both = Both({"groups": GROUPS, **MODS}[name].but(q_len=50, kv_len=50, batch=1), dropout=0.2)
     first = both.ours()
     assert all(torch.equal(x, first[n]) for n, x in both.again().items())
@@ -302,7 +302,7 @@ def test_keys_of_another_dtype_are_refused():
     )
 
 
-def test_hidden_keys_that_are_not_finite_reach_gradients_of_the_tiles_that_visit_them():
+def test_triton_hidden_nan_reaches_gradients_of_its_tiles():
     """As docs/triton.md says: the forward does not see them."""
     query, keys, values = torch.randn(3, 1, 1, 64, 16).unbind()
     keys[:, :, 40] = math.nan

@@ -50,7 +50,7 @@ def check_hopper(name, dim, dtype):
 
 
 @pytest.mark.parametrize("name", ["distance, dropout", "plane", "buckets"])
-def test_nothing_spills_on_hopper(name):
+def test_captured_gradient_kernels_do_not_spill_on_hopper(name):
     check_hopper(name, 128, "bfloat16")
 
 

@@ -175,7 +175,7 @@ class Tables(torch_gradients.Both):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_table(name, monkeypatch):
+def test_captured_tables_equal_the_reference(name, monkeypatch):
     launched = []
     monkeypatch.setattr(_Run, "launch", lambda *a, go=_Run.launch, **m: launched.append(a[2]) or go(*a, **m))
     Tables(ALL[name]).check()
@@ -211,7 +211,7 @@ def test_diagonals_in_parts(name, room, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["diagonal, crop", "plane, of one head", "scatter, crop"])
-def test_half_precision(name, dtype):
+def test_captured_gradients_in_half_precision_are_near(name, dtype):
     Tables(ALL[name].but(dtype=dtype), sinks=True, dropout=0.3).check_half()
 
 
@@ -263,7 +263,7 @@ def test_arrays_of_any_strides():
     both.check()
 
 
-def test_what_is_hidden_reaches_no_gradient():
+def test_captured_gradients_ignore_hidden_nan():
     for name in ("diagonal, two weights", "plane, of one head", "scatter, crop"):
         clean, dirty = (Tables(ALL[name].but(mask=causal & (k < 60), slots={})) for _ in "12")
         dirty.qkv[1][:, :, 60:] = math.nan

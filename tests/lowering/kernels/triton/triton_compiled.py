@@ -100,14 +100,14 @@ def test_products_run_beside_other_instructions(mask, dim, tmp_path):
         assert "wgmma.mma_async instructions are serialized" not in said
 
 
-def test_float32():
+def test_triton_float32_forward_fits_without_spills():
     found = report("full", 64, "float32")
     assert found.spills == 0
     assert found.fits
 
 
 @pytest.mark.parametrize("name", ["crop", "nested", "keep-plane", "switch", "random", "v-wider", "gqa", "scaled"])
-def test_cases_compile(name):
+def test_triton_cases_fit_when_compiled(name):
     case = CASES[name]
     made, target = cases.plan(case), Target("triton", 64, 32, 4, 2)
     dims = Dims(case.dim, case.v_dim, "float16", case.heads // case.kv_heads)
@@ -117,7 +117,7 @@ def test_cases_compile(name):
 @pytest.mark.parametrize(("name", "dtype", "live"), [
     ("by column, gqa", "float16", ()), ("learned softcap", "bfloat16", ("s0",)), ("by row, clamped", "float32", ()),
 ])  # fmt: skip
-def test_backward_compiles(name, dtype, live):
+def test_triton_backward_fits_when_compiled(name, dtype, live):
     """Of one group, with dropout and formulas in 64 bits; of a scalar on the device; in float32, of few queries."""
     case, target = MODS[name], Target("triton", 16, 16, 4, 1)
     wide = {"limits": dict.fromkeys("qk", 2.0**33), "dropout": True, "bounds": FORTY}
@@ -138,7 +138,7 @@ def test_score_mods_without_a_score_compile(mod):
         assert all(r.fits for r in compile_reports(source, made, target, dims))
 
 
-def test_divisions_that_decide_what_is_seen_are_rounded_correctly():
+def test_triton_divisions_of_a_mask_are_rounded_correctly():
     def divisions(mask, score=None):
         made, target, dims = make_plan(mask, score), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
         source = triton_backward.emit(made, target, dims, {"k"})
@@ -199,7 +199,7 @@ def test_keys_and_values_of_8_bits_compile(keys):
 
 
 @pytest.mark.parametrize("int64", [False, True])
-def test_every_operator_compiles(int64):
+def test_triton_operators_compile_in_32_and_64_bits(int64):
     roots = list(triton_operators.EXPRESSIONS.values())
     kernel = load(triton_operators.module(roots, int64)).attention_forward
     inputs = {p.name.upper(): {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}[p.type] for p in triton_operators.free(*roots)}
@@ -208,7 +208,7 @@ def test_every_operator_compiles(int64):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def test_errors():
+def test_triton_compilation_refuses_unknown_machines():
     made = cases.plan(CASES["causal"])
     target = Target("triton", 64, 64)
     source = emit(made, target, Dims(64, 64, "float16"))

@@ -24,19 +24,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name):
+def test_triton_cases_equal_the_reference(name):
     check(CASES[name], *run(CASES[name]))
 
 
 @pytest.mark.parametrize(
     "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
 )
-def test_every_case_with_everything(name):
+def test_triton_cases_with_sinks_and_dropout(name):
     with_everything(CASES[name])
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(name):
+def test_triton_document_masks_equal_the_reference(name):
     """Rows that are runs of a table, by the ends of the runs where the table has such; by its entries elsewhere."""
     case, proven = DOCUMENTS[name]
     made = cases.plan(case)
@@ -46,7 +46,7 @@ def test_documents(name):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["window", "gqa", "softcap", "empty-rows", "crop", "documents-by-batch"])
-def test_every_case_in_half_precision(name, dtype):
+def test_triton_cases_in_half_precision(name, dtype):
     case = CASES[name].but(dtype=dtype)
     check(case, *run(case))
 
@@ -63,7 +63,7 @@ REMAINDERS = {
 
 @pytest.mark.parametrize("place", ["whole", "crop"])
 @pytest.mark.parametrize("name", REMAINDERS)
-def test_remainders(name, place):
+def test_triton_remainders_of_a_distance_equal_the_reference(name, place):
     """Remainders of q - k are those of the query and of the key."""
     case = Case(REMAINDERS[name], slots={"w": 4, "n": -4}, q_len=70, kv_len=80, block=(32, 32)).but(**PLACES[place])
     check(case, *run(case))
@@ -74,7 +74,7 @@ DESCRIBED = ["full", "window", "gqa", "softcap", "empty-rows", "nothing", "crop"
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_tensor_descriptors(name, dtype, described):
+def test_triton_forward_by_tensor_descriptors(name, dtype, described):
     """What lies past the lengths of a view is NaN, and is not read."""
     case = CASES[name].but(dtype=dtype)
     check(case, *run(case, by=16, descriptors=True))
@@ -158,7 +158,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CLOSED)
-def test_every_case_with_closed_form_bounds(name, place):
+def test_triton_cases_with_closed_form_bounds(name, place):
     mask, bounds = CLOSED[name]
     case = Case(mask, slots={"w": 50}, block=(32, 16), dim=16, v_dim=16).but(**PLACES[place])
     made = make_plan(mask, None, name, bounds=bounds)
@@ -268,5 +268,5 @@ def test_launch_reports_only_compiled_kernels():
 
 @pytest.mark.parametrize("int64", [False, True])
 @pytest.mark.parametrize("name", triton_operators.EXPRESSIONS)
-def test_operators(name, int64):
+def test_triton_operators_equal_the_reference(name, int64):
     triton_operators.check(name, int64)

@@ -62,7 +62,7 @@ def test_parts_of_any_head_size(dim, v_dim, dtype):
     check(case, *run(case, splits=2, layout="bshd"))
 
 
-def test_parts_of_closed_form_bounds_at_any_position_are_one_kernel():
+def test_decode_at_any_position_is_one_triton_kernel():
     made = triton_decode._made.memo.info
     seen = []
     for at, keys in ((299, 300), (120, 130), (30, 300), (0, 17)):
@@ -120,7 +120,7 @@ def uneven(*ends, **more):
 
 @pytest.mark.parametrize("ends", [(700, 40, 3, 90), (5, 0, 333, 64), (0, 0, 90), (300, 300), (31, 800)])
 @pytest.mark.parametrize("queries", [1, 3, 40])
-def test_parts_in_proportion_to_what_sequences_see(balanced, ends, queries):
+def test_decode_parts_follow_the_length_of_sequences(balanced, ends, queries):
     case = uneven(*ends, q_len=queries)
     check(case, *run(case))
     again, once = run(case), run(case)
@@ -176,20 +176,20 @@ def one_part(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gqa", "holes", "scaled"])
-def test_one_part_is_one_launch(one_part, name):
+def test_decode_in_one_part_is_one_launch(one_part, name):
     case = last(CASES[name], 4).but(heads=4, kv_heads=1)
     check(case, *run(case))
     with_everything(case)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 9, 40])
-def test_one_part_of_many_queries_and_any_head_size(one_part, queries):
+def test_decode_in_one_part_takes_any_head_size(one_part, queries):
     mask = causal & (q - k < w) & (k % 7 > 0)
     case = last(Case(mask, heads=24, kv_heads=3, slots={"w": 90}, dim=40, v_dim=72, dtype="float16"), queries)
     check(case, *run(case, layout="bshd"))
 
 
-def test_one_part_of_rows_that_see_nothing(one_part):
+def test_decode_in_one_part_of_rows_without_keys(one_part):
     case = last(Case(causal & (k > q), heads=4, kv_heads=1), 3)
     check(case, *run(case))
 

@@ -36,12 +36,12 @@ def run(stored, **target):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_forward(name):
+def test_triton_forward_reads_stored_keys_and_values(name):
     run(STORED[name], splits=1)
 
 
 @pytest.mark.parametrize("name", [n for n, s in STORED.items() if s.case.q_len < 16])
-def test_parts(name):
+def test_triton_decode_parts_read_stored_keys_and_values(name):
     run(STORED[name], splits=3)
 
 
@@ -65,7 +65,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_parts_in_proportion_to_what_sequences_see(monkeypatch, name):
+def test_stored_decode_parts_follow_the_length_of_sequences(monkeypatch, name):
     """Sequences of which one is empty and one a single token."""
     launched = []
     whole = triton_decode.Parts.__call__

@@ -86,13 +86,13 @@ DTYPES = ["float16", "bfloat16"]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCORES)
-def test_score_mods(name, dtype):
+def test_triton_score_mods_equal_the_reference(name, dtype):
     case = SCORES[name].but(dtype=dtype)
     check(case, *run(case, tanh="approximate"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_queries(dtype):
+def test_triton_score_mods_of_few_queries(dtype):
     case = SCORES["gqa"].but(
         dtype=dtype, q_len=3, kv_len=300, origin=(0, 0, 297, 0), sizes=(2, 4, 300, 300), block=(16, 64)
     )
@@ -141,7 +141,7 @@ class Both(torch_gradients.Both):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCORES)
-def test_gradients(name, dtype):
+def test_triton_score_mod_gradients_equal_the_reference(name, dtype):
     case = SCORES[name]
     small = {} if case.sizes else {"q_len": min(case.q_len, 90), "kv_len": 70}
     Both(case.but(dtype=dtype, **small)).check_half()

@@ -1,6 +1,7 @@
-"""Run by test_triton_table.py without TRITON_INTERPRET: what the default tiles take of every architecture, beside
-tests/golden/triton/report_<version of Triton>.txt. Another compiler allots other registers, so it has a table of its
-own; of what is not in it only the limits are checked. `--update-golden` writes the lines of the tests that run."""
+"""Run by test_triton_table.py without TRITON_INTERPRET: what the default tiles take of every architecture,
+compared with benchmarks/results/compiled/triton-<version>.txt. Each version of Triton has its table, since compilers
+allot registers differently; of kernels that it lacks only the limits are checked. `--update-results` writes the lines
+of the tests that run."""
 
 from itertools import product
 from pathlib import Path
@@ -22,7 +23,8 @@ from frisket.runtime.backends.triton import decode as triton_decode
 from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "triton" / f"report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+TABLE = RESULTS / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
 KINDS = {"whole": (LENGTH, HEADS), "decode": (1, 1)}  # queries, key heads: forward and backward, and a step of decoding
 MASKS = {  # the three classes of windows, spans from a table, and a score mod
@@ -79,21 +81,21 @@ def stored(arch, dims, q_len, kv_heads):
 
 
 def known():
-    text = GOLDEN.read_text() if GOLDEN.exists() else ""
+    text = TABLE.read_text() if TABLE.exists() else ""
     return {line[:30]: line for line in text.splitlines()}
 
 
 def check(arch, dim, name, kind, update):
-    golden, made = known(), {}
+    table, made = known(), {}
     for place, line, found in lines(arch, dim, name, kind):
         made[place] = line
         assert found.fits, line
         kernel = found.kernel.removeprefix("attention_")
-        free = update or place not in golden
+        free = update or place not in table
         assert free or found.spills == SPILLED.get((triton.__version__[:3], arch, dim, name, kernel), 0), line
         assert found.mma > 0 or "delta" in place, line
         if not update:
-            assert line == golden.get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
+            assert line == table.get(place, line), "if it should change, run pytest -m '' -n 0 --update-results here"
     if update:
         order = {place: i for i, place in enumerate(ALL)}
         ranked = sorted(
@@ -102,18 +104,18 @@ def check(arch, dim, name, kind, update):
                 x[0][:6].strip(), int(x[0][9:12]), x[0][13:22].strip(), "decode" if "decode" in x[0] else "whole"
             ],
         )
-        GOLDEN.write_text("\n".join(line for _, line in ranked) + "\n")
+        TABLE.write_text("\n".join(line for _, line in ranked) + "\n")
 
 
 @pytest.mark.parametrize(("arch", "dim", "name", "kind"), FEW)
-def test_some(arch, dim, name, kind, request):
-    check(arch, dim, name, kind, request.config.getoption("--update-golden"))
+def test_selected_triton_tiles_match_their_compiled_figures(arch, dim, name, kind, request):
+    check(arch, dim, name, kind, request.config.getoption("--update-results"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dim", "name", "kind"), [x for x in ALL if x not in FEW])
-def test_rest(arch, dim, name, kind, request):
-    check(arch, dim, name, kind, request.config.getoption("--update-golden"))
+def test_remaining_triton_tiles_match_their_compiled_figures(arch, dim, name, kind, request):
+    check(arch, dim, name, kind, request.config.getoption("--update-results"))
 
 
 @pytest.mark.parametrize(("arch", "dim"), [

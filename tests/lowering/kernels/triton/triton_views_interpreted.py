@@ -9,15 +9,15 @@ import frisket as fk
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_a_view_means_what_its_copy_means(kind):
+def test_triton_views_give_the_results_of_copies(kind):
     torch_views.check(kind, "triton", torch.float32, SHAPES)
 
 
-def test_every_tensor_may_be_a_negated_view():
+def test_triton_tensors_may_be_negated_views():
     torch_views.check("negated", "triton", torch.float32, *([name] for name in SHAPES))
 
 
-def test_the_planner_reads_negated_tables():
+def test_triton_planner_reads_negated_tables():
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     doc, start = -(torch.arange(40, dtype=torch.int32) // 9), -torch.tensor([3])
     att = fk.compile("doc[q] == doc[k] & k >= start[b]", backend="triton")

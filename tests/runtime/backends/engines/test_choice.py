@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.flash import engine as stand_in
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
@@ -54,7 +54,7 @@ def asked(mask, length=4096, engines=True, score=None, **more):
     return EngineCall(program, g, "bfloat16", "torch", "cuda", generated="triton", engines=engines, plan=plan)
 
 
-def test_what_has_run_on_no_gpu_takes_part_where_it_is_named(gpu):
+def test_unmeasured_engine_runs_only_where_it_is_named(gpu):
     found = choose_engine(asked("causal"))
     assert found.proof is None
     assert found.why["cudnn"] == f"causal; proved, and {NEW}'cudnn' takes it"
@@ -77,7 +77,7 @@ def test_what_has_run_on_no_gpu_takes_part_where_it_is_named(gpu):
         ("q * 100000000 >= k", 4096, 9, ""),
     ],
 )
-def test_the_table_of_costs_ranks_them(gpu, mask, length, major, taken):
+def test_cost_table_ranks_the_engines(gpu, mask, length, major, taken):
     gpu(major)
     found = choose_engine(asked(mask, length, ("flash", "cudnn")))
     assert ("" if found.proof is None else str(found.proof)) == taken, found
@@ -87,7 +87,7 @@ def test_the_table_of_costs_ranks_them(gpu, mask, length, major, taken):
         assert "generated kernels are faster here: with fewer than 2,048 queries" in found.why["flash"]
 
 
-def test_another_version_of_flash_is_no_choice(gpu, monkeypatch):
+def test_unknown_version_of_flash_attn_is_not_chosen(gpu, monkeypatch):
     """FlashAttention 4's functions are private: pyproject.toml names the version that they were read in."""
     assert f"flash-attn-4=={flash.READ};" in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr(flash, "version", lambda: "4.0.0b99")
@@ -95,7 +95,7 @@ def test_another_version_of_flash_is_no_choice(gpu, monkeypatch):
     assert found.why["flash"] == f"flash-attn-4 4.0.0b99 is installed, and calls are held against {flash.READ}"
 
 
-def test_no_engine_has_run_on_a_gpu_whose_results_are_not_there():
+def test_checked_engines_have_right_rows_in_the_results():
     """`CHECKED` names other platforms than the CPU where benchmarks/results has right rows of the engine."""
     path = ROOT / "benchmarks" / "results" / "gpu.json"
     rows = json.loads(path.read_text())["parts"]["right"]["rows"] if path.exists() else {}
@@ -119,7 +119,7 @@ def test_plans_say_which_engine_runs(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("other", [copy.copy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.stored_as(PAGED)])
-def test_other_plans_of_an_attention_have_its_options(other, monkeypatch):
+def test_copied_plans_keep_the_engine_options(other, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     plan = other(fk.compile("causal", engines=False).plan(64, 64))
     assert plan.engines() == "generated kernels are asked for"
@@ -190,7 +190,7 @@ def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypat
 
 
 @pytest.mark.usefixtures("flash_here")
-@pytest.mark.parametrize("mask", some(["causal & window(12)", "causal | k < 9", "k < 0"], "causal | k < 9"))
+@pytest.mark.parametrize("mask", default_only(["causal & window(12)", "causal | k < 9", "k < 0"], "causal | k < 9"))
 def test_sinks_of_calls_that_flash_takes(mask, monkeypatch):
     """The engine's own, and frisket's gradient of them; also where gradients are generated kernels'."""
     ran = []

@@ -86,7 +86,7 @@ def test_gradients_of_sdpa_without_lse(mask: str) -> None:
         ("full", "score + t[q]", "`score + t[q]` as a score mod is no factor, soft cap or penalty by distance"),
     ],
 )
-def test_what_sdpa_refuses(mask: str, score: str | None, said: str) -> None:
+def test_sdpa_engine_refuses_unsupported_masks(mask: str, score: str | None, said: str) -> None:
     q, k, v = (torch.randn(2, 2, n, 16) for n in (50, 70, 70))
     values = {"n": [30, 70]} if "n[b]" in mask else {"t": np.ones(50, np.float32)} if score == "score + t[q]" else {}
     att = fk.compile(mask, score, backend="sdpa", **values)
@@ -96,7 +96,7 @@ def test_what_sdpa_refuses(mask: str, score: str | None, said: str) -> None:
     assert str(error.value).endswith("leave out the backend")
 
 
-def test_what_an_engine_does_not_give_is_the_generated_kernels() -> None:
+def test_named_engine_refuses_sinks_and_largest_scores() -> None:
     """Sinks, and the largest score of a row: of a named engine an error, of one that was chosen the others'."""
     q, k, v = torch.randn(3, 1, 2, 30, 16)
     att = fk.compile("causal", backend="sdpa")
@@ -213,7 +213,7 @@ def test_a_square_mask_shows_what_the_mask_shows(seed: int) -> None:
         ("k < 99", {}, CudnnArguments(SquareMask(False, 0, 99), 0.125, (9, 0), False)),
     ],
 )
-def test_what_cudnn_would_be_called_with(mask: str, how: dict[str, object], found: CudnnArguments) -> None:
+def test_cudnn_arguments_follow_the_mask(mask: str, how: dict[str, object], found: CudnnArguments) -> None:
     call = facts(fk.mask(mask), place(2048, 2048), **how)
     assert fitted(flags(call), call, (9, 0)) == found
 
@@ -227,7 +227,7 @@ def test_what_cudnn_would_be_called_with(mask: str, how: dict[str, object], foun
         ("causal", place(200, 200), (7, 5), "takes compute capability 8.0 and later"),
     ],
 )
-def test_what_cudnn_refuses(mask: str, g: Geometry, capability: tuple[int, int], said: str) -> None:
+def test_cudnn_engine_refuses_unsupported_calls(mask: str, g: Geometry, capability: tuple[int, int], said: str) -> None:
     call = facts(fk.mask(mask), g)
     found = fitted(flags(call), call, capability)
     assert isinstance(found, str)

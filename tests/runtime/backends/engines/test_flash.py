@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.flash import engine as stand_in
-from support.matrix import some
+from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
@@ -21,7 +21,7 @@ DOC = np.arange(300) // 70
 OFTEN = ("causal", "window(w)", "bottom_right", "same(t)", "padding(len)", "natten1d(size, n)", "global_tokens(t)")
 
 
-@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def arch(monkeypatch, request):
     """The backend runs here, on such a GPU."""
     monkeypatch.setattr(tiles, "architecture", lambda device=None: request.param)
@@ -36,14 +36,14 @@ def arrays(case, dtype=torch.float16, kv_heads=1, dim=64):
     return [torch.randn(case.batch, n, length, dim, generator=draw).to(dtype) for n, length in shapes]
 
 
-@pytest.mark.parametrize("name", some(MASKS, *OFTEN))
-def test_every_mask(name):
+@pytest.mark.parametrize("name", default_only(MASKS, *OFTEN))
+def test_flash_engine_runs_each_mask_of_the_library(name):
     case = MASKS[name]
     fk.compile(case.mask, backend="flash", deterministic=False).check(*arrays(case)).require()
 
 
-@pytest.mark.parametrize("name", some(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
-def test_every_score_mod(name):
+@pytest.mark.parametrize("name", default_only(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
+def test_flash_engine_runs_each_score_mod_of_the_library(name):
     """With gradients of q, k and v where the score mod reads no learnable table, which has none here."""
     case = MODS[name]
     att = fk.compile("causal", case.score, backend="flash", deterministic=False)
@@ -51,7 +51,7 @@ def test_every_score_mod(name):
 
 
 @pytest.mark.parametrize("mask", ["causal", "(causal | k < 40) & same(doc)"])
-def test_sinks(mask):
+def test_flash_engine_takes_sinks_and_their_gradient(mask):
     """A row that sees no key has the sink for its lse; the sinks' own gradient is frisket's."""
     case = cases.Case(mask, 130, 150, lambda: {"doc": DOC} if "doc" in mask else {}, 2, 4)
     sinks = torch.linspace(-1, 2, 4)
@@ -131,7 +131,7 @@ def called(mask, score, values, arch, gradients=False, deterministic=False):
     return call_of(*given, gradients=gradients, deterministic=deterministic)
 
 
-def test_what_would_be_called(golden, arch):
+def test_golden_calls_of_the_flash_engine(golden, arch):
     """Flags where they are the whole mask, code and tiles elsewhere."""
     text = []
     for name, (mask, score, values) in GOLDEN.items():
@@ -140,7 +140,7 @@ def test_what_would_be_called(golden, arch):
             text.append(
                 f"-- {name}, {'backward' if gradients else 'forward'}{call.proof and f': {call.proof}'}\n{call}\n"
             )
-    golden(f"cute/calls_{arch}.txt", "\n".join(text))
+    golden(f"calls_{arch}.txt", "\n".join(text))
 
 
 def test_a_window_of_another_width_is_the_same_kernel():
@@ -205,7 +205,7 @@ def check_order(found, kinds):
 # -- refusals ---------------------------------------------------------------------------------------
 
 
-def test_what_is_refused(arch):
+def test_flash_engine_refuses_unsupported_calls(arch):
     case = cases.Case("causal", 64, 64, heads=4)
     q, k, v = arrays(case, dim=64)
     odd = "causal & (q % 7 < 6)"
@@ -250,7 +250,7 @@ def paged(mask, page, score=None, **values):
 
 @pytest.mark.parametrize("page", [16, 32, 48])
 @pytest.mark.parametrize("mask", [None, "bottom_right", "k < n", "k < len[b]"])
-def test_pages(mask, page):
+def test_flash_engine_reads_keys_in_pages(mask, page):
     values = {} if mask is None else {"n": 77} if "n" in mask.split() else {}
     values |= {"len": np.array([192, 33, 0])} if mask and "len[b]" in mask else {}
     (out, lse), (want, want_lse) = paged(mask, page, **values)
@@ -258,7 +258,7 @@ def test_pages(mask, page):
     torch.testing.assert_close(lse, want_lse, atol=2e-3, rtol=2e-3)
 
 
-def test_what_would_be_called_with_pages(monkeypatch):
+def test_flash_engine_passes_the_page_table(monkeypatch):
     calls = []
     monkeypatch.setattr(engine, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
     paged("k < n", 16, n=77)

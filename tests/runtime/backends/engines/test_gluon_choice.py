@@ -67,7 +67,7 @@ def test_calls_that_do_not(given):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
-def test_other_gpus(monkeypatch, capability):
+def test_gluon_is_chosen_on_hopper_alone(monkeypatch, capability):
     import torch
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

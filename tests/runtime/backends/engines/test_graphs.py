@@ -135,7 +135,7 @@ def test_sinks_of_flash_in_a_graph(mask, called):
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_gradients_that_flash_lacks_are_refused_before_the_forward(monkeypatch):
+def test_gradients_that_flash_lacks_are_refused_early(monkeypatch):
     """Where one would be asked for; under no_grad the forward runs."""
     ran = []
     monkeypatch.setattr(engine, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
@@ -159,7 +159,7 @@ def test_gradients_that_flash_lacks_are_refused_before_the_forward(monkeypatch):
     assert ran.pop()
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 def test_sinks_in_a_graph_are_generated_kernels(called):
     att = fk.compile("causal")
     arrays = [torch.randn(1, 2, 30, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]

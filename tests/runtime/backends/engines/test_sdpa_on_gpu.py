@@ -19,7 +19,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("stop", [64, 40])
-def test_gradients_of_equal_lengths_are_not_those_of_packed_sequences(stop):
+def test_sdpa_backward_of_equal_lengths_passes_no_offsets(stop):
     """With any tensor of lengths the kernel reads [tokens, heads, dim], and raised on an H100."""
     q, k, v, out, dout = (torch.empty(2, 3, n, 16, device="meta", dtype=torch.float16) for n in (64, 64, 64, 64, 64))
     lse = torch.empty(2, 3, 64, device="meta")

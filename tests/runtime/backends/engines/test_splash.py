@@ -36,8 +36,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mask", "score", "lengths", "given", "dtype"), [
-    *(pytest.param(*x, "float32", marks=() if x[0] in ("causal", WHOLE[0]) else pytest.mark.matrix) for x in CASES),
-    *(pytest.param(*case, "bfloat16", marks=() if case is WHOLE else pytest.mark.matrix) for case in CASES),
+    *(pytest.param(*x, "float32", marks=() if x[0] in ("causal", WHOLE[0]) else pytest.mark.exhaustive) for x in CASES),
+    *(pytest.param(*case, "bfloat16", marks=() if case is WHOLE else pytest.mark.exhaustive) for case in CASES),
 ])  # fmt: skip
 def test_splash_is_the_oracle(mask: str, score: str | None, lengths: tuple, given: dict, dtype: str) -> None:
     report = fk.compile(mask, score, backend="splash", **given).check(
@@ -104,7 +104,9 @@ def test_arguments_show_what_the_mask_shows(text: str, given: dict, lengths: tup
         ),
     ],
 )
-def test_what_splash_refuses(text: str, score: str | None, lengths: tuple, dtype: str, said: str) -> None:
+def test_splash_engine_refuses_unsupported_calls(
+    text: str, score: str | None, lengths: tuple, dtype: str, said: str
+) -> None:
     given = {"n": np.array([-1, 3])} if "n[b]" in text else {}
     made = found(text, Geometry(2, 4, 4, *lengths, 64, 64, 0.125), score, dtype, **given)
     assert isinstance(made, str)

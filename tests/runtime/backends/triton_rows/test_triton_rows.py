@@ -41,7 +41,7 @@ def walked(made, rows):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_tile_is_walked_once_and_every_sum_has_its_place(seed):
+def test_row_parts_walk_each_tile_once_and_store_each_sum(seed):
     draw = np.random.default_rng(seed)
     tiles = draw.integers(0, 40, (3, 17))
     tiles[draw.random((3, 17)) < 0.1] = draw.integers(300, 3000)
@@ -111,7 +111,7 @@ def names(text):
     return re.findall(r"^def attention_(\w+)", text, re.M)
 
 
-def test_the_text_shows_the_kernels_that_divide_long_rows():
+def test_triton_source_shows_kernels_that_split_long_rows():
     seen = fk.compile("abs(q - k) <= 256 | k < 64 | q < 64").stages(arch="sm_90", **SHAPE)
     assert names(seen.source) == ["forward", "combine", "delta", "dq", "dq_sums", "dkv", "dkv_sums"]
     dims = Dims(64, 64, "bfloat16")
@@ -129,16 +129,16 @@ def test_the_text_shows_the_kernels_that_divide_long_rows():
         ("doc[q] == doc[k]", {"doc": np.arange(8192) // 512}, ["forward", "delta", "dq", "dkv"]),
     ],
 )
-def test_the_text_of_short_rows_is_whole(mask, more, kernels):
+def test_triton_source_of_short_rows_has_no_split_kernels(mask, more, kernels):
     assert names(fk.compile(mask).source(**SHAPE | more)) == kernels
 
 
-def test_the_text_that_jax_runs_is_whole():
+def test_triton_source_for_jax_has_no_split_kernels():
     jnp = pytest.importorskip("jax.numpy")
     given = [jnp.zeros((1, 8192, 1, 64), jnp.bfloat16)] * 3
     assert "dkv_sums" not in names(fk.compile("causal").source("triton", *given))
 
 
-@pytest.mark.matrix
-def test_interpreted():
+@pytest.mark.exhaustive
+def test_long_triton_rows_pass_in_the_interpreter():
     run(Path(__file__).parent / "triton_rows_interpreted.py", TRITON_INTERPRET="1")

@@ -54,7 +54,7 @@ EVERYWHERE = [
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_every_case(name, everywhere, divided):
+def test_split_rows_equal_the_reference(name, everywhere, divided):
     case = CASES[name].but(block=(32, 16))
     check(case, *run(case))
     assert len(divided) == 1
@@ -64,7 +64,7 @@ def test_every_case(name, everywhere, divided):
 
 @pytest.mark.parametrize("order", ["longest-first", "longest-of-all-first"])
 @pytest.mark.parametrize("name", ["GLOBAL", "BIGBIRD", "BY_HEAD", "BY_BATCH"])
-def test_long_rows(name, order, divided):
+def test_long_rows_in_parts_equal_the_reference_and_repeat(name, order, divided):
     case = globals()[name]
     first = run(case, order=order)
     check(case, *first)
@@ -93,7 +93,7 @@ def test_long_rows_in_half_precision(dtype, descriptors, divided):
 
 
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "scaled", "crop"])
-def test_with_everything(name, everywhere):
+def test_split_rows_with_sinks_and_dropout(name, everywhere):
     with_everything(CASES[name].but(block=(32, 16)))
 
 
@@ -109,7 +109,7 @@ def test_any_head_size(dim, v_dim, divided):
     assert divided[0] is not None
 
 
-def test_what_is_not_divided(monkeypatch, divided):
+def test_short_rows_run_in_one_unsplit_launch(monkeypatch, divided):
     """Masks without long rows, rows that have to stay whole, and formulas: one launch, by the kernel as it was."""
     made = []
     monkeypatch.setattr(triton_rows.RowLaunches, "__init__", lambda *a: made.append(a))
@@ -155,7 +155,7 @@ def test_gradients_of_long_rows(name, order, divided):
     assert all(torch.equal(x, first[n]) for n, x in both.again().items())
 
 
-def test_values_in_a_kernel_of_their_own(everywhere, divided):
+def test_split_rows_with_dv_in_a_separate_kernel(everywhere, divided):
     both = Both(GLOBAL.but(v_dim=40), sinks=True)
     both.target = replace(both.target, dv=Target("triton", 16, 32, order=both.target.order))
     both.check()
@@ -182,7 +182,7 @@ def test_gradients_of_long_rows_in_half_precision(dtype, divided):
 
 
 @pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}])
-def test_wanted_alone(wanted, divided):
+def test_split_rows_compute_requested_gradients_alone(wanted, divided):
     mod = MODS["by column, gqa"]
     case = GLOBAL.but(score=mod.score, tables=mod.tables, q_len=60, kv_len=110)
     Both(case, wanted=frozenset(wanted)).check()

@@ -1,7 +1,7 @@
-"""The oldest and the newest versions that frisket's extras allow: `python tests/matrix.py [NAME ...] [--list]`.
+"""The oldest and the newest versions that frisket's extras allow: `python tests/versions.py [NAME ...] [--list]`.
 
 Each environment is made in a temporary folder, with packages from PyPI, runs a slice of the tests on the CPU, and is
-deleted. Outcomes go to tests/matrix.json, which `python docs/endurance.py` writes on docs/reliability.md. Pythons are
+deleted. Outcomes go to tests/versions.json, which `python docs/endurance.py` writes on docs/reliability.md. Pythons are
 found on the PATH, or with pyenv. `--python FOLDER/bin/python` runs the slice in an environment that is there.
 """
 
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tests" / "matrix.json"
+RESULTS = ROOT / "tests" / "versions.json"
 TOOLS = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "absl-py", "cloudpickle>=3", "flatbuffers"]
 OLDEST = ["lark==1.2.1", "rich==13.0.0", "platformdirs==4.0.0", "shtab==1.13.0"]
 NEWEST = ["lark", "rich", "platformdirs", "shtab", "numpy", "torch", "jax", "triton"]
@@ -100,7 +100,7 @@ def made(name: str) -> dict[str, object]:
     python = interpreter(version)
     if python is None:
         return {"why": f"no Python {version} here"}
-    with tempfile.TemporaryDirectory(prefix="frisket-matrix-") as folder:
+    with tempfile.TemporaryDirectory(prefix="frisket-versions-") as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         inside = f"{folder}/bin/python"
         done = subprocess.run([inside, "-m", "pip", "install", "-q", *packages, *TOOLS], capture_output=True, text=True)

@@ -1,0 +1,93 @@
+// Attention in C++, written by frisket for
+//
+//     every key visible, plain scores
+//
+// Head size 64, float64; tiles of 64 keys by as many queries as the call says.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define REAL_BYTES 8
+#define INT_BYTES 4
+#define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
+typedef double Real;  // scores, weights, sums
+typedef int32_t Int;
+#define EIGHT 0  // entries of k and v are 0: as those of q, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2
+typedef double Entry;  // of q and out
+typedef Entry Stored;  // of k and v
+
+const int BLOCK_Q = 96;
+const int BLOCK_K = 64;
+const int HEAD_DIM = 64;
+const int V_DIM = 64;
+const int PAGE = 0;
+const bool SCORED = false;
+const bool DROPPED = false;
+const bool SCALED = false;
+const bool BY_HEAD = false;  // heads differ
+const bool MOVED = false;  // rows are in the order of tables
+// Tiles without a predicate look at positions too.
+const bool POSITIONS = SCORED || DROPPED || SCALED;
+#include "call.hpp"
+
+namespace {
+// -- the mask and the score mod, over a vector of keys -----------------------------------------------------------
+
+struct Fixed {  // known once: sizes, parameters, tables, batch entry and head
+};
+
+INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {
+    Fixed fixed;
+    return fixed;
+}
+
+struct Row {  // known once per query
+    Int q;
+};
+
+INLINE Row row_of(const Fixed &fixed, Int q) {
+    Row row;
+    row.q = q;
+    return row;
+}
+
+const bool REPEATED = false;  // rows that see the same keys are neighbours
+INLINE bool alike(const Row &a, const Row &b) { return false; }
+
+struct Column {  // known once per vector of keys
+    Int first;
+    const Real *distances;  // where those of query 0 are
+    Ints k;
+    Bits inside;  // before the end of the keys
+};
+
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+    Column column;
+    column.first = first;
+    column.k = first + counting();
+    column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    return column;
+}
+
+// Functions of the distance of query and key alone, computed for the diagonals of a tile.
+const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
+INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
+}
+INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
+    return bits(true);
+}
+
+INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
+    return score;
+}
+
+INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
+    return bits(true);
+}
+
+INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
+}
+
+// What survives dropout weighs more.
+INLINE Real survivors(const Fixed &fixed) { return 1; }
