@@ -72,9 +72,7 @@ class _Dealt(FrisketAttention):
                 f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
             )
         if places != len(deal.order):
-            raise ShapeError(
-                f"arrays have {places} places, distributed ones {len(deal.order)}: deal.permute(x, axis=1)"
-            )
+            raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 
     def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
         length = query.shape[1] if self.deal is None else self.deal.length

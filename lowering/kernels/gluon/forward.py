@@ -75,9 +75,7 @@ def emit(
     groups, rows = groups_of(target.arch, dims.head_dim, dims.v_dim)
     if target.block_q != groups * rows or target.block_k not in (32, 64, 128):
         tile = f"{target.block_q} x {target.block_k}"
-        raise LoweringError(
-            f"the Gluon kernel takes tiles of {groups * rows} queries and 32, 64 or 128 keys, not {tile}"
-        )
+        raise LoweringError(f"the Gluon kernel tiles {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
     kernel = BlackwellForward if target.arch == "sm_100" else GluonForward
     made = kernel(plan, target, dims, sinks, top, low)
     return translated(module("Attention forward", plan, dims, [made.kernel()], MODULE))

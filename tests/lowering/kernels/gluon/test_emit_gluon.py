@@ -82,7 +82,5 @@ def test_gluon_kernel_refuses_unsupported_calls():
     refused("takes keys that are all written", make_plan(causal, None, unwritten=True))
     refused("takes head dims up to 256, whose sums fit", dims=Dims(320, 64, "bfloat16"))
     refused("takes head dims that are multiples of 8", dims=Dims(64, 20, "bfloat16"))
-    refused("takes tiles of 128 queries and 32, 64 or 128 keys, not 64 x 64", target=Target("gluon", 64, 64))
-    refused(
-        "takes tiles of 256 queries and 32, 64 or 128 keys, not 128 x", target=Target("gluon", 128, 64, arch="sm_100")
-    )
+    refused("tiles 128 queries and 32, 64 or 128 keys, not 64 x 64", target=Target("gluon", 64, 64))
+    refused("tiles 256 queries and 32, 64 or 128 keys, not 128 x", target=Target("gluon", 128, 64, arch="sm_100"))
