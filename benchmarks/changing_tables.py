@@ -2,7 +2,7 @@
 
 Native kernels, [1, 1, S, 16] in float32, on one thread of the CPU. Each round has a table of its own: "changed" is the
 first call with it, "repeated" the second one, and "planned by the host" the first call of an attention without planners
-in C++. "beside" is the median of the differences of the first two. Time of this process alone.
+in C++. "replanning" is the median of the differences of the first two. Time of this process alone.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def rows(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
                 with patch.object(ChangingTables, "host_planned", lambda *_: None) if run is by_host else nullcontext():
                     times[n].append(1e6 * processor_seconds(partial(run, q, k, v, **fresh)))
         us = {n: round(float(np.median(t)), 1) for n, t in times.items()}
-        us["beside"] = round(float(np.median(np.subtract(times["changed"], times["repeated"]))), 1)
+        us["replanning"] = round(float(np.median(np.subtract(times["changed"], times["repeated"]))), 1)
         yield (
             f"{name}, {s:,} tokens",
-            {"figures": {"us": us}, "goals": {"at most": {"us": {"beside": 100 + 0.002 * s}}}},
+            {"figures": {"us": us}, "goals": {"at most": {"us": {"replanning": 100 + 0.002 * s}}}},
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention with its tokens in the order that the mask wants, against the order as they come: `python
+"""Attention with its tokens in the order that the mask wants, against the order of the caller: `python
 benchmarks/reorder.py`.
 
 One head, D64, float32, forward, and forward with gradients; moving q, k, v and the result is part of the call. Both run
@@ -8,7 +8,7 @@ the order took to find.
 
 "commits" asks the same of earlier commits: `FRISKET_CHECKOUTS=05096f2=DIR,0dadb9e=DIR python benchmarks/reorder.py
 commits`, where each folder is a checkout with a `.venv` that frisket is installed in. Processes of all commits run turn
-about, the earlier ones with tokens as they come, this one in the order that `frisket.reorder` finds, if any.
+about, the earlier ones with unordered tokens, this one in the order that `frisket.reorder` finds, if any.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES = {  # mask, length, the least gain that is wanted
     "64 documents, shuffled": ("causal & same(doc)", 16384, 8.0),
     "random 16 x 16 blocks, 3 % visible": ("blocks[q // 16, k // 16]", 8192, 2.0),
 }
-FITTED = {  # masks whose forward, as they come and in order, the model of time is fitted to
+FITTED = {  # masks whose forward, unordered and in order, the model of time is fitted to
     name: (mask, length)
     for name, (mask, length, _) in CASES.items()
     if "random" not in name
@@ -88,7 +88,7 @@ def orders(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         order = fk.reorder(mask, length, block=CPU[0], moving=CPU[1], **given)
         found = time.perf_counter() - began
         wide = fk.reorder(mask, length, **given)
-        ways = {"order": fk.compile(mask, reorder=order, **given), "as they come": fk.compile(mask, **given)}
+        ways = {"order": fk.compile(mask, reorder=order, **given), "unordered": fk.compile(mask, **given)}
         for direction in DIRECTIONS:
             q, k, v = (torch.randn(1, 1, length, 64, requires_grad=direction != "forward") for _ in "qkv")
 
@@ -100,7 +100,7 @@ def orders(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
             times = rounds_of(
                 {n: lambda att=att: call(att) for n, att in ways.items()}, rounds, clock=processor_seconds
             )
-            ratio = "as they come / order"
+            ratio = "unordered / order"
             yield f"{name}, {direction}", {
                 "figures": {
                     "ms": {n: 1e3 * statistics.median(x) for n, x in times.items()},
@@ -108,7 +108,7 @@ def orders(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
                     "gpu_tiles": counted(wide),
                     "found_s": {"order": found},
                 },
-                "ratios": {ratio: median_ratio(times["as they come"], times["order"])},
+                "ratios": {ratio: median_ratio(times["unordered"], times["order"])},
                 "goals": {"at least": {"ratios": {ratio: goal}}} if order.gain > 1 else {},
             }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What was measured: `python docs/performance.py` writes docs/performance.md and its charts, and docs/predictions.md,
 from benchmarks/results.
 
-Every row of a result is shown or counted. The page begins with the figures asked for most (`HEADLINES`). Every row that
+Every row of a result is shown or counted. The page begins with headline results (`HEADLINES`). Every row that
 is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out. A section
 says its machine in its first line, or in its headings where machines differ.
 """
@@ -31,7 +31,7 @@ INTRO = """\
 For readers who want to know where frisket is faster or slower than another library. After this page you can read each
 table and repeat it.
 
-- [The figures asked for most](#the-figures-asked-for-most), on an H100 and on CPUs
+- [Headline results](#headline-results), on an H100 and on CPUs
 - [How it was measured](#how-it-was-measured), and how to measure your masks on your machine
 - [What is slower](#what-is-slower-and-what-misses-its-goal), and what misses its goal\
 """
@@ -40,9 +40,9 @@ HEAD = """\
 > of time and tested in interpreters. Their speed there is not known. `python benchmarks/gpu.py PART` and
 > `frisket bench --suite gpu` measure it on your device.
 
-## The figures asked for most
+## Headline results
 
-How many times as fast frisket is: the peer's time / frisket's. Above 1 frisket is faster. Brackets hold the 95 %
+Speed-up: the peer's time / frisket's time. Above 1 frisket is faster. Brackets hold the 95 %
 interval of the median of one row; a range goes from the slowest row to the fastest. **Slower** is a loss beyond the
 interval. The H100 runs the kernel that a call takes without `backend=`. CPUs run frisket's C++ kernels (AVX-512 unless
 a row says AVX2).
@@ -53,7 +53,8 @@ METHOD = """\
 Everything except [what an H100 ran](#measured-on-an-h100) was measured on {machine}, by the programs in `benchmarks/`.
 `python docs/performance.py` writes this page from their results.
 
-A ratio is *time of the first / time of the second*: `flex / native` is above 1 where frisket's native kernel is faster.
+A ratio is *time of the first / time of the second*. `flex / native` is the speed-up of frisket's native kernel over
+flex_attention: above 1 frisket is faster.
 All libraries of a row run in one process on the same arrays, in an order that changes from round to round. Their
 results are compared first. Figures are medians over rounds. `native` is the generated C++ kernel, which runs where a
 C++ compiler is installed unless you choose `library`; `library` is the same plan as calls of torch or JAX. Other work
@@ -87,13 +88,13 @@ For readers who work on kernels or tiles for an H100. After this page you know w
 far it is from a real H100, and how to repeat it. [Performance](performance.md) has measurements.
 """
 MOVED = """\
-[Predictions](predictions.md) has tables of a model of an H100, beside measurements, and of the schedules and tiles that
-were chosen by it.
+[Predictions](predictions.md) compares a model of an H100 with measurements, and lists the schedules and tiles that it
+chose.
 """
 
 
 class Headline(NamedTuple):
-    """A line of the first table: rows of a part, by a regular expression of their names, beside one peer."""
+    """A line of the first table: rows of a part, by a regular expression of their names, compared with one peer."""
 
     words: str
     file: str
@@ -124,10 +125,10 @@ HEADLINES = (
              "flex / native", "Forward, torch"),
     Headline("One query over 32,768 keys", "cpu-torch", "decode", "native", "SDPA / native",
              "One query over 32,768 keys, torch"),
-    Headline("A call with next to nothing to compute", "cpu-torch", "overhead", "native", "SDPA / native",
-             "What a call costs when there is next to nothing to compute, torch"),
+    Headline("Call overhead on tiny inputs", "cpu-torch", "overhead", "native", "SDPA / native",
+             "Call overhead on tiny inputs, torch"),
     Headline("Planning a window or documents, 4,096 and 8,192 tokens", "layout", "peers", ".*",
-             "create_block_mask / frisket", "Beside libraries that look at every pair", "one core"),
+             "create_block_mask / frisket", "Compared with libraries that look at every pair", "one core"),
     Headline(MANY.format(256, "forward"), "gpu", "speed", "forward: .*", "flex / frisket", FORWARD_H100),
     Headline(MANY.format(128, "backward"), "gpu", "speed", "backward: .*", "flex / frisket", BACKWARD_H100),
     Headline("Documents, head sizes 64 to 256, forward", "gpu", "speed", "forward: .*documents.*", "flex / frisket",
@@ -162,7 +163,7 @@ GROUPS = {  # the sections in their order, with the words of the list at the top
     ),
     "Decoding on CPUs": ("decode-stored", "decode-overhead"),
     "Layouts and answers": ("layout", "answers", "exports", "explorer", "context-parallel"),
-    "What a call costs beside its kernel": ("overhead", "graph-overhead", "changing-tables", "jax-binding", "compiles"),
+    "Overhead of a call": ("overhead", "graph-overhead", "changing-tables", "jax-binding", "compiles"),
     "TPUs": ("tpu-tables",),
     "Predictions": ("gpu-model",),
 }
@@ -204,10 +205,20 @@ def ratio(found: list[float], goal: schema.Goal | None = None) -> str:
     return said[0] + (f" ({said[1]} to {said[2]})" if len(said) == 3 else "")
 
 
+def is_contest(pair: str) -> bool:
+    """Whether a ratio is the speed-up of frisket over a peer."""
+    peer, ours = pair.split(" / ")
+    return ours in OURS and peer not in (*OURS, *NOT_PEERS) and not peer.startswith(BY_NAME)
+
+
+def ratio_heading(pair: str) -> str:
+    peer, ours = pair.split(" / ")
+    return f"speed-up of {ours} over {peer}" if is_contest(pair) else pair
+
+
 def slower(pair: str, found: list[float]) -> bool:
     """Whether a peer was faster than ours, beyond the interval."""
-    peer, ours = pair.split(" / ")
-    return ours in OURS and peer not in (*OURS, *NOT_PEERS) and not peer.startswith(BY_NAME) and found[-1] < 1
+    return is_contest(pair) and found[-1] < 1
 
 
 def missed(row: dict[str, Any]) -> dict[tuple[str, str], schema.Goal]:
@@ -244,7 +255,7 @@ def contests(parts: dict[str, Part], part: str) -> Iterator[str]:
             cells = [marked(row, p) if p in row["ratios"] else "" for p in pairs]
             times = [number(ms[t]) if t in ms else "" for t in tiers]
             body.append([named(names), peer, number(ms[peer]), *times, *cells])
-    head = ["", "peer", "peer, ms", *(f"{t}, ms" for t in tiers), *(f"peer / {t}" for t in tiers)]
+    head = ["", "peer", "peer, ms", *(f"{t}, ms" for t in tiers), *(f"speed-up of {t}" for t in tiers)]
     yield from table(head, body)
 
 
@@ -264,11 +275,11 @@ def figures(parts: dict[str, Part], part: str, quantity: str) -> Iterator[str]:
             cells.append(text + (f" **goal: {wanted(goal)}**" if goal else ""))
         cells += [marked(row, p) if p in row.get("ratios", {}) else "" for p in pairs]
         body.append([named(names), *cells])
-    yield from table([quantity, *columns, *pairs], body)
+    yield from table([quantity, *columns, *map(ratio_heading, pairs)], body)
 
 
 def picture(file: str, part: str, title: str) -> Iterator[str]:
-    yield f"![{title}: the time of peers beside frisket's](performance/{file}-{part.replace(' ', '-')}.svg)\n"
+    yield f"![{title}: time of peers and of frisket](performance/{file}-{part.replace(' ', '-')}.svg)\n"
 
 
 # -- the first screen -------------------------------------------------------------------------------------
@@ -324,19 +335,19 @@ def headlines(every: dict[str, dict[str, Part]]) -> Iterator[str]:
         link = f"[{len(found)} row{'s' if len(found) > 1 else ''}](#{anchor(x.title)})"
         of = gpus if x.file == "gpu" else cpus
         of.append([x.words, on, PEERS.get(peer, peer), spread(x.pair, found), link])
-    head, cpu, gpu = ["what", "machine", "peer", "times as fast", "rows"], every["cpu-dims"], every["gpu"]
+    head, cpu, gpu = ["what", "machine", "peer", "speed-up", "rows"], every["cpu-dims"], every["gpu"]
     yield "### On an H100, bfloat16\n"
     yield from table([n for n in head if n != "machine"], [[x, *rest] for x, _, *rest in gpus], words=2)
-    yield "By head size, causal, 8,192 tokens, H100 (all rows:"
+    yield "Speed-up by head size, causal, 8,192 tokens, H100 (all rows:"
     yield f"[forward](#{anchor(FORWARD_H100)}), [backward](#{anchor(BACKWARD_H100)})):\n"
     peers = ("flex", "SDPA cudnn")
     yield from by_size(gpu, "speed", SIZES_H100, [
-        (f"{way}, beside {PEERS[peer]}", f"{way}: causal, D {{}}, 8192", f"{peer} / frisket")
+        (f"{way}, over {PEERS[peer]}", f"{way}: causal, D {{}}, 8192", f"{peer} / frisket")
         for way in ("forward", "backward") for peer in peers
     ])  # fmt: skip
     yield "### On CPUs\n"
     yield from table(head, cpus, words=3)
-    yield f"By head size, beside SDPA, 4,096 tokens, {device(cpu['native'])}, float32"
+    yield f"Speed-up over SDPA by head size, 4,096 tokens, {device(cpu['native'])}, float32"
     yield f"([all rows](#{anchor('float32 on an AMD EPYC')})):\n"
     lines = [(f"{mask}, {way}", f"{mask}, 4096 x {{}}, {way}") for mask in ("causal", "no mask") for way in WAYS]
     yield from by_size(cpu, "native", SIZES_CPU, [(words, rows, "SDPA / native") for words, rows in lines])
@@ -375,7 +386,7 @@ def of_cpu(parts: dict[str, Part]) -> Iterator[str]:
     yield "### 65,536 tokens under `causal & window(1024)`, torch\n"
     yield from figures(parts, "long", "ms")
     yield from figures(parts, "long", "MB beyond results")
-    yield "### What a call costs when there is next to nothing to compute, torch\n"
+    yield "### Call overhead on tiny inputs, torch\n"
     yield from figures(parts, "overhead", "us")
     yield "### First calls in a new process, torch\n"
     yield from figures(parts, "first", "ms")
@@ -398,7 +409,7 @@ one of eight GPUs has. `undivided` is the same tile with a program for every til
 count programs in the order of their launch, side by side, with what was read last in L2: keys and values come more
 often than once where programs that share them do not run at the same time. No row is bound by these bytes. For example,
 320 queries are 20 tiles of each of 8 key heads: 160 programs of a sequence, and 132 run at the same time. The last 28
-start when the first have ended, beside programs of the next sequence. They read the keys and values of their sequence
+start when the first have ended, next to programs of the next sequence. They read the keys and values of their sequence
 once more, so with 8 sequences the bytes are 2.12 times the least. At 8k a sequence has 34 MB, which L2 still holds; at
 32k it has 134 MB.
 """
@@ -416,8 +427,8 @@ have them; dkv walks the heads of a group already.
 """
 
 BESIDE = """\
-Rates of Triton's kernels by the model, beside an H100 that ran them with Triton 3.6: TFLOP/s of visible work at 32,768
-tokens in all, 2,048 columns, by tokens of a sequence. flex_attention is that of torch 2.13 in the model and 2.11 on the
+Rates of Triton's kernels by the model and on an H100 with Triton 3.6: TFLOP/s of visible work at 32,768 tokens
+in all, 2,048 columns, by tokens of a sequence. flex_attention is that of torch 2.13 in the model and 2.11 on the
 GPU. Short windows are too fast in the model, because no load waits for memory beyond L2. Dense rows are too slow,
 because power takes less of the clock. The second table says how alike both order 14 to 18 tiles of a kernel at 8,192
 tokens; a ratio is the measured time of the tile that the model puts first, divided by that of the fastest. The
@@ -455,7 +466,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
             for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
                 yield from figures(parts, name, quantity)
     for name in (n for n in parts if n.startswith("measured")):
-        yield f"### Beside an H100, {name.partition(', ')[2]}\n"
+        yield f"### Compared with an H100, {name.partition(', ')[2]}\n"
         yield BESIDE
         for quantity in ("TFLOP/s", "rank correlation"):
             yield from figures(parts, name, quantity)
@@ -481,7 +492,7 @@ def of_jax(parts: dict[str, Part]) -> Iterator[str]:
         yield f"### {title}, JAX\n"
         yield from contests(parts, part)
         yield from picture("cpu-jax", part, f"{title}, JAX")
-    yield "### First calls, and a call with next to nothing to compute, JAX\n"
+    yield "### First calls, and call overhead on tiny inputs, JAX\n"
     yield from figures(parts, "forward", "s, first call")
     yield from figures(parts, "overhead", "us")
 
@@ -515,7 +526,7 @@ def of_tpu_tables(parts: dict[str, Part]) -> Iterator[str]:
 
 
 def of_layouts(parts: dict[str, Part]) -> Iterator[str]:
-    yield "### Beside libraries that look at every pair\n"
+    yield "### Compared with libraries that look at every pair\n"
     yield from contests(parts, "peers")
     yield "### A million tokens\n"
     yield from figures(parts, "targets", "ms")
@@ -553,7 +564,7 @@ def of_exports(parts: dict[str, Part]) -> Iterator[str]:
         for export, why in row.get("notes", {}).items():
             yield f"`{export}` of {named(names[::-1])} is refused: {why}.\n"
     for peer in ("create_block_mask", "process_mask"):
-        yield f"### Beside `{peer}`\n"
+        yield f"### Compared with `{peer}`\n"
         yield from contests(parts, peer)
 
 
@@ -637,7 +648,7 @@ def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
     rows: dict[str, dict[str, Any]] = {name: part["rows"] for name, part in parts.items()}
     speed = rows.pop("speed", {})
     if smoke := [n for n in rows.pop("smoke", {}) if n != "versions"]:
-        yield f"`smoke` ran these calls beside float64, and they agree: {'; '.join(smoke)}.\n"
+        yield f"`smoke` compared these calls with float64, and they agree: {'; '.join(smoke)}.\n"
     if right := rows.pop("right", {}):
         yield f"### Masks and score mods on an H100\n\n{RIGHT}"
         yield from of_right(right)
@@ -751,7 +762,7 @@ def of_right(rows: dict[str, Any]) -> Iterator[str]:
 
 
 def of_tune(rows: dict[str, Any]) -> Iterator[str]:
-    """The best tile of each kernel beside the one that frisket took when it was measured."""
+    """The best tile of each kernel and the one that frisket took when it was measured."""
     tried: dict[str, list[tuple[float, str, float, float]]] = {}
     for name, row in rows.items():
         ms = row["figures"]["ms"]
@@ -796,7 +807,7 @@ TOPICS = (
           each(("halves", "bfloat16 and float16, 4,096 tokens, on an AMD EPYC", "ms"),
                ("prefill", "A chunk of a prompt, float32, on an AMD EPYC", "ms"),
                ("short", "Few tokens, float32, on an Intel Xeon", "ms"),
-               ("onnx", "Beside ONNX Runtime, float32, on an AMD EPYC", "ms"))),
+               ("onnx", "Compared with ONNX Runtime, float32, on an AMD EPYC", "ms"))),
     Topic("decode-stored", "Decoding on stored keys", "One query over 2 key heads. The first two tables have 8 query "
           "heads and one thread, and their ratios are times: below 1 is faster. The last one has all threads, and its "
           "ratio is a rate: at 1, keys and values are read as fast as torch adds them up. Arrays lie in huge pages, as "
@@ -804,13 +815,13 @@ TOPICS = (
           "lie in the caches, which torch adds up several times as fast as memory. GQA 8 (eight query heads of a key "
           "head) and 8 bits are bound by products and conversions.",
           "python benchmarks/decode_stored.py",
-          each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"),
-               ("rate", "Beside torch adding up as many bytes, all threads", "ms"))),
+          each(("pages", "Pages of a pool, compared with one array", "ms"), ("entries", "Entries of other types", "ms"),
+               ("rate", "Read bandwidth compared with torch.sum, all threads", "ms"))),
     Topic("reorder", "Attention in the order of its mask", "One head of 64, float32, one thread. frisket moves "
           "the tokens into another order, attends, and moves the result back; the peer is the order as given.",
           "python benchmarks/reorder.py",
-          each(("orders", "Milliseconds", "ms"), ("commits", "Beside earlier commits, in the order as given", "ms"))),
-    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "A `step` appends "
+          each(("orders", "Milliseconds", "ms"), ("commits", "Compared with earlier commits, unordered", "ms"))),
+    Topic("decode-overhead", "Overhead of a decoding step", "A `step` appends "
           "one token, plans, and attends; `nothing` is a jitted step that does nothing. `attention` is the kernel "
           "alone, planned before; `overhead` is the step without it.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
@@ -824,7 +835,7 @@ TOPICS = (
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
     Topic("changing-tables", "What a call with another table costs", "Native kernels, one head of 16, float32, one "
           "thread. `changed` is the first call with a table, planned in C++, `repeated` the second; `planned by the "
-          "host` is the first call without planners in C++. `beside` is what a changed table adds.",
+          "host` is the first call without planners in C++. `replanning` is what a changed table adds.",
           "python benchmarks/changing_tables.py", each(("torch", "torch tensors", "us"),)),
     Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device. `of the "
           "processor` is CPU time, which other processes do not lengthen.",
@@ -854,10 +865,10 @@ TOPICS = (
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
     Topic("gpu", "Measured on an H100", "", "python benchmarks/gpu.py PART", of_gpu),
     Topic("gpu-model", "Predicted by a model",
-          "Only *Beside an H100* has measured figures. Kernels, ours and flex_attention's alike, are compiled for "
-          "an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is the loop of "
+          "Only *Compared with an H100* has measured figures. Kernels, ours and flex_attention's alike, are compiled "
+          "for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is the loop of "
           "full tiles alone at the nominal clock; `full model` adds partial tiles, prologues, tails, waves over 132 "
-          "SMs, memory and power. 16 heads, batch 1, bfloat16. Beside published speeds of flex_attention, the model "
+          "SMs, memory and power. 16 heads, batch 1, bfloat16. Against published speeds of flex_attention, the model "
           "is some 10 % too fast for the forward, and 7 % too slow to 73 % too fast for the backward. So compare "
           "two kernels by it, and do not rely on its TFLOP/s.",
           "python benchmarks/gpu_model.py figures",
@@ -865,7 +876,7 @@ TOPICS = (
     Topic("compiles", "Kernels that a script compiles", "A script tries masks and score mods as a notebook does: other "
           "lengths, another window, another soft cap, a table under another name. It runs with an empty cache (cold) "
           "and again with the kernels on disk.", "python benchmarks/compiles.py", of_any),
-    Topic("engines", "Engines: SDPA beside the kernels", "The table `Cpu` has torch's SDPA beside native kernels and "
+    Topic("engines", "Engines: SDPA and the kernels", "The table `Cpu` compares torch's SDPA with native kernels and "
           "library calls, one thread, 8 heads of 64. `Choose` is the time to choose an engine for a new mask.",
           "python benchmarks/engines.py", of_any),
     Topic("context-parallel", "Sequences over ranks", "A million tokens over 64 ranks: a model, not a measurement.",
@@ -978,7 +989,7 @@ def losses(every: dict[str, dict[str, Part]]) -> Iterator[list[str]]:
                     if slower(pair, value):
                         yield [f"{file}, {part}", named(names), pair, ratio(value)]
                 for who, ours, peer in first_calls(row):
-                    yield [f"{file}, {part}", named(names), f"first call, {who}", f"{ours:.2f} s beside {peer:.2f} s"]
+                    yield [f"{file}, {part}", named(names), f"first call, {who}", f"{ours:.2f} s vs. {peer:.2f} s"]
 
 
 def counted(rows: list[list[str]], every: dict[str, dict[str, Part]]) -> Iterator[str]:
