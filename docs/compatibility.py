@@ -104,7 +104,7 @@ def batching(types: dict[str, Any]) -> list[str]:
     lines = [
         "## Continuous batching\n",
         '`generate_batch` under `attn_implementation="frisket"`, three prompts at once, in batches of at most 12 '
-        "tokens, beside eager attention of each prompt alone, without a cache; the tiny models of above whose "
+        "tokens, compared with eager attention of each prompt alone, without a cache; the tiny models of above whose "
         "`generate` is equal. Results of `python tests/outside/transformers_batching.py`. *transformers cannot* means "
         "that its own attention for continuous batching fails for the type as well.\n",
         f"{len(found)} of the {count} types have run.\n",

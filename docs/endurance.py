@@ -82,7 +82,7 @@ def plans() -> str:
         for n, f in figures.items()
     ]
     return f"""\
-The most memory that a process takes for one plan of S tokens, beside what it had before, and the time of the plan.
+The most memory that a process adds for one plan of S tokens, and the time of the plan.
 `python benchmarks/memory.py plans` repeats it ({machine(part)}, with other work on it).
 
 {table(["mask", *(f"{int(x):,} tokens" for x in lengths)], rows)}
@@ -113,7 +113,7 @@ def kernels() -> str:
         tables.append(f"**{kind}**\n\n{table([kind, '', *(f'{int(n):,} tokens' for n in lengths)], rows)}")
     several, set_ = "\n\n".join(tables), part["settings"]
     return f"""\
-The most memory that a call takes beside its arrays and its results, in MiB and as a multiple of the query's: one head
+The most memory that a call adds to its arrays and its results, in MiB and as a multiple of the query's: one head
 of {set_["head_dim"]} numbers in {set_["dtype"]}, documents of {set_["document"]:,} tokens. It is the second call of a
 process: the first one plans and builds, and what it leaves behind counts. `python benchmarks/memory.py kernels` repeats
 it ({machine(part)}, with other work on it).
@@ -125,7 +125,7 @@ query; with gradients, lse and norms take 12. Where threads share a key head, ea
 and dV. XLA's threads, one for each core, keep memory too: with 16 of them a call by `jax, cpp` takes two to three
 times as much as with two. Sums of parts take at most 256 MiB, so at ten million tokens there is one part. Gradients by
 library calls take some six times the query, and by XLA eight times. A document mask takes some 50 bytes a token more,
-for copies of its table. The dash is for XLA's calls that took more than 400 seconds, beside other work.
+for copies of its table. The dash is for XLA's calls that took more than 400 seconds, next to other work.
 
 Nothing grows with pairs of tokens: a score for each pair of a million tokens would be 3.6 TiB. Tests check for torch
 and JAX, native kernels and library calls, that memory grows with tokens and not with pairs. On torch they also check
@@ -146,7 +146,7 @@ def versions() -> str:
 A slice of the tests on a CPU, in environments made for it: `python tests/versions.py`. The oldest versions have wheels
 for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
 numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
-not in it; `constraints.txt` names 3.9 beside torch's build for CPUs, and the default tests run there. The last rows
+not in it; `constraints.txt` names 3.9 with torch's build for CPUs, and the default tests run there. The last rows
 have the oldest versions of other extras, and the tests that need them. flax 0.12.0 cannot be imported with JAX 0.10.
 Continuous batching fails with transformers before 5.19, so `register` refuses these versions.
 

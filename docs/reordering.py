@@ -111,7 +111,7 @@ def of_paper(mask: str) -> str:
 
 
 def papers(*masks: str) -> str:
-    rows = ["| mask | as they come | NATTEN, STA | frisket |", "| --- | ---: | ---: | ---: |"]
+    rows = ["| mask | unordered | NATTEN, STA | frisket |", "| --- | ---: | ---: | ---: |"]
     return "\n".join([*rows, *map(of_paper, masks or (*NATTEN, *STA))])
 
 

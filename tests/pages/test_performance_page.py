@@ -138,7 +138,7 @@ def test_pages_state_the_figures_of_the_results():
     }  # fmt: skip
     step, edge = (ends([x for n, x in bundles.items() if n[-1].endswith(part)], 0) for part in ("a step", "a row"))
     for sentence in (
-        f"Beside its tile a step costs {step} bundles",
+        f"Besides its tile a step costs {step} bundles",
         f"begin and end of a row cost {edge} ",
         f"the forward runs at {ends(rates[0], 0)} TFLOP/s of visible work",
         f"That is {forward[0]} times the rate of cuDNN as JAX calls it, and {forward[1]} times",
