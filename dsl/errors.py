@@ -178,7 +178,7 @@ class BackwardError(FrisketError, NotImplementedError):
 
 
 class MismatchError(FrisketError, AssertionError):
-    """The result of a kernel differs from the oracle's.
+    """The result of a kernel differs from the reference's.
 
     >>> from frisket import Report
     >>> Report(out=0.5, lse=0.0, dense_out=1e-7, dense_lse=1e-7, dtype="float32").require()

@@ -448,7 +448,7 @@ class Attention:
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
         k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Report:  # fmt: skip
-        """Compare a call and its gradients, for random cotangents, with the float64 interpreter. Gradients are of q, k,
+        """Compare a call and its gradients, for random cotangents, with the float64 reference. Gradients are of q, k,
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         live = live_of(k_scale, v_scale, pages)

@@ -179,7 +179,7 @@ def reference(
     return_lse: bool = False, return_max: bool = False, dropout: float = 0.0, seed: int | None = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """Dense attention by the float64 interpreter, as a numpy array; `layout` is "bhsd" or "bshd".
+    """Dense attention by the float64 reference, as a numpy array; `layout` is "bhsd" or "bshd".
 
     >>> q = np.ones((1, 1, 4, 2))
     >>> reference(q, q, np.arange(8.0).reshape(1, 1, 4, 2), "causal", layout="bhsd")[0, 0, :, 0]

@@ -128,7 +128,7 @@ class Order:
 
     @cached_property
     def rows(self) -> Rows | None:
-        """The rows of queries and keys in arrays as they come; None where nothing moves."""
+        """The rows of queries and keys in unordered arrays; None where nothing moves."""
         return None if self._still(False) and self._still(True) else Rows(self.positions, self.kv_positions)
 
     @cached_property
@@ -157,7 +157,7 @@ class Order:
         return self.moved_beside(())
 
     def moved_beside(self, taken: Collection[str]) -> Mask:
-        """The mask of arrays in this order, whose new tables have none of the names that are `taken`."""
+        """The mask of arrays in this order, whose new tables take no name in `taken`."""
         return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len, taken)
 
     def plot(self, path: str | Path | None = None, *, before: bool = False, **options: Any) -> Figure:
@@ -199,7 +199,7 @@ def reorder(
     which are tiled together or laid one after another; tables of rows and columns are axes, too. A table that is not
     sorted (`doc[q] == doc[k]`) gives the order of its values; a table of pairs (`blocks[q // 16, k // 16]`) gives one
     by its graph, where scipy is installed. Keys may move where queries stay. The analysis counts the tiles of each
-    candidate, of `block` (queries, keys) in tokens. A tile costs its number of positions, and a border tile 1.25 times
+    candidate, of `block` (queries, keys) in tokens. A tile costs its number of positions, and a partial tile 1.25 times
     that. Moving a row of q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a
     model that keeps its tokens in order. An order that gains less than a tenth is not used.
 

@@ -1,4 +1,4 @@
-"""Report: a result and its gradients beside the float64 interpreter and beside dense attention in the same dtype."""
+"""Report: a result and its gradients, compared with the float64 reference and dense attention in the same dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = 1 << 15  # entries of out, from which on errors are those of many number
 @dataclass(frozen=True, repr=False)
 class Report:
     """Largest absolute errors of a result, and of dense attention in the dtype of the arrays, against the float64
-    interpreter. NaN counts as infinitely wrong, except where the interpreter has NaN too.
+    reference. NaN counts as infinitely wrong, except where the reference has NaN too.
 
     >>> import torch, frisket as fk
     >>> report = fk.compile("causal").check(*torch.randn(3, 1, 2, 64, 16))

@@ -45,7 +45,7 @@ class PagedKVCache(JaxCache):
 
     A `PagePool` on the host decides, and arrays hold its decisions: `pages` int32 [batch, width], the pages of every
     row in order, `room` int32 [batch], the tokens that fit these pages, `lengths` int32 [batch]. k [pages, page,
-    kv_heads, head_dim], v likewise with v_dim; beside 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads].
+    kv_heads, head_dim], v likewise with v_dim; with 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads].
     `width` is how many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Other pages, more
     pages and shared pages change no shape and do not recompile.
 

@@ -1,4 +1,4 @@
-"""`frisket check EXPR`: every kernel that runs here, beside the float64 interpreter."""
+"""`frisket check EXPR`: compares every kernel that runs here with the float64 reference."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     else:
         rest = ", the rest is refused" if checked < len(outcomes) else ""
         status = 0
-        result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 interpreter{rest}", GOOD)
+        result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 reference{rest}", GOOD)
     return CommandResult(data, [*text, row("result", result)], status)
 
 

@@ -27,7 +27,7 @@ def init_cache(
     ((2, 1024, 8, 128), dtype('int8'), (2, 1024, 8))
 
     A `frisket.caches.jax.KVCache`; with int8 (or float8_e4m3fn, float8_e5m2) one float32 scale per (batch, position,
-    head) vector is stored beside. With a mesh a `ShardedKVCache`: positions are split over its `axis`, and only the
+    head) vector is stored, too. With a mesh a `ShardedKVCache`: positions are split over its `axis`, and only the
     device that owns a position writes it; `batch_axis=("dp", "fsdp"), head_axis="tp"` split batch and heads besides."""
     if mesh is None:
         if batch_axis or head_axis:

@@ -40,7 +40,7 @@ def create_mesh(
 
 
 def names_in_mesh(*names: str) -> bool:
-    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh.
+    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all these axes; False without a mesh.
 
     >>> with jax.set_mesh(create_mesh((1, -1), ("dp", "tp"))):
     ...     names_in_mesh("dp", "tp"), names_in_mesh("sp")
@@ -79,7 +79,7 @@ def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
     >>> found["mp_node_size"], found["dp_node_size"], found["dp_node_rank"]
     (1, 1, 0)
 
-    A model split over "tp" and "sp" spans `mp_node_size` processes, 1 where one process has all of its devices;
+    A model split over "tp" and "sp" spans `mp_node_size` processes, 1 where one process has all devices;
     there are `dp_node_size` such groups. The ranks are this process's place inside its group, and its group's.
     """
     parts = mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1)

@@ -140,7 +140,7 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: AttentionMetadata | None = None) -> Any:
-        """An operation by name, made with `metadata`; attention without one has that of `AttentionMetadata()`."""
+        """An operation by name, made with `metadata`; attention without one takes `AttentionMetadata()`."""
         return cls.get(impl_name)(metadata)
 
     @classmethod

@@ -78,7 +78,7 @@ class AttentionMetadata(Record):
     and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
 
     - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
-    - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
+    - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits; float64 for float64.
     - `mesh` that of `partition_manager`, or the current one, or None: arrays are not split. `partition_axis`, or the
       axis of `partition_manager`, says how arrays are split over a mesh. `sequence_axis_name` "sp" is the axis of ring
       attention, which passes keys round the ring, or gathers them where `scan_ring_attention` is False.

@@ -234,7 +234,7 @@ class Deal:
     @cached_property
     def pairs(self) -> NDArray[np.int64]:
         """int64 [ranks, ranks]: visible pairs of queries of rank r and keys of rank s, over batch and heads. Evaluates
-        the positions of border tiles; `BudgetError` for more than a million of them."""
+        the positions of partial tiles; `BudgetError` for more than a million of them."""
         return _pairs(self)
 
     @cached_property

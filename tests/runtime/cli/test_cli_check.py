@@ -43,7 +43,7 @@ def test_check_prints_a_table_of_cases(run):
     assert table[0] == ["arrays", "backend", "dtype", "cases", "error", "dense", "grads", "dense"]
     assert [line[:4] for line in table[1:]] == [["torch", "aten", "float32", "3"], ["torch", "aten", "bfloat16", "3"]]
     assert [line[-1] for line in table[1:]] == ["good", "good"]
-    assert out.endswith("result    6 of 6 calls agree with the float64 interpreter\n")
+    assert out.endswith("result    6 of 6 calls agree with the float64 reference\n")
 
 
 def test_check_all_takes_each_combination():
@@ -121,7 +121,7 @@ def test_check_counts_refused_calls(run, monkeypatch):
     monkeypatch.setattr(Attention, "check", forward)
     status, out, _ = run("causal", "--backend", "aten", "--q-len", "8", "--dtype", "float32")
     assert status == 0
-    assert out.endswith("result    1 of 3 calls agree with the float64 interpreter, the rest is refused\n")
+    assert out.endswith("result    1 of 3 calls agree with the float64 reference, the rest is refused\n")
 
 
 def test_a_backend_that_does_not_run_here(run):
