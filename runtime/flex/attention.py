@@ -132,7 +132,7 @@ def compiled(
     # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
     score = unchanged if score_mod is None else score_mod
     found = call(query, key, value, score, (mask_mod,), None, said)
-    found = found[0].to(dtype), found[1], found[2]
+    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
     return found if ragged is None else closed_all(found, nested)
 
 
@@ -176,7 +176,7 @@ def attend(
         made = pair_of(mod, visible, options, tensors)
         made.check(query, key, tensors, asked, block_mask)
         found = made(query, key, value, tensors, top)
-    found = found[0].to(dtype), *found[1:]
+    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
     return found if nested is None else closed_all(found, nested)
 
 
