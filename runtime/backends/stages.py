@@ -80,10 +80,9 @@ class PlanCompilation:
 
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
-    learned = [n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()]
     found = PlanCompilation(
-        call.plan, call.backend, call.geometry, call.given.dtype, options, device, learned=learned,
-        framework=call.given.framework,
+        call.plan, call.backend, call.geometry, call.given.dtype, options, device, framework=call.given.framework,
+        learned=[n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()],
     )  # fmt: skip
     if (names := Settings.read().show) and found.target not in call.plan.shown:
         call.plan.shown.add(found.target)

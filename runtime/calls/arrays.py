@@ -33,10 +33,9 @@ MULTIPLE = 16  # tokens that the length of a page is a multiple of
 
 def framework_of(x: Any) -> str | None:
     """ "torch", "jax", "numpy", or None for anything else."""
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
         return "torch"
-    if jax is not None and isinstance(x, getattr(jax, "Array", ())):
+    if isinstance(x, getattr(sys.modules.get("jax"), "Array", ())):
         return "jax"
     return "numpy" if isinstance(x, np.ndarray) else None
 

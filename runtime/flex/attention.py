@@ -107,9 +107,8 @@ def compiled(
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
         check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
-    own = query.dtype
-    if not own == key.dtype == value.dtype:
-        query, key, value = alike(query, key, value)
+    dtype = query.dtype
+    query, key, value = alike(query, key, value)
     said: dict[str, Any] = {
         "scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None,
         "kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None,
@@ -133,8 +132,7 @@ def compiled(
     # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
     score = unchanged if score_mod is None else score_mod
     found = call(query, key, value, score, (mask_mod,), None, said)
-    if query.dtype != own:
-        found = found[0].to(own), found[1], found[2]
+    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
     return found if ragged is None else closed_all(found, nested)
 
 
@@ -149,9 +147,8 @@ def attend(
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
         check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
-    own = query.dtype
-    if not own == key.dtype == value.dtype:
-        query, key, value = alike(query, key, value)
+    dtype = query.dtype
+    query, key, value = alike(query, key, value)
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
         if not isinstance(block_mask, BlockMask):
@@ -179,8 +176,7 @@ def attend(
         made = pair_of(mod, visible, options, tensors)
         made.check(query, key, tensors, asked, block_mask)
         found = made(query, key, value, tensors, top)
-    if query.dtype != own:
-        found = found[0].to(own), *found[1:]
+    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
     return found if nested is None else closed_all(found, nested)
 
 

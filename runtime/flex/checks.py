@@ -85,7 +85,7 @@ BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and valu
 
 def alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value in one dtype that holds all three, as torch computes: nothing is rounded to query's."""
-    if key.dtype == value.dtype and key.dtype in BYTES and not query.requires_grad:
+    if key.dtype == value.dtype and (query.dtype == key.dtype or (key.dtype in BYTES and not query.requires_grad)):
         return query, key, value
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         return query, key, value  # all of them are cast to its dtype

@@ -44,8 +44,7 @@ def traced(value: Any) -> bool:
 def is_tensor(value: Any) -> bool:
     """Whether this is a tensor of torch. Only tensors are asked for torch's attributes: arrays of other frameworks
     have attributes of the same names and other meanings, such as the `layout` of a tracer of JAX 0.11."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def learns(value: Any) -> bool:
@@ -114,12 +113,11 @@ def check_plain(name: str, value: Any) -> None:
         )
     if value.is_nested:
         raise ParameterError(f"`{name}` is a nested tensor; give a dense one, torch.nested.to_padded_tensor({name}, 0)")
-    torch = sys.modules["torch"]
-    if value.layout is not torch.strided:
+    if str(value.layout) != "torch.strided":
         raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
     if value.is_quantized:
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
-    dispatch = getattr(type(value), "__torch_dispatch__", None)
+    dispatch, torch = getattr(type(value), "__torch_dispatch__", None), sys.modules["torch"]
     if dispatch not in (None, torch.Tensor.__torch_dispatch__) and not torch._C._len_torch_dispatch_stack():
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 

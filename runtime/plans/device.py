@@ -52,13 +52,10 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
     kind = framework_of(x)
     if flat is False:
         return learnable and is_tensor(x) and x.requires_grad
-    if traced(x):
-        return True
-    if kind not in ("torch", "jax"):
-        return False
-    if learnable and framework in (None, kind):
-        return True
-    return bool(x.ndim) and (bool(flat) or (kind == "torch" and x.device.type != "cpu"))
+    if traced(x) or kind not in ("torch", "jax"):
+        return traced(x)
+    on_accelerator = kind == "torch" and x.device.type != "cpu"
+    return (learnable and framework in (None, kind)) or (bool(x.ndim) and (bool(flat) or on_accelerator))
 
 
 @dataclass(frozen=True)
@@ -302,8 +299,8 @@ def device_plan(
 def _more(x: Any) -> int:
     """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
-    x = x.resolve_neg() if seen and is_tensor(x) else x
-    most = max(abs(int(end(np.asarray(x)))) for end in (np.min, np.max)) if seen else 0
+    x = np.asarray(x.resolve_neg() if is_tensor(x) else x) if seen else x
+    most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
     return 1 << (most - 1).bit_length() if most >= FAR else 0
 
 

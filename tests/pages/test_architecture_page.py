@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.pages import DOCS
-from support.scripts import script
+from support.scripts import script, sources
 
 from frisket.runtime.machine.cpp_build import reason
 
@@ -18,7 +18,7 @@ STEPS = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE, re.M)
 
 @pytest.fixture(scope="module")
 def tree():
-    return ROOMS.house.Tree(ROOT)
+    return sources()
 
 
 def test_architecture_picture_is_of_the_imports(tree):

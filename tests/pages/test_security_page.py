@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.scripts import sources
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
@@ -38,16 +39,15 @@ def test_security_limits_are_constants_of_the_source():
 
 def test_security_page_lists_each_place_that_loads_code():
     found = set()
-    for room in ("grammar", "dsl", "lowering", "runtime"):
-        for path in (ROOT / room).rglob("*.py"):
-            nodes = list(ast.walk(ast.parse(path.read_text())))
-            froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
-            names = {x.asname or x.name: f"{n.module}.{x.name}" for n in froms for x in n.names}
-            for node in nodes:
-                if isinstance(node, ast.Call):
-                    first, dot, rest = ast.unparse(node.func).partition(".")
-                    if LOADERS.match(name := names.get(first, first) + dot + rest):
-                        found.add((path.relative_to(ROOT).as_posix(), name))
+    for file, tree in sources().parsed.items():
+        nodes = list(ast.walk(tree))
+        froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+        names = {x.asname or x.name: f"{n.module}.{x.name}" for n in froms for x in n.names}
+        for node in nodes:
+            if isinstance(node, ast.Call):
+                first, dot, rest = ast.unparse(node.func).partition(".")
+                if LOADERS.match(name := names.get(first, first) + dot + rest):
+                    found.add((file, name))
     assert found == PLACES
 
 

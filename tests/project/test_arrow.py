@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.scripts import script
+from support.scripts import script, sources
 
 HOUSE = script("house")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,10 @@ LATER = {
     "frisket.runtime.masks.mask": {"frisket.dsl.from_python.trace"},
     "frisket.dsl.ir": {"frisket.dsl.show"},  # ir and show are the one cycle
 }
+
+
+def parsed(path):
+    return sources().parsed[path.relative_to(ROOT).as_posix()]
 
 
 def imports(tree, path):
@@ -67,7 +71,7 @@ def at_module_level(tree):
 def test_layers_never_import_a_layer_above(path):
     layer = LAYERS.index(path.relative_to(ROOT).parts[0])
     above = tuple(f"frisket.{name}" for name in LAYERS[layer + 1 :])
-    named = set(imports(ast.parse(path.read_text()), path))
+    named = set(imports(parsed(path), path))
     assert not [name for name in named if f"{name}.".startswith(tuple(f"{a}." for a in above))]
     if layer < LAYERS.index("runtime"):
         assert "frisket" not in named, "the facade is above every layer"
@@ -76,7 +80,7 @@ def test_layers_never_import_a_layer_above(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_module_level_imports(path):
     """numpy and lark below runtime; no framework at module level, but in modules that only functions import."""
-    names = set(imports(at_module_level(ast.parse(path.read_text())), path))
+    names = set(imports(at_module_level(parsed(path)), path))
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     roots = {name.split(".")[0] for name in names}
     if path in FLEX:
@@ -137,7 +141,7 @@ def misplaced(tree):
 
 @pytest.fixture(scope="module")
 def tree():
-    return HOUSE.Tree(ROOT)
+    return sources()
 
 
 def test_modules_have_no_import_cycle(tree):

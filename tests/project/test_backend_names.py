@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.scripts import sources
 
 from frisket.runtime.backends.base import RECORDS, Lazy
 
 NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of much else
 ROOT = Path(__file__).parents[2]
-ROOMS = ("grammar", "dsl", "lowering", "runtime")
 OTHERS = {  # where a text that is a backend's name means something else -> the beginning of the line
     "packages by their names": ("PACKAGES = {", 'for name in ("numpy", "torch", ', 'versions = ", ".join('),
     "titles of columns": ('HEAD = ("arrays", "backend", ',),
@@ -22,7 +22,7 @@ OTHERS = {  # where a text that is a backend's name means something else -> the 
 }
 
 
-def names_compared(text: str) -> list[int]:
+def names_compared(tree: ast.Module) -> list[int]:
     """Lines that compare with, match, look up or test membership of a backend's name, or keep a table by names."""
 
     def named(*nodes: ast.AST | None) -> bool:
@@ -52,17 +52,17 @@ def names_compared(text: str) -> list[int]:
                 return isinstance(listed, ast.Tuple | ast.List | ast.Set) and named(listed)
         return False
 
-    found = [n.iter if isinstance(n, ast.comprehension) else n for n in ast.walk(ast.parse(text)) if compares(n)]
+    found = [n.iter if isinstance(n, ast.comprehension) else n for n in ast.walk(tree) if compares(n)]
     return sorted({n.lineno for n in found})
 
 
 def test_code_outside_backends_never_compares_their_names():
-    files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py") if "runtime/backends/" not in f.as_posix()]
+    files = {f: tree for f, tree in sources().parsed.items() if not f.startswith("runtime/backends/")}
     found = []
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        found += [(file.relative_to(ROOT), n, lines[n - 1].strip()) for n in names_compared(text)]
+    for file, tree in files.items():
+        if numbers := names_compared(tree):
+            lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+            found += [(file, n, lines[n - 1].strip()) for n in numbers]
     others = tuple(begin for lines in OTHERS.values() for begin in lines)
     wrong = [f"{file}:{n}: {line}" for file, n, line in found if not line.startswith(others)]
     assert len(files) > 300
@@ -84,14 +84,14 @@ def test_code_outside_backends_never_compares_their_names():
     'made = [run(b) for b in ["cpp"]]',
 ])  # fmt: skip
 def test_a_comparison_is_found(bad):
-    assert names_compared(bad) != []
+    assert names_compared(ast.parse(bad)) != []
 
 
 @pytest.mark.parametrize(
     "good", ['def f(backend="cpp"): pass', 'choose("triton")', '"""of triton"""', 'x = {"a": "cpp"}']
 )
 def test_uses_of_a_backend_name_without_comparison_pass(good):
-    assert names_compared(good) == []
+    assert names_compared(ast.parse(good)) == []
 
 
 def test_records_name_functions_that_are_there():

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from support.scripts import script
+from support.scripts import script, sources
 
 HOUSE = script("house")
 MORE = re.compile(r"(such|one (that|which|where|who)|the (other|latter|former|rest)(?! of))\b", re.IGNORECASE)
@@ -26,7 +26,7 @@ def test_a_line_with_its_own_noun_is_let_through(line):
 
 def test_first_lines_of_docstrings_stand_alone():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [(file, node) for file, node in HOUSE.Tree(HOUSE.ROOT).nodes if isinstance(node, kinds)]
+    nodes = [(file, node) for file, node in sources().nodes if isinstance(node, kinds)]
     lines = [(file, text.split("\n")[0]) for file, node in nodes if (text := ast.get_docstring(node))]
     assert len(lines) > 2000
     assert [f"{file}: {line}" for file, line in lines if points(line)] == []

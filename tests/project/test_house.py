@@ -2,7 +2,7 @@
 
 import pytest
 from support.pages import DOCS
-from support.scripts import script
+from support.scripts import script, sources
 
 from frisket.runtime.machine.cpp_build import reason
 
@@ -27,7 +27,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def tree():
-    return HOUSE.Tree(HOUSE.ROOT)
+    return sources()
 
 
 COMPILER = pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")

@@ -1,12 +1,10 @@
 """What is remembered is remembered by grammar/memo.py: no other caches in the sources."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from support.scripts import sources
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = [f for layer in ("grammar", "dsl", "lowering", "runtime") for f in sorted((ROOT / layer).rglob("*.py"))]
 FORBIDDEN = {"lru_cache", "cache"}  # of functools
 CONTAINERS = {"dict", "set", "list", "OrderedDict", "defaultdict"}
 WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakIdKeyDictionary"}
@@ -76,7 +74,7 @@ def caches(tree):
 
 @pytest.fixture(scope="module")
 def found():
-    return {(str(f.relative_to(ROOT)), name) for f in FILES for name in caches(ast.parse(f.read_text()))}
+    return {(file, name) for file, tree in sources().parsed.items() for name in caches(tree)}
 
 
 def test_sources_have_no_cache_outside_memo(found):

@@ -4,10 +4,9 @@ a test says its subject, then what holds."""
 import ast
 from collections import Counter
 
-from support.scripts import script
+from support.scripts import script, sources
 
 HOUSE = script("house")
-TREE = HOUSE.Tree(HOUSE.ROOT)
 # public names that users import from two modules
 SHARED = {
     "Attention": "frisket.Attention, and the layer frisket.integrations.flax.Attention",
@@ -81,7 +80,7 @@ def test_an_unclear_name_of_a_test_is_found():
 
 
 def test_class_names_are_unique():
-    assert repeated(TREE.parsed.values()) == {*SHARED}
+    assert repeated(sources().parsed.values()) == {*SHARED}
 
 
 def test_a_repeated_class_name_is_found():
@@ -89,10 +88,13 @@ def test_a_repeated_class_name_is_found():
 
 
 def test_names_that_other_files_use():
-    shared = imported(TREE.parsed.values())
+    shared = imported(sources().parsed.values())
     assert len(shared) > 1000
     bad = {
-        f"{file}: {name}" for file, tree in TREE.parsed.items() for name in vague(tree, shared) if name not in PUBLIC
+        f"{file}: {name}"
+        for file, tree in sources().parsed.items()
+        for name in vague(tree, shared)
+        if name not in PUBLIC
     }
     assert bad == set()
 
