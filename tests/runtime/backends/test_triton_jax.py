@@ -1,5 +1,5 @@
 """The Triton kernels from JAX: every case in Triton's interpreter, in a process of its own (test_triton_slice.py runs
-some in every run); here what needs no kernel to run. triton_jax_lowered.py compiles them for GPUs."""
+some in every run); here what needs no kernel to run. tests/compiled/triton_jax.py compiles them for GPUs."""
 
 import re
 import sys
