@@ -20,7 +20,7 @@ those of an H100, by the Triton that gpu.json names; flex_attention beside its p
 flex_attention's, the instructions of masks, Triton's forward as JAX calls it, steps of serving as shares of the memory
 rate, chunked prefill, what other orders of programs would save, how much each constant of the model matters, and how
 busy the Gluon forward keeps the units of a Blackwell SM. `mosaic` writes a part for the kernels that
-`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+`tests/compiled/pallas_gpu.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
 interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
 The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.

@@ -151,8 +151,8 @@ def first(row: str, scale: Scale) -> Measure:
 
 def cases_rows(scale: Scale) -> list[str]:
     """Files of tests; not the one that counts the interpreter's loads. JAX's are in the part jax-cases."""
-    found = sorted(str(p.relative_to(TESTS)) for p in (TESTS / "lowering").rglob("triton*interpreted*.py"))
-    return [n for n in found if not n.endswith("_bytes.py")]
+    found = sorted(str(p.relative_to(TESTS)) for p in (TESTS / "lowering").rglob("children/*_interpreted.py"))
+    return [n for n in found if not n.endswith("bytes_interpreted.py")]
 
 
 def cases(row: str, scale: Scale) -> Measure:

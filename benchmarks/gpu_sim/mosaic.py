@@ -2,7 +2,7 @@
 
 Two warp groups compute and one copies by TMA. The loops of the computing groups are simulated in their steady state.
 Copies run ahead of them, so a tile takes at least the time in which L2 delivers its bytes. That the two groups take
-turns is not simulated. `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiles the kernels and keeps
+turns is not simulated. `tests/compiled/pallas_gpu.py --keep=FOLDER` compiles the kernels and keeps
 their machine code; it needs JAX's CUDA plugin and no GPU.
 """
 

@@ -47,22 +47,22 @@ PLANNED = (
 )
 # beside those of the slice
 MORE = {
-    "lowering/kernels/triton/triton_interpreted.py": (
+    "lowering/kernels/triton/children/forward_interpreted.py": (
         "triton_cases_equal_the_reference[holes]",
         "triton_cases_with_closed_form_bounds[window-crop]",
     ),
-    "lowering/kernels/triton/triton_interpreted_decode.py": (
+    "lowering/kernels/triton/children/decode_interpreted.py": (
         "parts_of_every_case[full]",
         "decode_parts_follow_the_length_of_sequences",
         "a_long_sequence_has_parts_of_its_own",
         "parts_by_head_where_the_mask_tells_heads_apart",
         "parts_of_some_heads_of_a_large_group",
     ),
-    "lowering/kernels/triton/triton_interpreted_stored.py": (
+    "lowering/kernels/triton/children/stored_interpreted.py": (
         "triton_forward_reads_stored_keys_and_values[many queries, small pages]",
     ),
-    "lowering/kernels/triton/triton_captured_interpreted.py": ("opposite_shares_of_an_entry_have_a_sum_of_zero",),
-    "lowering/kernels/triton/triton_backward_interpreted.py": (
+    "lowering/kernels/triton/children/captured_interpreted.py": ("opposite_shares_of_an_entry_have_a_sum_of_zero",),
+    "lowering/kernels/triton/children/backward_interpreted.py": (
         "whole_tiles_alone",
         "triton_gradient_cases_equal_the_reference[gqa]",
         "triton_gradient_cases_equal_the_reference[empty-rows]",
@@ -110,7 +110,7 @@ AREAS = {
         ),
         Group(
             ("lowering/planner/triton.py", *(f"lowering/planner/skeletons/{n}.tpl" for n in ("functions", "tables"))),
-            tuple(f"tests/lowering/planner/triton_planner_interpreted.py::test_{name}" for name in PLANNED),
+            tuple(f"tests/lowering/planner/children/triton_interpreted.py::test_{name}" for name in PLANNED),
             ("torch", "triton"), INTERPRET,
         ),
     ],

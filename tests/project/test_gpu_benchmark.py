@@ -245,7 +245,7 @@ def test_rows_are_kept_and_resumed(tmp_path):
 
 @pytest.mark.slow
 def test_parts_that_start_others():
-    case = "lowering/kernels/triton/triton_interpreted.py"
+    case = "lowering/kernels/triton/children/forward_interpreted.py"
     first, correct = measured(("first", "frisket, with gradients"), ("cases", case))
     assert first["figures"]["s"]["cold"] > 0
     assert correct["figures"]["cases"]["passed"] > 0

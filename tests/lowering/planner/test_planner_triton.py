@@ -12,7 +12,7 @@ from frisket.dsl.sugar import k, q
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.planner import triton as text
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 
 
 @pytest.mark.parametrize("name", golden_planners.NAMES)
@@ -30,9 +30,9 @@ def test_names_of_parameters_stand_apart():
 
 @pytest.mark.exhaustive
 def test_triton_planner_passes_in_the_interpreter():
-    run(HERE / "triton_planner_interpreted.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "triton_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_triton_planner_compiles_without_a_gpu():
-    run(HERE / "triton_planner_compiled.py")
+    run(CHILDREN / "triton_compiled.py")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from support.triton.triton_process import run
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 
 
 @pytest.mark.exhaustive
 def test_launched_up_to_the_driver():
-    run(HERE / "gluon_launched.py")
+    run(CHILDREN / "gluon_launched.py")

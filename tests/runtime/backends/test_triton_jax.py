@@ -1,5 +1,5 @@
 """The Triton kernels from JAX: every case in Triton's interpreter, in a process of its own (test_triton_slice.py runs
-some in every run); here what needs no kernel to run. triton_jax_lowered.py compiles them for GPUs."""
+some in every run); here what needs no kernel to run. tests/compiled/triton_jax.py compiles them for GPUs."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ from frisket.runtime.backends.triton import jax_device as triton_jax_device
 from frisket.runtime.backends.triton.tiles import TABLE
 from frisket.runtime.machine.extras import pip_install
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
 
 
@@ -39,7 +39,7 @@ G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     pytest.param("not jax_triton_", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_triton_jax_kernels_pass_in_the_interpreter(part):
-    run(HERE / "triton_jax_interpreted.py", only=part, TRITON_INTERPRET="1")
+    run(CHILDREN / "triton_jax_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
 def test_jax_entry_of_a_triton_kernel_passes_known_sizes():

@@ -106,4 +106,4 @@ def test_on_native_kernels(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_on_interpreted_triton():
-    triton_process.run(Path(__file__).with_name("triton_flex_interpreted.py"), TRITON_INTERPRET="1")
+    triton_process.run(Path(__file__).parent / "children/triton_interpreted.py", TRITON_INTERPRET="1")

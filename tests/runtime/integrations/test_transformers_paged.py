@@ -112,7 +112,7 @@ def test_transformers_serving_steps_do_not_recompile(monkeypatch):
 @pytest.mark.exhaustive
 def test_on_a_gpu_they_look_at_no_value():
     """Launched into nothing, so that no value is there to look at."""
-    run(Path(__file__).parent / "serving_launched.py")
+    run(Path(__file__).parent / "children/serving_launched.py")
 
 
 # -- where a request is -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("operations_on_a_mesh.py")
+SCRIPT = Path(__file__).parent / "children/operations_on_a_mesh.py"
 USUAL = ["managers", "modes", "rings", "explicit", "inside shard map"]
 
 

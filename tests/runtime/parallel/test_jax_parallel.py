@@ -18,7 +18,7 @@ from frisket.dsl.show import show
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.parallel.shards import ShardPlace, check_covered, on_shard
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 FEW = ["bytes: even"]
 EVERY = [
     "causal", "window", "documents", "full", "prefix", "streaming", "block diffusion", "dilated", "chunks", "offsets",
@@ -33,7 +33,7 @@ def on_eight_devices(*cases, **env):
     if native_build.reason():
         cases = [x for x in cases if "native" not in x]
     done = subprocess.run(
-        [sys.executable, HERE / "jax_parallel_cases.py", *cases], env={**os.environ, **env}, capture_output=True,
+        [sys.executable, CHILDREN / "jax_cases.py", *cases], env={**os.environ, **env}, capture_output=True,
         text=True, timeout=900,
     )  # fmt: skip
     assert done.stdout.splitlines() == [*cases], done.stderr[-6000:]
@@ -82,7 +82,7 @@ def processes(what, codes=(0, 0)):
     env = {**os.environ, "NPROC": "4", "JAX_PLATFORMS": "cpu"}
     made = [
         subprocess.Popen(
-            [sys.executable, "-u", HERE / "jax_parallel_process.py", str(i), str(port), what], env=env,
+            [sys.executable, "-u", CHILDREN / "jax_process.py", str(i), str(port), what], env=env,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i in range(2)

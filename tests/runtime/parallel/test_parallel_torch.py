@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runtime.parallel.children import torch_ranks as ranks
 from support.processes import together
 from support.tiers import default_only
-from support.torch import parallel_torch_ranks as ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 

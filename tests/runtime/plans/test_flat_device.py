@@ -8,4 +8,4 @@ from support.triton.triton_process import run
 
 @pytest.mark.exhaustive
 def test_device_plans_launch_without_a_gpu():
-    run(Path(__file__).parent / "flat_device_launched.py")
+    run(Path(__file__).parent / "children/flat_device_launched.py")

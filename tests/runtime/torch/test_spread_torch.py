@@ -2,8 +2,8 @@
 
 import pytest
 import torch.distributed as dist
+from runtime.torch.children import spread_ranks as ranks
 from support.processes import together
-from support.torch import spread_torch_ranks as ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 

@@ -1,7 +1,7 @@
 """A pytest plugin: what the interpreter's tests make is made on the GPU, and their kernels are compiled and run there.
 
     PYTHONPATH=tests JAX_PLATFORMS=cpu python -m pytest -p support.triton.on_gpu \\
-        tests/lowering/kernels/triton/triton_interpreted.py
+        tests/lowering/kernels/triton/children/forward_interpreted.py
 
 Tensors are on the GPU where a test says nothing of devices, and come back when it looks at them. A tensor that
 frisket itself makes on the wrong device goes unseen here: benchmarks/gpu.py runs whole calls without this."""

@@ -199,7 +199,7 @@ def test_a_window_of_another_width_is_the_same_text():
 
 
 def test_flash_attn_4_results_cover_the_forms_and_the_library():
-    """The results that flash_compiled.py has kept: every form of a kernel compiles, and so does every mask tried."""
+    """The results that tests/compiled/flash.py wrote: every form of a kernel compiles, and so does every mask tried."""
     forms = json.loads((COMPILED / "flash-attn-4.json").read_text())
     places = {tuple(name.split(", ")[i] for i in (0, -1)) for name in forms}
     assert places == {(arch, way) for arch in ("sm_90", "sm_100") for way in ("forward", "backward")}

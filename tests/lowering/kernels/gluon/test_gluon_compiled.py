@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.triton.triton_process import run
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,9 @@ HERE = Path(__file__).parent
      pytest.param("not test_remaining and not (test_selected and causal)", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_selected_gluon_kernels_compile_for_hopper(only):
-    run(HERE / "gluon_compiled.py", only=only)
+    run(CHILDREN / "kernels_compiled.py", only=only)
 
 
 @pytest.mark.slow
 def test_remaining_gluon_kernels_compile_for_hopper():
-    run(HERE / "gluon_compiled.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")
+    run(CHILDREN / "kernels_compiled.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")

@@ -1,5 +1,6 @@
 """The Pallas forward kernel for Hopper: its expressions as plain JAX, its numbers and races in Mosaic GPU's
-interpreter, its walk, what it refuses, and its lowering for a GPU. What compilers make of it: `gpu_compiled.py`."""
+interpreter, its walk, what it refuses, and its lowering for a GPU. What compilers make of it:
+`tests/compiled/pallas_gpu.py`."""
 
 import functools
 from dataclasses import replace

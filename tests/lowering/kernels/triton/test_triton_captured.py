@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 from support.triton.triton_process import run
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", ["captured_tables", "not captured_tables"])
 def test_captured_gradients_pass_in_the_triton_interpreter(part):
-    run(HERE / "triton_captured_interpreted.py", only=part, TRITON_INTERPRET="1")
+    run(CHILDREN / "captured_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_captured_gradients_compile_for_hopper():
-    run(HERE / "triton_captured_compiled.py", only="not slow")
+    run(CHILDREN / "captured_compiled.py", only="not slow")
 
 
 @pytest.mark.slow
 def test_compiled_for_every_machine():
-    run(HERE / "triton_captured_compiled.py", only="slow")
+    run(CHILDREN / "captured_compiled.py", only="slow")

@@ -9,61 +9,61 @@ from pathlib import Path
 import pytest
 from support.triton.triton_process import run
 
-HERE = Path(__file__).parent
+CHILDREN = Path(__file__).parent / "children"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", ["triton_cases", "not triton_cases"])
 def test_triton_forward_passes_in_the_interpreter(part):
-    run(HERE / "triton_interpreted.py", only=part, TRITON_INTERPRET="1")
+    run(CHILDREN / "forward_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_interpreted_in_other_tiles():
-    run(HERE / "triton_interpreted.py", only="tensors", TRITON_INTERPRET="1", PYTEST_ADDOPTS="-m slow")
+    run(CHILDREN / "forward_interpreted.py", only="tensors", TRITON_INTERPRET="1", PYTEST_ADDOPTS="-m slow")
 
 
 @pytest.mark.exhaustive
 def test_interpreted_few_queries():
-    run(HERE / "triton_interpreted_decode.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "decode_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_interpreted_stored_keys_and_values():
-    run(HERE / "triton_interpreted_stored.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "stored_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_interpreted_bytes_of_few_queries():
-    run(HERE / "triton_interpreted_bytes.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "bytes_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_interpreted_score_mods():
-    run(HERE / "triton_scores_interpreted.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "scores_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_interpreted_large_scores():
-    run(HERE / "triton_large_interpreted.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "large_scores_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_triton_numerics_pass_in_the_interpreter():
-    run(HERE.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
+    run(CHILDREN.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", ["gradient_cases", "not gradient_cases"])
 def test_triton_backward_passes_in_the_interpreter(part):
-    run(HERE / "triton_backward_interpreted.py", only=part, TRITON_INTERPRET="1")
+    run(CHILDREN / "backward_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
 def test_triton_kernels_compile_without_a_gpu():
-    run(HERE / "triton_compiled.py")
+    run(CHILDREN / "kernels_compiled.py")
 
 
 @pytest.mark.exhaustive
 def test_triton_views_pass_in_the_interpreter():
-    run(HERE / "triton_views_interpreted.py", TRITON_INTERPRET="1")
+    run(CHILDREN / "views_interpreted.py", TRITON_INTERPRET="1")

@@ -1,5 +1,5 @@
 """Some of every test of Triton's kernels, in as few processes as there are ways to run them: the rest, named by the
-files test_triton_*.py beside this one, is `pytest -m exhaustive`."""
+files test_triton_*.py of this folder, is `pytest -m exhaustive`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from support.triton.triton_process import run
 
 TESTS = Path(__file__).parents[3]
 INTERPRETED = {
-    "lowering/kernels/triton/triton_interpreted.py": (
+    "lowering/kernels/triton/children/forward_interpreted.py": (
         "triton_cases_equal_the_reference[empty-rows]",
         "triton_cases_equal_the_reference[scaled]",
         "triton_cases_with_sinks_and_dropout[softcap]",
@@ -16,29 +16,29 @@ INTERPRETED = {
         "tensors_of_any_head_size[40-float16]",
         "triton_operators_equal_the_reference",
     ),
-    "lowering/kernels/triton/triton_interpreted_decode.py": (
+    "lowering/kernels/triton/children/decode_interpreted.py": (
         "parts_of_packed_heads[4-17-2]",
         "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
-    "lowering/kernels/triton/triton_interpreted_stored.py": (
+    "lowering/kernels/triton/children/stored_interpreted.py": (
         "triton_decode_parts_read_stored_keys_and_values[no end]",
         "triton_forward_reads_stored_keys_and_values[as they are]",
     ),
-    "lowering/kernels/triton/triton_backward_interpreted.py": (
+    "lowering/kernels/triton/children/backward_interpreted.py": (
         "triton_gradient_cases_equal_the_reference[softcap]",
         "captured_in_half_precision[by column, gqa bfloat16]",
         "shapes_with_closed_form_bounds[place1]",
     ),
-    "lowering/kernels/triton/triton_captured_interpreted.py": (
+    "lowering/kernels/triton/children/captured_interpreted.py": (
         "captured_gradients_in_half_precision_are_near[scatter, crop-bfloat16]",
     ),
-    "lowering/kernels/triton/triton_scores_interpreted.py": (
+    "lowering/kernels/triton/children/scores_interpreted.py": (
         "triton_score_mods_equal_the_reference[softcap, alibi-bfloat16]",
         "triton_score_mods_equal_the_reference[a number alone-float16]",
         "error_of_the_instruction[float16]",
         "tables_by_distance[mask-float32]",
     ),
-    "runtime/backends/triton_jax_interpreted.py": (
+    "runtime/backends/children/triton_jax_interpreted.py": (
         "jax_triton_cases_equal_the_reference[documents-by-batch]",
         "jax_triton_gradients_equal_the_reference[softcap]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]",
@@ -49,29 +49,29 @@ INTERPRETED = {
         "numbers_that_are_not_finite[k-nan-triton]",
         "scores_of_minus_infinity_hide_their_keys[triton]",
     ),
-    "lowering/kernels/triton/triton_interpreted_bytes.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
-    "lowering/kernels/triton/triton_large_interpreted.py": (
+    "lowering/kernels/triton/children/bytes_interpreted.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
+    "lowering/kernels/triton/children/large_scores_interpreted.py": (
         "weights_in_torch[one key-1e+30]",
         "weights_in_torch[affine-100000.0]",
     ),
-    "lowering/planner/triton_planner_interpreted.py": ("triton_planner_equals_torch_on_written_masks[documents]",),
-    "runtime/backends/triton_binding_interpreted.py": (
+    "lowering/planner/children/triton_interpreted.py": ("triton_planner_equals_torch_on_written_masks[documents]",),
+    "runtime/backends/children/triton_interpreted.py": (
         "graph_of_a_checkpoint",
         "eager_beside_the_interpreter",
         "triton_calls_in_an_order_equal_plain_ones[causal & same(doc)]",
     ),
 }
 LONG = {  # that take seconds: for mutants, and exhaustive with all others of their files
-    "lowering/kernels/triton/triton_interpreted.py": ("triton_cases_equal_the_reference[gqa]",),
-    "lowering/kernels/triton/triton_interpreted_decode.py": ("parts_with_everything[gqa]",),
-    "lowering/kernels/triton/triton_interpreted_stored.py": (
+    "lowering/kernels/triton/children/forward_interpreted.py": ("triton_cases_equal_the_reference[gqa]",),
+    "lowering/kernels/triton/children/decode_interpreted.py": ("parts_with_everything[gqa]",),
+    "lowering/kernels/triton/children/stored_interpreted.py": (
         "stored_decode_parts_follow_the_length_of_sequences[int8 in pages of 16]",
     ),
-    "lowering/kernels/triton/triton_backward_interpreted.py": (
+    "lowering/kernels/triton/children/backward_interpreted.py": (
         "triton_captured_gradients_equal_the_reference[by row]",
         "sums_with_sinks_and_dropout[gqa-True-0.6]",
     ),
-    "lowering/kernels/triton/triton_scores_interpreted.py": (
+    "lowering/kernels/triton/children/scores_interpreted.py": (
         "triton_score_mods_equal_the_reference[decides-float16]",
         "float32_keeps_its_text",
         "triton_score_mod_gradients_equal_the_reference[crop-bfloat16]",
@@ -79,48 +79,51 @@ LONG = {  # that take seconds: for mutants, and exhaustive with all others of th
         "tables_by_distance[gqa-bfloat16]",
         "gradients_by_distance[factor, NaN where hidden]",
     ),
-    "runtime/backends/triton_rows/triton_rows_interpreted.py": (
+    "runtime/backends/children/triton_rows_interpreted.py": (
         "long_rows_in_parts_equal_the_reference_and_repeat[BY_HEAD-longest-of-all-first]",
         "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
-    "lowering/kernels/triton/triton_large_interpreted.py": ("weights_in_jax[distance-100000.0]",),
-    "lowering/kernels/triton/triton_captured_interpreted.py": (
+    "lowering/kernels/triton/children/large_scores_interpreted.py": ("weights_in_jax[distance-100000.0]",),
+    "lowering/kernels/triton/children/captured_interpreted.py": (
         "captured_tables_equal_the_reference[plane, of a head]",
     ),
-    "lowering/planner/triton_planner_interpreted.py": (
+    "lowering/planner/children/triton_interpreted.py": (
         "triton_planner_equals_torch_on_random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
 }
 COMPILED = {
-    "lowering/kernels/triton/triton_compiled.py": (
+    "lowering/kernels/triton/children/kernels_compiled.py": (
         "default_tiles_do_not_spill[softcap, alibi-64]",
         "triton_backward_fits_when_compiled[learned softcap-bfloat16-live1]",
         "triton_operators_compile_in_32_and_64_bits[False]",
         "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
         "a_table_by_distance_is_loaded_once_a_tile[sm_90]",
     ),
-    "lowering/planner/triton_planner_compiled.py": (
+    "lowering/planner/children/triton_compiled.py": (
         "triton_planner_kernels_compile_for_each_architecture[documents-sm_90]",
     ),
-    "lowering/kernels/triton/triton_table.py": (
+    "lowering/kernels/triton/children/tiles_compiled.py": (
         "selected_triton_tiles_match_their_compiled_figures[gfx942-64-causal-whole]",
     ),
 }
 LAUNCHED = {
-    "runtime/integrations/serving_launched.py": ("continuous_batching_steps_do_not_recompile", "steps_of_vllm"),
-    "runtime/plans/flat_device_launched.py": (
+    "runtime/integrations/children/serving_launched.py": (
+        "continuous_batching_steps_do_not_recompile",
+        "steps_of_vllm",
+    ),
+    "runtime/plans/children/flat_device_launched.py": (
         "device_plans_read_no_value_on_the_host[causal & same(doc)]",
         "changed_lengths_compile_nothing",
     ),
-    "runtime/backends/triton_binding_launched.py": (
+    "runtime/backends/children/triton_launched.py": (
         "lengths_batches_and_heads_compile_nothing",
         "long_rows_are_launched_in_parts[True]",
         "windows_inside_a_class_compile_nothing",
         "prepared_launch_takes_the_kernel_of_triton",
         "a_warm_call_reads_nothing_back[documents]",
     ),
-    "runtime/backends/triton_serving_launched.py": ("a_step_is_two_launches_and_reads_nothing_back[int8-16-4]",),
+    "runtime/backends/children/serving_launched.py": ("a_step_is_two_launches_and_reads_nothing_back[int8-16-4]",),
 }
 
 

@@ -14,8 +14,8 @@ from readme import blocks
 from support.triton.triton_process import run
 from support.triton.triton_spills import listed
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+CHILDREN = Path(__file__).parent / "children"
+ROOT = Path(__file__).parents[4]
 RESULTS = ROOT / "benchmarks" / "results" / "compiled"
 
 
@@ -44,12 +44,12 @@ def test_default_triton_tiles_spill_as_the_page_lists(version):
 
 @pytest.mark.exhaustive
 def test_selected_triton_tiles_compile_to_their_figures():
-    run(HERE / "triton_table.py")
+    run(CHILDREN / "tiles_compiled.py")
 
 
 @pytest.mark.slow
 def test_remaining_triton_tiles_compile_to_their_figures():
-    run(HERE / "triton_table.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")
+    run(CHILDREN / "tiles_compiled.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def report(name, dim, dtype, arch="sm_90"):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", PLANS)
 def test_default_tiles_do_not_spill(name, dim):
-    """Those that triton_table.py has no line for."""
+    """Those that tiles_compiled.py has no line for."""
     found = report(name, dim, "bfloat16")
     assert found.spills == 0
     assert found.fits

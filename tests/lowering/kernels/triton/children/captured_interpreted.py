@@ -1,4 +1,4 @@
-"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: gradients of tables read by distance and by position."""
+"""Run by test_triton_captured.py with TRITON_INTERPRET=1: gradients of tables read by distance and by position."""
 
 import math
 

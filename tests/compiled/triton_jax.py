@@ -1,5 +1,6 @@
-"""The Triton kernels as JAX calls them, lowered and compiled for GPUs that are not here: `python triton_jax_lowered.py`
-where jax-triton can be imported (the extra gpu-compile). Numbers are checked by triton_jax_interpreted.py."""
+"""`python tests/compiled/triton_jax.py`: the Triton kernels as JAX calls them, lowered and compiled for GPUs that are
+not here, where jax-triton can be imported (the extra gpu-compile). Numbers are checked by
+tests/runtime/backends/children/triton_jax_interpreted.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Context parallel attention of JAX on eight devices beside the oracle; run by test_jax_parallel.py as a process.
 
-`python jax_parallel_cases.py causal window` prints a line for every case that holds."""
+`python jax_cases.py causal window` prints a line for every case that holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import jax
 import jax.numpy as jnp

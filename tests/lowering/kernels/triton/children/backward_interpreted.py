@@ -92,7 +92,7 @@ def test_triton_gradients_of_documents_equal_the_reference(name):
     Both(case).check()
 
 
-ELSEWHERE = {"by distance", "by bucket", "by distance, full", "plane", "pairs"}  # triton_captured_interpreted.py
+ELSEWHERE = {"by distance", "by bucket", "by distance, full", "plane", "pairs"}  # captured_interpreted.py
 
 
 @pytest.mark.parametrize("name", [n for n in MODS if n not in ELSEWHERE])

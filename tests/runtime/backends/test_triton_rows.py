@@ -141,4 +141,4 @@ def test_triton_source_for_jax_has_no_split_kernels():
 
 @pytest.mark.exhaustive
 def test_long_triton_rows_pass_in_the_interpreter():
-    run(Path(__file__).parent / "triton_rows_interpreted.py", TRITON_INTERPRET="1")
+    run(Path(__file__).parent / "children/triton_rows_interpreted.py", TRITON_INTERPRET="1")

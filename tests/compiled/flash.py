@@ -1,9 +1,9 @@
-"""`python tests/lowering/kernels/cute/flash_compiled.py`: kernels of FlashAttention 4 around frisket's masks and score
-mods, compiled for GPUs that are not here. Compared with benchmarks/results/compiled/flash-attn-4.json, which
-`--update-results` writes: which forms of kernels compile for which architecture. Then CuTe's own compiler builds the
-printed functions of the whole library for the CPU, and their values are compared with the reference. `--all` compiles
-the forward of every mask and score mod of the library for Hopper instead, and writes the seconds to
-flash-attn-4-library.json there; words choose entries.
+"""`python tests/compiled/flash.py`: kernels of FlashAttention 4 around frisket's masks and score mods, compiled for
+GPUs that are not here. Compared with benchmarks/results/compiled/flash-attn-4.json, which `--update-results` writes:
+which forms of kernels compile for which architecture. Then CuTe's own compiler builds the printed functions of the
+whole library for the CPU, and their values are compared with the reference. `--all` compiles the forward of every mask
+and score mod of the library for Hopper instead, and writes the seconds to flash-attn-4-library.json there; words choose
+entries.
 
 Needs flash-attn-4 (`pip install -e .[flash-compile]`), and no GPU. Calls go through the backend's own executors, on
 tensors of torch's fake mode. What would ask the driver is told instead: the device's number, its processors, and
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-RESULTS = HERE.parents[4] / "benchmarks" / "results" / "compiled"
+RESULTS = HERE.parents[2] / "benchmarks" / "results" / "compiled"
 ARCHITECTURES = {"sm_90": ("sm_90a", "132"), "sm_100": ("sm_100a", "148")}
 WORDS = [a for a in sys.argv[1:] if not a.startswith("--")]
 ARCH = next((a.removeprefix("--arch=") for a in sys.argv if a.startswith("--arch=")), "")
@@ -156,7 +156,7 @@ def compiled(
 
 def entries(length: int) -> dict[str, tuple[dict[str, Any], Any]]:
     """The masks and score mods of the library: how each is compiled, and its case."""
-    sys.path.insert(0, str(HERE.parents[4] / "benchmarks"))
+    sys.path.insert(0, str(HERE.parents[2] / "benchmarks"))
     import cases
 
     found = {n: ({"mask": c.mask}, c) for n, c in cases.masks(length).items()}

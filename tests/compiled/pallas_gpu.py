@@ -1,8 +1,7 @@
-"""`python tests/lowering/kernels/pallas/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not
-here, as far as machine code, with what ptxas says of them. Compared with
-benchmarks/results/compiled/pallas-gpu-jax-*.txt, which `--update-results` writes; words choose kernels
-(`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`);
-`--keep=FOLDER` keeps their machine code and a list of them, which `benchmarks/gpu_model.py mosaic` reads.
+"""`python tests/compiled/pallas_gpu.py`: the Pallas kernels for Hopper compiled for GPUs that are not here, as far as
+machine code, with what ptxas says of them. Compared with benchmarks/results/compiled/pallas-gpu-jax-*.txt, which
+`--update-results` writes; words choose kernels (`python tests/compiled/pallas_gpu.py causal 256`); `--keep=FOLDER`
+keeps their machine code and a list of them, which `benchmarks/gpu_model.py mosaic` reads.
 Needs JAX's CUDA plugin, nvcc and libdevice, and no GPU.
 
 A line of the table: kernel, head size, dtype, tile, tiles read ahead, registers, bytes spilled (stores and loads),
@@ -44,7 +43,7 @@ from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 KEEP = next((Path(a.removeprefix("--keep=")) for a in sys.argv if a.startswith("--keep=")), None)
-RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
 TABLE = RESULTS / f"pallas-gpu-jax-{version('jax').rpartition('.')[0]}.txt"
 H100 = """
 gpu_device_info {

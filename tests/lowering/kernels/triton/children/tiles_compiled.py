@@ -23,7 +23,7 @@ from frisket.runtime.backends.triton import decode as triton_decode
 from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
-RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
 TABLE = RESULTS / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
 KINDS = {"whole": (LENGTH, HEADS), "decode": (1, 1)}  # queries, key heads: forward and backward, and a step of decoding

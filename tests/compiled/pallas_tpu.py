@@ -1,7 +1,6 @@
-"""`python tests/lowering/kernels/pallas/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not
-here, as far as machine code, and says what does not fit. Compared with
-benchmarks/results/compiled/pallas-tpu-jax-*.txt, which `--update-results` writes; a word chooses kernels
-(`python tests/lowering/kernels/pallas/tpu_compiled.py distance`).
+"""`python tests/compiled/pallas_tpu.py`: libtpu compiles the Pallas kernels for TPUs that are not here, as far as
+machine code, and says what does not fit. Compared with benchmarks/results/compiled/pallas-tpu-jax-*.txt, which
+`--update-results` writes; a word chooses kernels (`python tests/compiled/pallas_tpu.py distance`).
 Needs libtpu and no TPU.
 
 A line of the table: kernel, head size, dtype, tile, TPU, and whether it compiles, with the memory that its program
@@ -41,7 +40,7 @@ from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
 from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
 from frisket.runtime.backends.pallas_tpu import forward as runtime
 
-RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
 TABLE = RESULTS / f"pallas-tpu-jax-{version('jax').rpartition('.')[0]}.txt"
 SMALL = (128, 128)  # tiles of which groups of 8 have more steps than scalar memory has room for
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}

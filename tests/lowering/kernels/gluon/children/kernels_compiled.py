@@ -23,7 +23,7 @@ from frisket.runtime.backends.gluon.report import compile_reports, compiled_for
 from frisket.runtime.backends.gluon.tiles import stages
 from frisket.runtime.backends.triton.source import load
 
-RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
+RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 LENGTH, HEADS = 8192, 8
 MASKS = {
