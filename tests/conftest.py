@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
+import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ gc.set_threshold(20_000, 10, 10)
 EMITTERS = "--xla_cpu_use_fusion_emitters"
 TESTS = Path(__file__).parent
 QUICK = TESTS / "support/native/quick_g++"
+BUILDS = TESTS / "builds.json"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,6 +81,46 @@ def pytest_configure(config: pytest.Config) -> None:
     # native kernels are optimized less, but exhaustive tests and lowering/kernels/cpp take what users have
     if not exhaustive(config) and "CXX" not in os.environ and shutil.which("g++") and os.access(QUICK, os.X_OK):
         os.environ["CXX"] = str(QUICK)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Compiled(), "compiled")
+
+
+class Compiled:
+    """Counts what a run compiles, native kernels and XLA programs, and fails it where a file builds too many kernels.
+
+    tests/builds.json has the most kernels of each file and of the whole default run; a file that it does not name
+    builds none. A kernel counts where it is built first, so a file has no more in a whole run than alone."""
+
+    def __init__(self) -> None:
+        descriptor, self.builds = tempfile.mkstemp(prefix="frisket-builds-")
+        os.close(descriptor)
+        os.environ["NATIVE_BUILDS"] = self.builds
+        self.programs = self.xla()
+        self.over: list[str] = []
+
+    def xla(self) -> int:
+        folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", ""))
+        return sum(1 for _ in folder.glob("*-cache")) if folder.name else 0
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        names = Path(self.builds).read_text().splitlines()
+        os.unlink(self.builds)
+        counts = Counter(name.partition("::")[0] for name in names)
+        self.total, self.programs = len(names), self.xla() - self.programs
+        if exhaustive(session.config):
+            return
+        most = json.loads(BUILDS.read_text())
+        self.over = [f"{file}: {n}, at most {most.get(file, 0)}" for file, n in counts.items() if n > most.get(file, 0)]
+        if self.total > most["in all"]:
+            self.over.append(f"in all: {self.total}, at most {most['in all']}")
+        if self.over and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"compiled: {self.total} native kernels, {self.programs} XLA programs")
+        if self.over:
+            terminalreporter.section("too many native kernels (tests/builds.json)", red=True)
+            terminalreporter.write_line("\n".join(self.over))
 
 
 def exhaustive(config: pytest.Config) -> bool:
