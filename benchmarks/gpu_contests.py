@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from gpu_masks import DOCUMENTS, EQUAL, contests, flex, ours, peers, visible_pairs
-from gpu_scale import Call, Measure, Scale, compared, drawn, on_device, same
-
-from frisket.runtime.bench.machine import rounds_of
+from gpu_masks import DENSE, DOCUMENTS, EQUAL, contests, flex, ours, peers, visible_pairs
+from gpu_scale import (
+    Call,
+    Entrants,
+    Measure,
+    Row,
+    Scale,
+    Times,
+    copying,
+    drawn,
+    one_after_another,
+    rates,
+    same,
+    shares,
+    watched,
+)
 
 # -- forward and backward ---------------------------------------------------------------------------------
 
 DIRECTIONS = ("forward", "backward")
 FIRST = ("causal", "window 128", EQUAL)
-LARGER = [(0, n, 256) for n in ("causal", "full", "window 1024", f"{DOCUMENTS} documents", "softcap, causal")]
-LARGER += [(1, "causal", 256), (1, "full", 256), (0, "causal", 192)]  # direction, mask, head size
+GROUPED = [("causal", dim, group) for group in (4, 8) for dim in (128, 64)] + [(f"{DOCUMENTS} documents", 128, 4)]
+LARGER = [(0, n, "256") for n in ("causal", "full", "window 1024", f"{DOCUMENTS} documents", "softcap, causal")]
+LARGER += [(1, "causal", "256"), (1, "full", "256"), (0, "causal", "192"), (1, "causal", "192")]
+LARGER += [(way, "causal", dims) for dims in ("192/128", "96", "512") for way in (0, 1)]  # direction, mask, head sizes
+EVERY_LENGTH = ("64", "128", "256")  # head sizes; others have the first two lengths
 GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
-    ("causal", 128, 8192): ((430, 480), (300, 380)),
-    ("window 128", 64, 8192): ((140, 180), (115, 150)),
+    ("causal", "128", 8192): ((430, 480), (300, 380)),
+    ("window 128", "64", 8192): ((140, 180), (115, 150)),
 }
 
 
 def speed_rows(scale: Scale) -> list[str]:
-    """Masks with goals first, then steps of decoding, then the other masks, then larger heads."""
+    """Masks with goals first, then steps of decoding, then the other masks, then larger heads, then grouped heads."""
     names, dims = contests(scale.lengths[0], 2, "cpu"), sorted(scale.dims, reverse=True)
     first, rest = (
         [f"{way}: {n}, D {dim}" for n in some for dim in dims for way in DIRECTIONS]
         for some in (FIRST, [n for n in names if n not in FIRST])
     )
-    larger = [f"{DIRECTIONS[way]}: {n}, D {dim}" for way, n, dim in LARGER if not scale.dry]
-    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest, *larger]
+    larger = [f"{DIRECTIONS[way]}: {n}, D {dims}" for way, n, dims in LARGER]
+    grouped = [f"{way}: {n}, D {dim}, GQA {group}" for n, dim, group in GROUPED for way in DIRECTIONS]
+    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest, *larger, *grouped]
 
 
 def speed(row: str, scale: Scale) -> Measure:
@@ -44,32 +60,46 @@ def speed(row: str, scale: Scale) -> Measure:
 
 def contest(direction: int, row: str, scale: Scale) -> Measure:
     """`direction` 0: the forward; 1: the gradients of q, k and v alone."""
-    name, _, dim = row.rpartition(", D ")
-    made = {n: Contestants(name, n, int(dim), scale, direction) for n in scale.lengths}
-    return lambda: {"rows": {str(n): c.measured() for n, c in made.items()}}
+    name, _, sizes = row.rpartition(", D ")
+    lengths = scale.lengths if sizes in EVERY_LENGTH else scale.lengths[:2]
+    measures = dict[str, Measure]()
+    for n in scale.grouped_lengths if "GQA" in sizes else lengths:
+        if measures and scale.deadline.passed(f"{n} tokens"):
+            break
+        measures[str(n)] = Contestants(name, sizes, n, scale, direction).measured
+    return lambda: one_after_another(measures, scale)
 
 
 class Contestants:
-    """The contestants of one mask, length and head size. Each runs once before it is timed, and agrees with the others;
-    why one cannot is part of the result. The dense formula is the last to be built: it needs all of the memory."""
+    """The contestants of one mask and length. `sizes` are the words of a row behind its mask: "128" is the head size of
+    q, k and v, "192/128" that of q and k and that of v; with "128, GQA 4" four query heads share a key head. The dense
+    formula is the last to be built: it needs all of the memory."""
 
-    def __init__(self, name: str, length: int, dim: int, scale: Scale, direction: int) -> None:
-        self.batch, self.heads = max(1, scale.tokens // length), scale.width // dim
-        self.length, self.dim, self.scale, self.direction = length, dim, scale, direction
-        self.goals = GOALS.get((name, dim, length), (None, None))[direction]
+    def __init__(self, name: str, sizes: str, length: int, scale: Scale, direction: int) -> None:
+        dims, _, group = sizes.partition(", GQA ")
+        dim, _, v_dim = dims.partition("/")
+        self.dim, self.v_dim = int(dim), int(v_dim or dim)
+        self.heads = scale.grouped_heads if group else max(1, scale.width // self.dim)
+        self.batch = max(1, (scale.grouped_lengths[-1] if group else scale.tokens) // length)
+        self.length, self.scale, self.direction = length, scale, direction
+        self.goals = GOALS.get((name, sizes, length), (None, None))[direction]
         self.case = contests(length, self.heads, scale.device)[name]
-        self.arrays = drawn(self.batch, self.heads, length, length, dim, scale)
-        self.cotangent = torch.randn_like(self.arrays[0])
+        kv_heads = self.heads // int(group or 1)
+        self.arrays = drawn(self.batch, self.heads, length, length, self.dim, scale, kv_heads, self.v_dim)
+        self.cotangent = torch.randn(self.batch, self.heads, length, self.v_dim, device=scale.device).to(scale.dtype)
         if direction:
             self.arrays = [x.requires_grad_() for x in self.arrays]
-        self.calls: dict[str, Call] = {"frisket": self.timed(partial(ours(self.case), *self.arrays))}
-        self.want, self.failed = self.calls["frisket"](), dict[str, str]()
+        self.entrants = Entrants(scale)
+        self.enter("frisket", lambda: partial(ours(self.case), *self.arrays))
         self.peers = peers(self.case, self.arrays, scale.dry, direction)
-        for peer in self.peers:
-            if peer != "dense":
-                self.enter(peer)
+        for peer, build in self.peers.items():
+            if not peer.startswith(DENSE):
+                self.enter(peer, build)
         if scale.device == "cuda":
             torch.cuda.empty_cache()  # other rows wait beside this one
+
+    def enter(self, name: str, build: Callable[[], Call]) -> None:
+        self.entrants.enter(name, lambda: self.timed(build()))
 
     def timed(self, call: Call) -> Call:
         if not self.direction:
@@ -77,26 +107,18 @@ class Contestants:
         out = call()
         return lambda: torch.autograd.grad(out, self.arrays, self.cotangent, retain_graph=True)
 
-    def enter(self, peer: str) -> None:
-        try:
-            call = self.timed(self.peers[peer]())
-            got = call()
-        except Exception as error:  # of any library
-            self.failed[peer] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            return
-        same(got, self.want)
-        self.calls[peer] = call
-
-    def measured(self) -> dict[str, Any]:
-        if "dense" in self.peers:
-            self.enter("dense")
-        pairs = visible_pairs(self.case, self.length)
-        work = (4, 10)[self.direction] * self.batch * self.heads * pairs * self.dim
-        found = compared(self.calls, self.scale.rounds, work, self.goals)
-        self.calls.clear()
+    def measured(self) -> Iterator[Row]:
+        for peer, build in self.peers.items():
+            if peer.startswith(DENSE):
+                self.enter(peer, build)
+        pairs = self.batch * self.heads * visible_pairs(self.case, self.length)
+        # products: q with k and weights with v forward; scores again, dv, the gradient of weights, dq and dk backward
+        work = 2 * pairs * (3 * self.dim + 2 * self.v_dim if self.direction else self.dim + self.v_dim)
+        calls = self.entrants.calls
+        yield from watched(calls, self.scale, partial(rates, work=work, goals=self.goals), self.entrants.notes)
+        calls.clear()
         if self.scale.device == "cuda":
             torch.cuda.empty_cache()
-        return found | ({"notes": self.failed} if self.failed else {})
 
 
 # -- decode -----------------------------------------------------------------------------------------------
@@ -125,22 +147,10 @@ def decode(row: str, scale: Scale) -> Measure:
         want = calls["frisket"]()
         for call in calls.values():
             same(call(), want)
-    space = torch.empty(2, 1 << (16 if scale.dry else 30), dtype=torch.uint8, device=scale.device)
-    calls["copy"] = lambda: space[0].copy_(space[1])
-
-    def measure() -> dict[str, Any]:
-        with torch.no_grad():
-            times = {n: statistics.median(t) for n, t in rounds_of(calls, scale.rounds, clock=on_device).items()}
-        rate = space.numel() / times.pop("copy")  # read and written
-        read = 2 * int(batch) * kv_heads * seen * dim * arrays[1].element_size()
-        return {
-            "figures": {
-                "us": {n: 1e6 * t for n, t in times.items()}, "gb_s": {"copy": rate / 1e9},
-                "share of bandwidth": {n: read / t / rate for n, t in times.items()},
-            },
-        }  # fmt: skip
-
-    return measure
+    calls["copy"], copied = copying(scale)
+    calls = {n: torch.no_grad()(call) for n, call in calls.items()}
+    read = 2 * int(batch) * kv_heads * seen * dim * arrays[1].element_size()
+    return lambda: watched(calls, scale, partial(shares, read=read, copied=copied))
 
 
 # -- tune -------------------------------------------------------------------------------------------------
@@ -188,10 +198,8 @@ def tune(row: str, scale: Scale) -> Measure:
             continue
         calls[name] = call
 
-    def measure() -> dict[str, Any]:
-        times = rounds_of(calls, scale.rounds, clock=on_device)
+    def best_first(times: Times) -> Row:
         ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
-        best_first = dict(sorted(ms.items(), key=lambda x: x[1]))
-        return {"figures": {"ms": best_first}} | ({"notes": failed} if failed else {})
+        return {"figures": {"ms": dict(sorted(ms.items(), key=lambda x: x[1]))}}
 
-    return measure
+    return lambda: watched(calls, scale, best_first, failed)

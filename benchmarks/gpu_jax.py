@@ -16,10 +16,10 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch has some of the memory, too
 
 import numpy as np
-from gpu_scale import Call, Measure, Scale, reached
+from gpu_scale import Call, Measure, Row, Scale, Times, one_after_another, reached, watched
 
 import frisket as fk
-from frisket.runtime.bench.machine import rounds_of, row, seconds
+from frisket.runtime.bench.machine import row, seconds
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 OURS = ("pallas-mosaic-gpu", "triton")
@@ -68,7 +68,7 @@ def cases(row: str, scale: Scale) -> Measure:
     sys.path.insert(0, str(TESTS))
     where = platform(scale)
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Iterator[Row]:
         start, passed, refused, bad = time.perf_counter(), 0, {}, {}
         for name, case in _cases(dtype, scale):
             why, error = _checked(backend, what, case, where)
@@ -80,7 +80,7 @@ def cases(row: str, scale: Scale) -> Measure:
                 passed += 1
         took = time.perf_counter() - start
         count = {"passed": passed, "refused": len(refused), "failed": len(bad)}
-        return {"figures": {"cases": count, "s": {"took": took}}, "notes": {**refused, **bad}}
+        yield {"figures": {"cases": count, "s": {"took": took}}, "notes": {**refused, **bad}}
 
     return measure
 
@@ -188,19 +188,21 @@ class Contestants:
                 continue
             self.calls[name] = partial(finished if scale.dry else _given, *call)
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> Iterator[Row]:
         if not self.calls:
-            return {"notes": self.failed}
+            yield {"notes": self.failed}
+            return
+        clock = seconds if self.scale.dry else in_a_row
+        yield from watched(self.calls, self.scale, self.rates, self.failed, clock)
+        self.calls.clear()
+
+    def rates(self, times: Times) -> Row:
         pairs = fk.mask(MASKS[self.mask][0]).visible_pairs(self.length, self.length)
-        work = (4, 10)[self.direction] * self.batch * self.heads * pairs * self.dim
-        times = rounds_of(self.calls, self.scale.rounds, clock=seconds if self.scale.dry else in_a_row)
-        best = next(iter(self.calls))
+        work, best = (4, 10)[self.direction] * self.batch * self.heads * pairs * self.dim, next(iter(self.calls))
         found = row(times, [best])
         found["figures"]["tflops"] = {n: work / ms / 1e9 for n, ms in found["figures"]["ms"].items()}
         goals = GOALS.get((self.mask, self.dim, self.length))
-        found |= {} if goals is None else {"goals": reached(goals[self.direction], best)}
-        self.calls.clear()
-        return found | ({"notes": self.failed} if self.failed else {})
+        return found | ({} if goals is None else {"goals": reached(goals[self.direction], best)})
 
 
 def _given(run: Callable[..., Any], arguments: Any) -> Any:
@@ -247,11 +249,10 @@ def contest(direction: int, row: str, scale: Scale) -> Measure:
     platform(scale)
     lengths = scale.lengths if scale.dry else LENGTHS
 
-    def measure() -> dict[str, Any]:  # a length at a time: pullbacks hold what they were given
-        made = ((n, Contestants(mask, n, max(1, scale.tokens // n), int(dim), scale, direction)) for n in lengths)
-        return {"rows": {str(n): c.measured() for n, c in made}}
+    def measure(n: int) -> Measure:  # makes a length when it is measured: pullbacks hold what they were given
+        return lambda: Contestants(mask, n, max(1, scale.tokens // n), int(dim), scale, direction).measured()
 
-    return measure
+    return lambda: one_after_another({str(n): measure(n) for n in lengths}, scale)
 
 
 # -- the backward of a window over the length ----------------------------------------------------------------
@@ -268,8 +269,12 @@ def window(row: str, scale: Scale) -> Measure:
     platform(scale)
     lengths = (48, 96) if scale.dry else WINDOW_LENGTHS
 
-    def measure() -> dict[str, Any]:
-        found = {n: Contestants("window 1024", n, 1, dim, scale, 1).measured() for n in lengths}
+    def measure() -> Iterator[Row]:
+        found = {}
+        for n in lengths:
+            for each in Contestants("window 1024", n, 1, dim, scale, 1).measured():
+                found[n] = each
+                yield {"rows": {str(n): x for n, x in found.items()}}
         ms = {n: x.get("figures", {}).get("ms", {}) for n, x in found.items()}
         settled: dict[str, list[float]] = {}
         for n, by in ms.items():
@@ -277,8 +282,6 @@ def window(row: str, scale: Scale) -> Measure:
             for b, t in by.items():
                 settled.setdefault(b, []).extend([t / n] if n >= 16384 or scale.dry else [])
         spread = {b: max(x) / min(x) for b, x in settled.items() if x}
-        return {
-            "rows": {**{str(n): x for n, x in found.items()}, "spread": {"figures": {"largest / smallest": spread}}}
-        }
+        yield {"rows": {**{str(n): x for n, x in found.items()}, "spread": {"figures": {"largest / smallest": spread}}}}
 
     return measure

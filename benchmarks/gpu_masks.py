@@ -24,6 +24,7 @@ FLASH = {  # module -> name; the first argument of each is [batch, length, heads
     "flash_attn_interface": "FlashAttention 3", "flash_attn.cute": "FlashAttention 4", "flash_attn": "FlashAttention 2",
 }  # fmt: skip
 TUTORIAL = "TRITON_TUTORIAL"  # the path of 06-fused-attention.py of Triton's repository, which its wheel lacks
+DENSE = "dense"  # the formula that needs all of the memory
 SDPA = {"SDPA cudnn": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -116,7 +117,7 @@ def visible_pairs(case: Contest, length: int) -> int:
 
 def flex(case: Contest, arrays: Any, compiled: bool = True) -> Call:
     """With its block mask made beforehand, compiled for these shapes alone."""
-    torch._dynamo.reset()  # it gives up after eight masks otherwise
+    torch._dynamo.config.recompile_limit = 64  # masks and lengths of a process; it gives up after eight otherwise
     torch._functorch.config.donated_buffer = False  # a graph is kept, and run backward again and again
     q, k, _ = arrays
     run = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
@@ -129,9 +130,25 @@ def flex(case: Contest, arrays: Any, compiled: bool = True) -> Call:
 def by_sdpa(case: Contest, arrays: Any, backend: SDPBackend) -> Call:
     def run() -> Any:
         with sdpa_kernel(backend):
-            return sdpa(*arrays, is_causal=bool(case.is_causal))
+            return sdpa(*arrays, is_causal=bool(case.is_causal), enable_gqa=heads_of_a_key_head(arrays) > 1)
 
     return run
+
+
+def by_sdpa_expanded(case: Contest, arrays: Any) -> Call:
+    """The kernel that torch chooses, with a copy of the keys and values for every query head, made in each call."""
+    return lambda: sdpa(arrays[0], *expanded(arrays), is_causal=bool(case.is_causal))
+
+
+def heads_of_a_key_head(arrays: Any) -> int:
+    q, k, _ = arrays
+    return int(q.shape[1] // k.shape[1])
+
+
+def expanded(arrays: Any) -> list[torch.Tensor]:
+    """Keys and values with as many heads as there are query heads."""
+    group = heads_of_a_key_head(arrays)
+    return [x if group == 1 else x.repeat_interleave(group, 1) for x in arrays[1:]]
 
 
 def by_flash(case: Contest, arrays: Any, module: str) -> Call:
@@ -156,12 +173,13 @@ def by_tutorial(case: Contest, arrays: Any) -> Call:
 
 def dense(case: Contest, arrays: Any) -> Call:
     """Every score in memory, in float32."""
-    q, k, v = arrays
-    at = torch.arange(k.shape[2], device=q.device)
+    q = arrays[0]
+    at = torch.arange(arrays[1].shape[2], device=q.device)
     head = torch.arange(q.shape[1], device=q.device)[:, None, None]
     seen = case.peer_mask(0, 0, at[:, None], at[None, :])
 
     def run() -> Any:
+        k, v = expanded(arrays)
         score = (q @ k.transpose(2, 3)).float() * q.shape[3] ** -0.5
         if case.peer_score is not None:
             score = case.peer_score(score, 0, head, at[:, None], at[None, :])
@@ -178,15 +196,17 @@ def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Ca
         found[f"frisket, {name}"] = lambda name=name: partial(ours(case, name, deterministic=False), *arrays)
     if not direction and not dry:
         found |= {f"frisket, {n}": lambda n=n: partial(ours(case, n), *arrays) for n in ("triton", "gluon")}
-    if case.is_causal is not None and not dry:
+    if case.is_causal is not None:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
+    if case.is_causal is not None and heads_of_a_key_head(arrays) > 1:
+        found["SDPA, expanded heads"] = lambda: by_sdpa_expanded(case, arrays)
     if case.flash is not None and not dry:
         there = {module: name for module, name in FLASH.items() if installed(module)}
         found |= {name: partial(by_flash, case, arrays, module) for module, name in there.items()}
     if case.is_causal is not None and TUTORIAL in os.environ and not direction:
         found["Triton's tutorial, float16"] = partial(by_tutorial, case, arrays)
     if arrays[0].shape[2] <= 2048:
-        found["dense"] = lambda: dense(case, arrays)
+        found[DENSE + (", expanded heads" if heads_of_a_key_head(arrays) > 1 else "")] = lambda: dense(case, arrays)
     return found
 
 

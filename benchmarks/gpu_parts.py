@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import gpu_profile
 import gpu_right
 import gpu_serving
 import gpu_smoke
+import gpu_steps
 import torch
 from gpu_contests import speed, speed_rows, tune, tune_rows
-from gpu_scale import Measure, Part, Scale, drawn, on_device, same
+from gpu_scale import Measure, Part, Row, Scale, Times, drawn, same, watched
 
 import frisket as fk
 from frisket.lowering.plan import Geometry
@@ -76,14 +78,15 @@ def layout(row: str, scale: Scale) -> Measure:
         same(out, fk.compile("causal & same(doc)", backend="triton", doc=steps[4].cpu().numpy())(*arrays))
     calls = {"frisket": plan, "create_block_mask": block_mask}
 
-    def measure() -> dict[str, Any]:
-        times, wall = rounds_of(calls, scale.rounds, clock=on_device), rounds_of({"frisket": plan}, scale.rounds)
-        ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
-        host = 1e3 * statistics.median(wall["frisket"])
-        return {
-            "figures": {"ms": {**ms, "frisket, on the host": host}}, "goals": {"at most": {"ms": {"frisket": 0.3}}},
-            "notes": {"synchronizes": False},
-        }  # fmt: skip
+    def measure() -> Iterator[Row]:
+        host = 1e3 * statistics.median(rounds_of({"frisket": plan}, scale.rounds)["frisket"])
+
+        def of(times: Times) -> Row:
+            ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
+            figures = {"ms": {**ms, "frisket, on the host": host}}
+            return {"figures": figures, "goals": {"at most": {"ms": {"frisket": 0.3}}}}
+
+        yield from watched(calls, scale, of, {"synchronizes": False})
 
     return measure
 
@@ -136,12 +139,12 @@ def first(row: str, scale: Scale) -> Measure:
     code = FIRST.format(setup=setup, device=scale.device, dtype=dtype, learns=learns, **numbers)
     caches = ("FRISKET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             where = {n: str(Path(folder, n)) for n in caches}
             cold, *warm = (float(fresh(code, **where)) for _ in range(2 if scale.dry else 4))
         goals = {"at most": {"s": {"cold": 3.0}}} if who == "frisket" else {}
-        return {"figures": {"s": {"cold": cold, "from disk": statistics.median(warm)}}, "goals": goals}
+        yield {"figures": {"s": {"cold": cold, "from disk": statistics.median(warm)}}, "goals": goals}
 
     return measure
 
@@ -159,7 +162,7 @@ def cases(row: str, scale: Scale) -> Measure:
     """The interpreter's tests with their tensors on the GPU, and kernels compiled; in a dry run a few of them as they
     are."""
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Iterator[Row]:
         env = {n: x for n, x in os.environ.items() if scale.dry or n != "TRITON_INTERPRET"}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path[1:]])}
         how = ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(WORKERS), "-p", "support.triton.on_gpu"]
@@ -180,17 +183,20 @@ def cases(row: str, scale: Scale) -> Measure:
         skipped = sum("skipped" in tags for tags in outcomes.values())
         passed = len(outcomes) - len(bad) - skipped
         count = {"passed": passed, "skipped": skipped, "failed": len(bad)}
-        return {"figures": {"cases": count, "s": {"took": took}}, "notes": dict.fromkeys(bad, "failed")}
+        yield {"figures": {"cases": count, "s": {"took": took}}, "notes": dict.fromkeys(bad, "failed")}
 
     return measure
 
 
 PARTS = {
-    "smoke": Part(gpu_smoke.rows, gpu_smoke.smoke, minutes=3, limit=60),
+    "smoke": Part(gpu_smoke.rows, gpu_smoke.smoke, minutes=3, limit=60, of_the_day=True),
     "right": Part(gpu_right.rows, gpu_right.right, whole=gpu_right.whole, waits=gpu_right.waits),
     "tune": Part(tune_rows, tune),
     "speed": Part(speed_rows, speed, 5),
     "serving": Part(gpu_serving.rows, gpu_serving.serving),
+    "orders": Part(gpu_steps.order_rows, gpu_steps.order, 3),
+    "graphs": Part(gpu_steps.graph_rows, gpu_steps.graph, 2),
+    "steps": Part(gpu_steps.step_rows, gpu_steps.step, 2, limit=200),
     "profile": Part(gpu_profile.rows, gpu_profile.profile, 1, limit=220),
     "cases": Part(cases_rows, cases, 1, limit=440),
     "layout": Part(layout_rows, layout, 1),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from gpu_contests import DIRECTIONS
 from gpu_masks import contests, ours
-from gpu_scale import Measure, Scale
+from gpu_scale import Measure, Row, Scale
 
 COUNTED = {  # metrics of Nsight Compute
     "gpu__time_duration.sum": "ns", "sm__inst_executed_pipe_tensor.sum": "tensor instructions",
@@ -59,15 +60,16 @@ def profile(row: str, scale: Scale) -> Measure:
     )  # fmt: skip
     run(*call)  # compiled now
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Iterator[Row]:
         tool = which("ncu")
         notes = {} if tool else {"ncu": "not installed: torch's profiler"}
         if tool:
             try:
-                return {"rows": counted(tool, call)}
+                yield {"rows": counted(tool, call)}
+                return
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 notes["ncu"] = f"{type(error).__name__}: {error}"[:300]
-        return {"rows": timed(call, scale) | ({"Nsight Compute": {"notes": notes}} if notes else {})}
+        yield {"rows": timed(call, scale) | ({"Nsight Compute": {"notes": notes}} if notes else {})}
 
     return measure
 

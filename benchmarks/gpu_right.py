@@ -3,18 +3,21 @@ the library in 16 bits, forward and backward, beside float64 on the CPU."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
 
 import cases
 import torch
-from gpu_scale import Measure, Scale
+from gpu_scale import Measure, Row, Scale
 
 import frisket as fk
 
 TOKENS = 1000  # no multiple of any tile
 DTYPES = ("bfloat16", "float16")
 BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of errors, as parts of the largest number
-SHARED = ", shared heads"  # behind a row of an engine: two query heads of a key head, and arrays that are transposed
+SHARED = ", shared heads"  # behind a row of an engine: two query heads of each key head, and arrays that are transposed
+WIDE = {"cudnn": (96, 192, 256)}  # other head sizes of shared heads, in bfloat16, a row each
+ROW = re.compile(rf"(\w+), (.*), (bfloat16|float16|float32)({SHARED})?(?:, D (\d+))?")
 DRY = ("causal", "causal_document(off)", "softcap(c)")
 KNOWN = ("full", "causal", "prefix(p)")  # masks of engines without windows and documents
 ENGINES = {  # of each engine and dtype the entries that are asked, "": all
@@ -52,6 +55,10 @@ def rows(scale: Scale) -> list[str]:
         f"{engine}, {name}, {dtype}{more}" for engine, dtypes in engines.items() for dtype, known in dtypes.items()
         for name in entries(scale) if not known or name in known for more in ("", SHARED) if not more or name in KNOWN
     ]  # fmt: skip
+    theirs += [
+        f"{engine}, {name}, bfloat16{SHARED}, D {dim}" for engine, dims in WIDE.items() if engine in engines
+        for dim in dims for name in entries(scale) if name in KNOWN and not scale.dry
+    ]  # fmt: skip
     return sorted([*theirs, *own], key=lambda row: row.startswith("flash"))
 
 
@@ -60,26 +67,28 @@ def waits(row: str) -> bool:
     return torch.cuda.is_available() and bool(fk.backends()[row.partition(",")[0]])
 
 
-def whole(found: dict[str, Any]) -> bool:
+def whole(row: Row) -> bool:
     """Whether a row has all that is asked today: the first results of an H100 have no lse."""
-    return all("lse" in x["figures"]["error"] for name, x in found["rows"].items() if name != "count")
+    return all("lse" in x["figures"]["error"] for name, x in row["rows"].items() if name != "count")
 
 
 def right(row: str, scale: Scale) -> Measure:
     """Errors of one mask or score mod by head size, as parts of the largest number: of out, lse and gradients."""
-    backend, _, entry = row.removesuffix(SHARED).partition(", ")
-    name, _, dtype = entry.rpartition(", ")
+    parsed = ROW.fullmatch(row)
+    assert parsed is not None, row
+    backend, name, dtype, shared, dim = parsed.groups()
     kind, case = entries(scale)[name]
-    found = {dim: errors(backend, kind, case, dim, dtype, scale, row.endswith(SHARED)) for dim in scale.dims}
+    dims = (int(dim),) if dim else scale.dims
+    found = {dim: errors(backend, kind, case, dim, dtype, scale, bool(shared)) for dim in dims}
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Iterator[Row]:
         bad = {
             f"D {dim}, {what}": f"{error:.3g}" for dim, each in found.items() for what, error in each.items()
             if not error <= BOUNDS[dtype]
         }  # fmt: skip
         sizes = {str(dim): {"figures": {"error": each}} for dim, each in found.items()}
         count = {"passed": sum(map(len, found.values())) - len(bad), "failed": len(bad)}
-        return {"rows": {**sizes, "count": {"figures": {"cases": count}, "notes": bad}}}
+        yield {"rows": {**sizes, "count": {"figures": {"cases": count}, "notes": bad}}}
 
     return measure
 
@@ -90,7 +99,8 @@ def errors(
     """{"out": error, "lse": error, "dq": error, ...}, for engines "dq, generated" and so on, too; for Gluon's kernels
     "out" and "lse" alone."""
     torch.manual_seed(0)
-    heads, lengths = max(2, case.heads), (case.q_len, case.kv_len, case.kv_len)
+    # two key heads where heads share them, so that which one a query head reads matters
+    heads, lengths = max(4 if shared else 2, case.heads), (case.q_len, case.kv_len, case.kv_len)
     made = [torch.randn(case.batch, heads, n, dim).to(getattr(torch, dtype)) for n in lengths]
     if shared:
         kept = zip((heads, heads // 2, heads // 2), made, strict=True)

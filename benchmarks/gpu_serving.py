@@ -1,60 +1,74 @@
 """The part of gpu.py that times steps of serving: a few queries of every sequence over a long cache, of bfloat16 or of
-8 bits with scales, in one piece or in pages."""
+8 bits with scales, in one piece or in pages; and one query of multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
-import statistics
 from functools import partial
 from typing import Any
 
 import torch
 from gpu_masks import contests, flex
-from gpu_scale import Call, Measure, Scale, drawn, on_device
+from gpu_scale import Call, Entrants, Measure, Scale, copying, drawn, one_after_another, shares, watched
 
 import frisket as fk
-from frisket.runtime.bench.machine import rounds_of
 
 CACHES = ((1, 8192), (1, 131072), (8, 32768), (32, 8192))  # sequences, tokens of each
 STORED = ("bfloat16", "int8", "float8_e4m3fn")
 QUERIES, PAGES = (1, 4, 16), (0, 64)
 HEADS, KV_HEADS, DIM = 64, 8, 128
+LATENT, LATENT_V, LATENT_HEADS = 576, 512, (16, 128)  # one key head; values are the first numbers of keys
 BOUND = 0.02  # of the largest number of a result
 
 
 def rows(scale: Scale) -> list[str]:
-    return [
+    steps = [
         f"{n} queries, {dtype}, {f'pages of {page}' if page else 'one piece'}" for page in PAGES for dtype in STORED
         for n in QUERIES
     ]  # fmt: skip
+    return [*steps, *(f"MLA {LATENT}/{LATENT_V}, {heads} heads" for heads in LATENT_HEADS)]
 
 
 def serving(row: str, scale: Scale) -> Measure:
     """Microseconds, and the bytes of keys, values, scales and page numbers that a step must read in that time, as a
     share of the rate at which the device copies memory."""
-    queries, dtype, kind = row.split(", ")
-    n, page = int(queries.split()[0]), 0 if kind == "one piece" else int(kind.split()[-1])
-    calls, read = dict[str, dict[str, Call]](), dict[str, int]()
+    steps = {}
     for batch, length in ((1, 96),) if scale.dry else CACHES:
         name = f"{batch} x {length}"
-        calls[name], read[name] = step(n, dtype, page and (16 if scale.dry else page), batch, length, scale)
-    space = torch.empty(2, 1 << (16 if scale.dry else 30), dtype=torch.uint8, device=scale.device)
+        if steps and scale.deadline.passed(name):
+            break
+        if row.startswith("MLA"):
+            steps[name] = latent(4 if scale.dry else int(row.split()[-2]), batch, length, scale)
+        else:
+            queries, dtype, kind = row.split(", ")
+            page = 0 if kind == "one piece" else 16 if scale.dry else int(kind.split()[-1])
+            steps[name] = step(int(queries.split()[0]), dtype, page, batch, length, scale)
+    copy, copied = copying(scale)
 
-    def measure() -> dict[str, Any]:
-        found = {}
-        for name, own in calls.items():
-            with torch.no_grad():
-                clocked = rounds_of({**own, "copy": lambda: space[0].copy_(space[1])}, scale.rounds, clock=on_device)
-            times = {who: statistics.median(t) for who, t in clocked.items()}
-            rate = 2 * space[0].numel() / times.pop("copy")  # read and written
-            found[name] = {
-                "figures": {
-                    "us": {who: 1e6 * t for who, t in times.items()}, "gb_s": {"copy": rate / 1e9},
-                    "share of bandwidth": {who: read[name] / t / rate for who, t in times.items()},
-                },
-            }  # fmt: skip
-        return {"rows": found}
+    def measure(calls: dict[str, Call], read: int) -> Measure:
+        timed = {n: torch.no_grad()(call) for n, call in {**calls, "copy": copy}.items()}
+        return lambda: watched(timed, scale, partial(shares, read=read, copied=copied))
 
-    return measure
+    return lambda: one_after_another({n: measure(*of_step) for n, of_step in steps.items()}, scale)
+
+
+def latent(heads: int, batch: int, length: int, scale: Scale) -> tuple[dict[str, Call], int]:
+    """A step of MLA: every query head reads the one key head, and values are a view of keys. The peer is two products
+    with all scores in memory; keys have to be read once."""
+    q, k, _ = drawn(batch, heads, 1, length, LATENT, scale, 1)
+    v = k[..., :LATENT_V]
+    att = fk.compile("causal", backend="triton")
+
+    def products() -> Any:
+        scores = q.transpose(1, 2) @ k.transpose(2, 3) * LATENT**-0.5  # [batch, 1, heads, length]
+        return (torch.softmax(scores, 3, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+
+    entrants = Entrants(scale)
+    with torch.no_grad():
+        entrants.enter("frisket", lambda: partial(att, q, k, v, origin=(0, 0, length - 1, 0)))
+        entrants.enter("two products", lambda: products, close)
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()
+    return entrants.calls, k.numel() * k.element_size()
 
 
 def step(queries: int, dtype: str, page: int, batch: int, length: int, scale: Scale) -> tuple[dict[str, Call], int]:
@@ -73,10 +87,7 @@ def step(queries: int, dtype: str, page: int, batch: int, length: int, scale: Sc
     call = partial(att, q, k, v, origin=(0, 0, length - queries, 0), **more)
     own: dict[str, Call] = {"frisket": call}
     with torch.no_grad():
-        want = dense(q, k, v, **more)
-        error = float((call()[:1].float() - want).abs().max() / want.abs().max())
-        if not error <= BOUND:
-            raise AssertionError(f"{batch} x {length}: the largest error is {error:.3g} of the largest number")
+        close(call()[:1], dense(q, k, v, **more))
         if not of_8_bits and not page:
             case = contests(length, heads, scale.device)["causal"]
             first = length - queries
@@ -87,6 +98,13 @@ def step(queries: int, dtype: str, page: int, batch: int, length: int, scale: Sc
         torch.cuda.empty_cache()  # other rows wait beside this one
     kept = sum(x.numel() * x.element_size() for x in (k, v, *more.values()))
     return own, kept
+
+
+def close(result: torch.Tensor, want: torch.Tensor) -> None:
+    """Raise where a result differs by more than BOUND."""
+    error = float((result.float() - want.float()).abs().max() / want.abs().max())
+    if not error <= BOUND:
+        raise AssertionError(f"the largest error is {error:.3g} of the largest number")
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, scale: Scale) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gpu_sensors
 import numpy as np
 import torch
 from gpu_scale import Measure, Scale
@@ -42,6 +43,7 @@ def versions(scale: Scale) -> dict[str, str]:
         found["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         found["driver"] = f"{type(error).__name__}: {error}"
+    found["clock, power, temperature"] = gpu_sensors.sensor()[1]
     return found
 
 
@@ -149,4 +151,4 @@ def smoke(row: str, scale: Scale) -> Measure:
     found = CALLS[row](scale)
     took = time.perf_counter() - start
     print(row, f"{took:.1f} s", file=sys.stderr)
-    return lambda: {"figures": {"s": {"took": took}}, "notes": found or {}}
+    return lambda: [{"figures": {"s": {"took": took}}, "notes": found or {}}]

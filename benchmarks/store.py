@@ -60,6 +60,8 @@ def shown(name: str, row: Row, indent: str = "") -> str:
         lines.append(shown(inner, each, indent + "    "))
     for quantity, figures in row.get("figures", {}).items():
         lines.append(f"{indent}    {quantity:24} " + ", ".join(f"{n} {rounded(x)}" for n, x in figures.items()))
+    for quantity, each in row.get("rounds", {}).items():
+        lines.append(f"{indent}    {quantity:24} {rounded(min(each))} to {rounded(max(each))}")
     bounds = {(g.quantity, g.name): g for g in schema.goals(row)}
     for pair, ratio in row.get("ratios", {}).items():
         goal = bounds.pop(("ratios", pair), None)

@@ -314,7 +314,7 @@ def device(part: Part) -> str:
     """The GPU of a part, or its CPU and how many threads ran."""
     machine, threads = part["machine"], part["settings"].get("threads")
     if "gpu" in machine:
-        return "H100"
+        return re.sub(r"NVIDIA | \d+GB.*", "", machine["gpu"])
     cpu = machine["cpu"].replace("(R)", "").removesuffix(" Processor")
     return cpu + (f", {threads} thread{'s' if threads > 1 else ''}" if threads else "")
 
@@ -639,12 +639,16 @@ RATES = ("jax-forward", "jax-backward")
 TITLES = {
     "jax-forward": "Forward, JAX", "jax-backward": "Backward, JAX", "jax-cases": "Tests in JAX",
     "cases": "Tests in torch", "first": "First calls", "layout": "Planning", "profile": "Counters of a profiler",
+    "orders": "Tokens in another order", "graphs": "CUDA graphs", "steps": "Training steps of a small model",
 }  # fmt: skip
 
 
 def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
     """What there is of the parts of benchmarks/gpu.py."""
     yield on_gpu(parts)
+    for name, part in parts.items():
+        if lacks := part.get("notes"):
+            yield f"Not measured to the end, in the part `{name}`: {'; '.join(lacks)}.\n"
     rows: dict[str, dict[str, Any]] = {name: part["rows"] for name, part in parts.items()}
     speed = rows.pop("speed", {})
     if smoke := [n for n in rows.pop("smoke", {}) if n != "versions"]:

@@ -12,7 +12,8 @@ Figures are medians over rounds by what is counted and by whom, or by what varie
 sides; it is the median over rounds, with the 95 % interval of that median (of fewer than six rounds, with their range)
 where one was taken, or the median alone.
 "peer / ours" is above 1 where ours is faster. `rounds` of the settings is null where nobody wrote it down. A row may
-hold rows of its own, one for each length, say. `notes` are words: why there is no figure, or how it came about.
+hold rows of its own, one for each length, say. `notes` are words: why there is no figure, or how it came about. `run`
+is the date, machine and versions of a row, and `rounds` what was read in each round, such as the clock of a GPU.
 """
 
 from __future__ import annotations
@@ -92,12 +93,15 @@ def goals(row: Mapping[str, Any]) -> Iterator[Goal]:
 def _rows(rows: Any, where: str) -> None:
     for name, row in _named(rows, where):
         here = f"{where}.{name}"
-        if isinstance(row, Mapping) and "rows" in row:
-            _keys(row, here, ("rows",))
+        for key, value in _named(row, here):
+            if key in ("run", "rounds", "notes"):
+                _checked(value, f"{here}.{key}", Real if key == "rounds" else str | Real)
+        if "rows" in row:
+            _keys(row, here, ("rows",), ("run",))
             _rows(row["rows"], here)
             continue
-        _keys(row, here, (), ("figures", "ratios", "goals", "notes"))
-        if not row:
+        _keys(row, here, (), ("figures", "ratios", "goals", "notes", "run", "rounds"))
+        if not set(row) - {"run"}:
             raise ParameterError(f"{here}: nothing is said; give figures, ratios or notes")
         for quantity, figures in _named(row.get("figures", {}), f"{here}.figures"):
             for who, value in _named(figures, f"{here}.figures.{quantity}"):
@@ -112,7 +116,6 @@ def _rows(rows: Any, where: str) -> None:
                     raise ParameterError(f"{here}.goals.{side}: there are no figures in {quantity!r}")
                 for who, value in _named(bounds, f"{here}.goals.{side}.{quantity}"):
                     _number(value, f"{here}.goals.{side}.{quantity}.{who}")
-        _checked(row.get("notes", {}), f"{here}.notes")
 
 
 def _ratio(pair: str, ratio: Any, where: str) -> None:

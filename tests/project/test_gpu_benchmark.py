@@ -2,11 +2,7 @@
 are measured in processes of their own, kept and resumed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import cases
 import gpu
@@ -14,24 +10,7 @@ import gpu_profile
 import gpu_right
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = """
-import json, sys
-from gpu_parts import PARTS
-from gpu_scale import DRY
-for part, row in json.loads(sys.argv[1]):
-    assert row in PARTS[part].rows(DRY), (row, [*PARTS[part].rows(DRY)])
-    print(json.dumps(PARTS[part].prepare(row, DRY)()))
-"""
-
-
-def python(*arguments: str) -> str:
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd=BENCHMARKS)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
+from support.triton.gpu_rows import measured, python
 
 STAND_INS = """
 import sys
@@ -49,11 +28,6 @@ register(replace(
 of_triton = {n: getattr(RECORDS["triton"], n) for n in ("executors", "call_target", "platforms", "interpreter")}
 register(replace(RECORDS["gluon"], reason=lambda framework=None: "", instead="", **of_triton))
 """
-
-
-def measured(*rows: tuple[str, str], stand_ins: bool = False) -> list[dict]:
-    script = (STAND_INS if stand_ins else "") + ROWS
-    return [json.loads(line) for line in python("-c", script, json.dumps(rows)).splitlines()]
 
 
 @pytest.mark.exhaustive
@@ -90,7 +64,7 @@ def test_rows_of_engines():
         ("right", "flash, causal, float16"),
         ("right", "flash, causal_document(off), float16"), ("right", "flash, softcap(c), float16"),
         ("right", "gluon, causal_document(off), float16"), ("right", "gluon, softcap(c), float16"),
-        ("speed", "forward: causal, D 16"), ("speed", "backward: causal, D 16"), stand_ins=True,
+        ("speed", "forward: causal, D 16"), ("speed", "backward: causal, D 16"), before=STAND_INS,
     )  # fmt: skip
     for engine in right:
         assert engine["rows"]["count"]["figures"]["cases"] == {"passed": 8, "failed": 0}
@@ -117,7 +91,7 @@ def test_gpu_benchmark_parts_of_the_first_hour_come_first():
     from gpu_parts import PARTS
     from gpu_scale import FULL
 
-    assert [*PARTS][:6] == ["smoke", "right", "tune", "speed", "serving", "profile"]
+    assert [*PARTS][:5] == ["smoke", "right", "tune", "speed", "serving"]
     assert PARTS["smoke"].minutes == 3
     assert all(part.minutes <= 7.5 and part.limit <= 60 * part.minutes for part in PARTS.values())
     assert next(iter(PARTS["tune"].rows(FULL))).startswith("forward, causal, D 128, 3 stages")
@@ -132,6 +106,7 @@ def test_gpu_benchmark_parts_of_the_first_hour_come_first():
     wanted |= {f"flash, {name}, bfloat16" for name in entries} | {f"flash, {name}, float16" for name in more}
     engines = [(engine, name, dtype) for engine in ("sdpa", "cudnn", "flash") for name in known for dtype in dtypes]
     wanted |= {f"{', '.join(row)}{gpu_right.SHARED}" for row in engines}
+    wanted |= {f"cudnn, {name}, bfloat16{gpu_right.SHARED}, D {dim}" for name in known for dim in (96, 192, 256)}
     assert {*PARTS["right"].rows(FULL)} == wanted
     speed = [*PARTS["speed"].rows(FULL)]
     of_the_issue = [f"forward: {name}, D {dim}" for name in ("window 128", "documents of 512") for dim in (128, 64)]
@@ -149,9 +124,10 @@ def test_gpu_benchmark_rows_without_results_come_first(tmp_path, capsys):
     rows = {names[0]: row(out=0, lse=0), names[1]: row(out=0)}
     results = {"parts": {"right": {"machine": {"gpu": "another"}, "rows": rows}}}
     (tmp_path / "gpu.json").write_text(json.dumps(results))
-    assert gpu.in_turn("right", names, tmp_path) == [*names[2:], names[1], names[0]]
-    assert gpu.lacking("right", names, tmp_path) == [*names[2:], names[1]]
-    assert gpu.in_turn("right", names, tmp_path / "none") == names
+    parts = gpu.loaded(tmp_path / "gpu.json")
+    assert gpu.in_turn("right", names, parts) == [*names[2:], names[1], names[0]]
+    assert gpu.lacking("right", names, parts) == [*names[2:], names[1]]
+    assert gpu.in_turn("right", names, gpu.loaded(tmp_path / "none.json")) == names
     assert gpu.main(["left", "--only", "right: triton, causal,", "--into", str(tmp_path)]) == 0
     said = "right: 2 of 2 rows are left\n    triton, causal, bfloat16\n    triton, causal, float16\n"
     assert capsys.readouterr().out == said
@@ -162,23 +138,23 @@ def test_gpu_page_states_the_rows_that_results_lack():
     from gpu_parts import PARTS
     from gpu_scale import FULL
 
-    rows = gpu.lacking("right", PARTS["right"].rows(FULL), gpu.RESULTS)
-    known = gpu.results("right", gpu.RESULTS)["rows"]
+    parts = gpu.loaded(gpu.RESULTS / "gpu.json")
+    rows = gpu.lacking("right", PARTS["right"].rows(FULL), parts)
+    known = parts["right"]["rows"]
     page = " ".join((gpu.RESULTS.parents[1] / "docs" / "performance.md").read_text().split())
     left = {True: dict[str, list[str]](), False: dict[str, list[str]]()}  # by whether a row never ran
     for row in rows:
-        backend, _, rest = row.removesuffix(gpu_right.SHARED).partition(", ")
-        name, _, dtype = rest.rpartition(", ")
-        more = gpu_right.SHARED if row.endswith(gpu_right.SHARED) and backend != "flash" else ""
+        backend, name, dtype, shared, _ = gpu_right.ROW.fullmatch(row).groups()
+        more = shared if shared and backend != "flash" else ""
         left[row not in known].setdefault(f"{backend}, {dtype}{more}", []).append(name)
     never, no_lse = left[True], left[False]
     engines = {f"{n}, {d}{gpu_right.SHARED}" for n in ("sdpa", "cudnn") for d in gpu_right.DTYPES}
     assert never.keys() == {"flash, bfloat16", "flash, float16", *engines}
     assert no_lse.keys() == {"triton, bfloat16"}
     assert f"- the lse of {len(no_lse['triton, bfloat16'])} masks in bfloat16 on Triton" in page
-    assert [part for part in PARTS if not gpu.results(part, gpu.RESULTS)] == ["jax-window"]
+    assert [part for part in PARTS if part not in parts] == ["orders", "graphs", "steps", "jax-window"]
     files = PARTS["cases"].rows(FULL)
-    assert len(set(files) - gpu.results("cases", gpu.RESULTS)["rows"].keys()) == 2
+    assert len(set(files) - parts["cases"]["rows"].keys()) == 2
     assert "Two files have not run to their end" in page
     first = [row not in known for row in rows]
     assert first == sorted(first, reverse=True)
@@ -233,7 +209,7 @@ def test_gpu_benchmark_measures_each_part_of_jax():
 
 @pytest.mark.exhaustive
 def test_rows_are_kept_and_resumed(tmp_path):
-    command = ["speed", "--dry", "--only", "forward: full", "--into", str(tmp_path)]
+    command = ["speed", "--dry", "--only", "forward: full, D 16", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"
     first, again = python("-c", twice).split("status 0\n")[:2]
     assert first.startswith("forward: full, D 16\n    48\n")

@@ -39,6 +39,13 @@ def test_a_good_result():
     assert [names for names, _ in schema.leaves(nested["parts"]["p"]["rows"])] == [("r", "x")]
 
 
+def test_a_row_of_another_run():
+    """It names its date and machine, and has what was read in each round."""
+    leaf = {"figures": {"ms": {"a": 1.0}}, "rounds": {"W": [650.0, 655.5]}}
+    for row in (leaf, {"rows": {"x": leaf}}):
+        schema.check(changed(ROW, {**row, "run": {"date": "2026-01-02", "gpu": "y", "rounds": 2}}))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -54,6 +61,10 @@ def test_a_good_result():
         ((*ROW, "ratios"), {"b / a": [3.0, 1.0, 2.0]}, "outside of its interval"),
         ((*ROW, "goals"), {"at least": {"us": {"a": 1.0}}}, "there are no figures in 'us'"),
         ((*ROW, "goals"), {"about": {}}, "the keys are about"),
+        (ROW, [], "must be an object with names, got list"),
+        (ROW, {"run": {"gpu": "y"}}, "nothing is said"),
+        ((*ROW, "run"), {"gpu": None}, "parts.p.rows.r.run.gpu: None must be text, a number"),
+        ((*ROW, "rounds"), {"W": ["650"]}, r"parts.p.rows.r.rounds.W: \['650'\] must be"),
     ],
 )  # fmt: skip
 def test_a_result_in_another_form(path, value, message):
