@@ -93,9 +93,8 @@ def goals(row: Mapping[str, Any]) -> Iterator[Goal]:
 def _rows(rows: Any, where: str) -> None:
     for name, row in _named(rows, where):
         here = f"{where}.{name}"
-        for key, value in _named(row, here):
-            if key in ("run", "rounds", "notes"):
-                _checked(value, f"{here}.{key}", Real if key == "rounds" else str | Real)
+        for key in {"run", "rounds", "notes"} & dict(_named(row, here)).keys():
+            _checked(row[key], f"{here}.{key}", Real if key == "rounds" else str | Real)
         if "rows" in row:
             _keys(row, here, ("rows",), ("run",))
             _rows(row["rows"], here)

@@ -29,7 +29,7 @@ MACHINE = {"date": "2026-11-28", "cpu": "x", "cores": 16, "python": "3.12.3"}
 # -- rows -------------------------------------------------------------------------------------------------
 
 
-def test_one_row_of_every_kind():
+def test_gpu_rows_of_each_kind_are_measured():
     grouped, wide, shared, ordered, stored, latent, graph, step = measured(
         ("speed", "forward: causal, D 64, GQA 8"), ("speed", "backward: causal, D 192/128"),
         ("right", "sdpa, causal, float32, shared heads"), ("orders", "64 documents, shuffled"),
@@ -57,14 +57,14 @@ def test_one_row_of_every_kind():
 
 
 @pytest.mark.exhaustive
-def test_every_row_of_the_list():
+def test_gpu_list_rows_all_run_in_the_interpreter():
     jobs = gpu_order.ordered(DRY)
     found = measured(*jobs, rounds=1)
     assert len(found) == len(jobs)
     assert not any(gpu.failures(row) for row in found)
 
 
-def test_the_most_valuable_rows_come_first():
+def test_valuable_gpu_rows_come_first():
     jobs = gpu_order.ordered(FULL)
     kinds = (
         "smoke: versions", "speed: forward: causal, D 128, GQA 4", "speed: backward: 12 documents, D 128, GQA 4",
@@ -151,7 +151,7 @@ def run(folder, *more):
     return written["parts"]
 
 
-def test_the_list_goes_on_where_it_stopped(tmp_path, stub, capsys):
+def test_gpu_list_resumes_where_it_stopped(tmp_path, stub, capsys):
     first = rows(n48=row(frisket=1.0), n96=row(frisket=2.0))
     stub({
         "versions": ([row(s=1.0)], ""), "breaks": ([], "breaks"), "hangs": ([rows(n48=row(replay=1.0))], "hangs"),
@@ -191,7 +191,7 @@ def test_the_list_goes_on_where_it_stopped(tmp_path, stub, capsys):
     assert "in the order of their value: 0 of 1 rows are left\n" in capsys.readouterr().out
 
 
-def test_the_end_of_the_minutes_fails_no_row(tmp_path, stub, monkeypatch, capsys):
+def test_end_of_the_minutes_fails_no_gpu_row(tmp_path, stub, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "GRACE", 0.1)
     monkeypatch.setattr(gpu, "ordered", lambda scale: [("speed", "half"), ("speed", "whole"), ("steps", "late")])
     stub({"half": ([rows(n48=row(frisket=1.0))], "hangs"), "whole": ([], "hangs"), "late": ([], "")})
@@ -220,7 +220,7 @@ def test_rows_of_another_gpu_have_a_file_of_their_own(tmp_path, stub, monkeypatc
     assert {each["run"]["gpu"] for part in parts.values() for each in part["rows"].values()} == {"NVIDIA H200"}
 
 
-def test_an_unfinished_row_is_merged_with_rows_of_one_machine_alone(tmp_path):
+def test_unfinished_gpu_row_merges_with_its_own_machine(tmp_path):
     """So that no ratio or figure of a row is of two machines."""
     half = rows(n48=row(frisket=1.0))
     for torch_version in ("2.11.0", "2.12.0"):
@@ -258,7 +258,7 @@ def test_after_the_deadline_a_row_begins_nothing_more():
     assert math.inf == DRY.deadline.at
 
 
-def test_contestants_that_cannot_run_are_noted_and_wrong_ones_are_errors():
+def test_absent_contestants_are_noted_wrong_ones_are_errors():
     entrants = Entrants(DRY)
     entrants.enter("frisket", lambda: lambda: torch.ones(3))
     entrants.enter("missing", lambda: [].pop)
