@@ -41,25 +41,33 @@ def dense(change: Callable[[Any], Any], seen: Any) -> Callable[..., Any]:
     return run
 
 
-def contests() -> dict[str, tuple[Callable[[str], fk.Attention], Callable[..., Any]]]:
-    """name -> (frisket's attention for a tier, the peer)."""
-    lower = jnp.asarray(AT[:, None] >= AT)
-    together = lower & jnp.asarray(DOC[:, None] == DOC)
-    bias = jnp.asarray(SLOPE)[:, None, None] * (AT - AT[:, None])
+def contests() -> dict[str, tuple[Callable[[str], fk.Attention], Callable[[], Callable[..., Any]]]]:
+    """name -> (frisket's attention for a tier, a function that makes the peer and its tables of all pairs)."""
     attend = jax.nn.dot_product_attention
+
+    def lower() -> Any:
+        return jnp.asarray(AT[:, None] >= AT)
+
+    def together() -> Any:
+        return lower() & jnp.asarray(DOC[:, None] == DOC)
+
+    def alibi() -> Callable[..., Any]:
+        bias = jnp.asarray(SLOPE)[:, None, None] * (AT - AT[:, None])
+        return dense(lambda s: s + bias, lower())
 
     def ours(mask: str, score: str | None = None, **params: Any) -> Callable[[str], fk.Attention]:
         return lambda tier: fk.compile(mask, score, backend=tier, **params)
 
     return {
-        "causal": (ours("causal"), partial(attend, is_causal=True)),
+        "causal": (ours("causal"), lambda: partial(attend, is_causal=True)),
         f"causal & window({WINDOW})": (
-            ours(f"causal & window({WINDOW})"), partial(attend, is_causal=True, local_window_size=(WINDOW - 1, 0))),
+            ours(f"causal & window({WINDOW})"),
+            lambda: partial(attend, is_causal=True, local_window_size=(WINDOW - 1, 0))),
         f"causal & same(doc), {DOCUMENTS} documents": (
-            ours("causal & same(doc)", doc=DOC), partial(attend, mask=together[None, None])),
-        "softcap(50), causal": (ours("causal", "softcap(50)"), dense(lambda s: CAP * jnp.tanh(s / CAP), lower)),
-        "ALiBi, causal": (
-            ours("causal", "score + slope[h] * (k - q)", slope=SLOPE), dense(lambda s: s + bias, lower)),
+            ours("causal & same(doc)", doc=DOC), lambda: partial(attend, mask=together()[None, None])),
+        "softcap(50), causal": (
+            ours("causal", "softcap(50)"), lambda: dense(lambda s: CAP * jnp.tanh(s / CAP), lower())),
+        "ALiBi, causal": (ours("causal", "score + slope[h] * (k - q)", slope=SLOPE), alibi),
     }  # fmt: skip
 
 
@@ -90,28 +98,32 @@ def beside(name: str, part: str, calls: dict[str, Call], rounds: int) -> dict[st
 def forward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     arrays = drawn(1, LENGTH, HEADS, DIM)
     for name, (ours, peer) in contests().items():
-        calls = {t: partial(jax.jit(ours(t)), *arrays) for t in TIERS} | {"peer": partial(jax.jit(peer), *arrays)}
+        calls = {t: partial(jax.jit(ours(t)), *arrays) for t in TIERS} | {"peer": partial(jax.jit(peer()), *arrays)}
         yield name, beside(name, "forward", calls, rounds)
 
 
-def backward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def gradients(attend: Callable[..., Any], arrays: tuple[Any, ...], cotangent: Any) -> Call:
     """Forward and backward together."""
+    return partial(jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v) * cotangent).sum(), argnums=(0, 1, 2))), *arrays)
+
+
+def backward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     arrays, cotangent = drawn(1, LENGTH, HEADS, DIM), drawn(1, LENGTH, HEADS, DIM)[0]
-
-    def both(attend: Callable[..., Any]) -> Call:
-        gradients = jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v) * cotangent).sum(), argnums=(0, 1, 2)))
-        return partial(gradients, *arrays)
-
     for name, (ours, peer) in list(contests().items())[:2]:
-        calls = {t: both(ours(t)) for t in TIERS} | {"peer": both(peer)}
+        attends = {t: ours(t) for t in TIERS} | {"peer": peer()}
+        calls = {who: gradients(attend, arrays, cotangent) for who, attend in attends.items()}
         yield name, beside(name, "backward", calls, rounds)
 
 
+def small(tier: str) -> Call:
+    """A call of 16 tokens, one head of 16, under jit."""
+    return partial(jax.jit(fk.compile("causal", backend=tier)), *drawn(1, 16, 1, 16))
+
+
 def overhead(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """16 tokens, one head of 16, under jit; the goal is 40 us."""
-    arrays = drawn(1, 16, 1, 16)
-    calls = {t: partial(jax.jit(fk.compile("causal", backend=t)), *arrays) for t in TIERS}
-    calls["one addition"] = partial(jax.jit(lambda q, k, v: q + 1.0), *arrays)
+    """Small calls; the goal is 40 us."""
+    calls = {t: small(t) for t in TIERS}
+    calls["one addition"] = partial(jax.jit(lambda q, k, v: q + 1.0), *drawn(1, 16, 1, 16))
 
     def many(call: Call) -> Call:
         def run() -> None:

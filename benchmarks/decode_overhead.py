@@ -12,7 +12,7 @@ each a key of results/decode-overhead.json, microseconds, over rounds that take 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,14 @@ def rows(
         )
 
 
-def in_jax(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], Any]], float]:
+def in_jax(
+    batch: int, dtype: str, mask: str, names: Collection[str] = ("step", "append", "nothing", "attention")
+) -> tuple[dict[str, Callable[[], Any]], float]:
+    """The calls of these names, and what the step is to cost at most besides attention."""
     import jax
     import jax.numpy as jnp
 
     from frisket.caches.jax import KVCache
-    from frisket.runtime.caches.masks import APPENDED, END, START, placed
 
     att, lengths = fk.compile(mask), lengths_of(batch)
     draw = np.random.default_rng(0)
@@ -72,14 +74,18 @@ def in_jax(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], An
     def filled() -> KVCache:
         return KVCache.create(batch, CAPACITY, KV_HEADS, DIM, dtype=dtype).append(prompt, prompt, jnp.asarray(lengths))
 
-    kept = {"step": filled(), "append": filled(), "nothing": filled(), "attention": filled()}
-    known = placed(att, APPENDED).plan(1, CAPACITY, batch, HEADS, **{START: lengths, END: lengths + 1})
+    kept = {name: filled() for name in names}
     run = {
         "step": lambda cache, q, k, v: cache.attention(att, q, k, v)[::-1],
         "append": lambda cache, q, k, v: (cache.append(k, v), q),
         "nothing": lambda cache, q, k, v: (cache, q),
         "attention": lambda cache, q, k, v: (cache, fixed(cache, q)),
     }
+
+    if "attention" in names:
+        from frisket.runtime.caches.masks import APPENDED, END, START, placed
+
+        known = placed(att, APPENDED).plan(1, CAPACITY, batch, HEADS, **{START: lengths, END: lengths + 1})
 
     def fixed(cache: KVCache, q: jax.Array) -> Any:
         scales = {n: x for n, x in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)) if x is not None}
@@ -96,10 +102,13 @@ def in_jax(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], An
 
         return some
 
-    return {n: steps(n) for n in run}, 150
+    return {n: steps(n) for n in names}, 150
 
 
-def in_torch(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], Any]], float]:
+def in_torch(
+    batch: int, dtype: str, mask: str, names: Collection[str] = ("step", "append", "attention")
+) -> tuple[dict[str, Callable[[], Any]], float]:
+    """The calls of these names, and what the step is to cost at most besides attention."""
     import torch
 
     from frisket.caches.torch import KVCache
@@ -113,19 +122,20 @@ def in_torch(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], 
         made = KVCache.create(batch, CAPACITY, KV_HEADS, DIM, dtype=getattr(torch, dtype))
         return made.append(prompt, prompt, lengths)
 
-    caches = {"step": filled(), "append": filled(), "attention": filled()}
+    caches = {name: filled() for name in names}
     ready: dict[str, Any] = {}
-    cache = caches["attention"].append(prompt, prompt, [STEPS // 2] * batch)  # as many keys as on average
-    cache.attention(att, q, k, v)
-    (step,) = cache._steps.values()
-    executor = step.ready.forward
+    if "attention" in names:
+        cache = caches["attention"].append(prompt, prompt, [STEPS // 2] * batch)  # as many keys as on average
+        cache.attention(att, q, k, v)
+        (step,) = cache._steps.values()
+        executor = step.ready.forward
 
-    def seen(*given: Any, **options: Any) -> Any:
-        ready.update(given=given, options=options)
-        return executor(*given, **options)
+        def seen(*given: Any, **options: Any) -> Any:
+            ready.update(given=given, options=options)
+            return executor(*given, **options)
 
-    object.__setattr__(step.ready, "forward", seen)
-    cache.attention(att, q, k, v)
+        object.__setattr__(step.ready, "forward", seen)
+        cache.attention(att, q, k, v)
     run = {
         "step": lambda cache: cache.attention(att, q, k, v),
         "append": lambda cache: cache.append(k, v),
@@ -141,7 +151,7 @@ def in_torch(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], 
 
         return some
 
-    return {n: steps(n) for n in run}, 100
+    return {n: steps(n) for n in names}, 100
 
 
 PARTS = {

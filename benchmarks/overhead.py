@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,44 @@ from frisket.runtime.backends.base import RECORDS, register
 
 S, H = 256, 2
 CALLS, ROUNDS = 200, 31
+KINDS = ("call", "with gradients", "and backward")
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
 SCALAR = "param c: float\nscore = c * tanh(score / c)"
 
 
-def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """(attention, what a call brings beside q, k and v)."""
-    triton = {"backend": "triton"}
-    doc = torch.arange(S) // 100
-    documents = fk.compile("causal & same(doc)", **triton)
+def cases(backend: str, length: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """(attention, the keywords of its calls) by name."""
+    compiled = partial(fk.compile, backend=backend)
+    doc = torch.arange(length) // 100
+    documents = compiled("causal & same(doc)")
     return {
-        "causal": (fk.compile("causal", **triton), {}),
-        "window": (fk.compile("causal & window(256)", **triton), {}),
-        "documents, planned": (documents, {"plan": documents.plan(S, S, 1, H, doc=doc, flat=True)}),
-        "softcap": (fk.compile("causal", "softcap(20)", **triton), {}),
-        "a learned table": (fk.compile("causal", ALIBI, **triton), {"slope": torch.randn(H)}),
-        "a learned scalar": (fk.compile("causal", SCALAR, **triton), {"c": torch.tensor(20.0)}),
-        "sinks and dropout": (fk.compile("causal", dropout=0.1, **triton), {"sinks": torch.randn(H), "seed": 3}),
+        "causal": (compiled("causal"), {}),
+        "window": (compiled("causal & window(256)"), {}),
+        "documents, planned": (documents, {"plan": documents.plan(length, length, 1, H, doc=doc, flat=True)}),
+        "softcap": (compiled("causal", "softcap(20)"), {}),
+        "a learned table": (compiled("causal", ALIBI), {"slope": torch.randn(H)}),
+        "a learned scalar": (compiled("causal", SCALAR), {"c": torch.tensor(20.0)}),
+        "sinks and dropout": (compiled("causal", dropout=0.1), {"sinks": torch.randn(H), "seed": 3}),
     }
+
+
+def calls(att: Any, keywords: dict[str, Any], length: int) -> dict[str, Callable[[], Any]]:
+    """The calls to time, of an attention with these keywords."""
+    arrays = [torch.randn(1, H, length, 64, dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in arrays]
+    cotangent = torch.randn_like(arrays[0])
+    timed = (
+        lambda: att(*arrays, **keywords),
+        lambda: att(*leaves, **keywords),
+        lambda: torch.autograd.grad(att(*leaves, **keywords), leaves, cotangent),
+    )
+    return dict(zip(KINDS, timed, strict=True))
+
+
+def without_device() -> None:
+    """Triton's kernels launch into nothing, from tensors of the CPU."""
+    triton_null.install()
+    register(replace(RECORDS["triton"], reason=lambda framework: ""))
 
 
 def microseconds(run: Callable[[], Any]) -> float:
@@ -59,28 +80,13 @@ def microseconds(run: Callable[[], Any]) -> float:
     return 1e6 * min(times)
 
 
-def figures(att: Any, given: dict[str, Any]) -> dict[str, float]:
-    arrays = [torch.randn(1, H, S, 64, dtype=torch.bfloat16) for _ in range(3)]
-    leaves = [x.clone().requires_grad_() for x in arrays]
-    cotangent = torch.randn_like(arrays[0])
-
-    def both() -> None:
-        torch.autograd.grad(att(*leaves, **given), leaves, cotangent)
-
-    return {
-        "call": microseconds(lambda: att(*arrays, **given)),
-        "with gradients": microseconds(lambda: att(*leaves, **given)),
-        "and backward": microseconds(both),
-    }
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    triton_null.install()
-    register(replace(RECORDS["triton"], reason=lambda framework: ""))
+    without_device()
     found = {}
-    for name, case in cases().items():
-        found[name] = {"figures": {"us": {n: round(x, 1) for n, x in figures(*case).items()}}}
+    for name, case in cases("triton", S).items():
+        us = {n: round(microseconds(call), 1) for n, call in calls(*case, S).items()}
+        found[name] = {"figures": {"us": us}}
         print(shown(name, found[name]), flush=True)
     keep("overhead", "host", found, {"shape": [1, H, S, 64], "dtype": "bfloat16", "rounds": ROUNDS})
 
