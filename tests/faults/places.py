@@ -81,7 +81,7 @@ def full(draw: random.Random) -> dict[str, int]:
     counts: Counter[str] = Counter()
     with mounted("size=256k,mode=700") as disk, folder() as elsewhere:
         cache, temporary = disk / "cache", disk / "temporary"
-        for _ in range(4):
+        for _ in range(2):
             shutil.rmtree(cache, ignore_errors=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -272,7 +272,7 @@ def links(draw: random.Random) -> dict[str, int]:
 
 
 FAULTS = {
-    "disk-full": (full, 10),
+    "disk-full": (full, 20),
     "disk-full-in-a-call": (full_call, 2),
     "read-only": (read_only, 3),
     "noexec": (no_exec, 3),

@@ -10,13 +10,20 @@ from .machine import environment, folder, said
 
 HEAD = """
 import json, os, random, signal, sys, threading, time, warnings
+from frisket.runtime.machine import cpp_build
+draw = random.Random(int(sys.argv[1]))
+os.environ["CXX"] = sys.argv[2]
+
+def built(number):
+    return cpp_build.library(f'extern "C" int answer() {{ return {number}; }}').answer() == number
+"""
+WORK = (
+    HEAD
+    + """
 warnings.simplefilter("ignore")
 import numpy as np
 import torch, frisket as fk
 from frisket.grammar import memo
-from frisket.runtime.machine import cpp_build
-draw = random.Random(int(sys.argv[1]))
-COMPILER = os.environ["CXX"] = sys.argv[2] if len(sys.argv) > 2 else ""
 
 def dense(q, k, v, seen):
     s = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
@@ -66,13 +73,12 @@ class Compile:  # a kernel of its own, on a cold cache
         self.seen = (i[:, None] >= i) & ((i * 37 % 1000 + self.m) % 3 > 0) | (i[:, None] == i)
     def __call__(self):
         number = self.m % 50
-        if COMPILER:  # a stand-in: the kernel is a number
-            return cpp_build.library(f'extern "C" int answer() {{ return {self.m}; }}').answer() == self.m
         text = f"(q >= k) & ((k * 37 % 1000 + {self.m}) % 3 > 0) | (q == k) & (k > -{number + 2})"
         return near(fk.compile(text, backend="cpp")(self.q, self.k, self.v), dense(self.q, self.k, self.v, self.seen))
 """
+)
 INTERRUPTS = (
-    HEAD
+    WORK
     + """
 def after(seconds, group):
     def send():
@@ -116,7 +122,7 @@ print(json.dumps(counts))
 """
 )
 ALARMS = (
-    HEAD
+    WORK
     + """
 seen = []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
@@ -132,7 +138,6 @@ TERMINATED = (
     HEAD
     + """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-compile = Compile()
 def end():
     while not [x for x in os.listdir(os.environ["FRISKET_CACHE_DIR"] + "/native") if x.endswith(".tmp")]:
         time.sleep(0.001)
@@ -142,12 +147,12 @@ os.makedirs(os.environ["FRISKET_CACHE_DIR"] + "/native", mode=0o700)
 threading.Thread(target=end, daemon=True).start()
 try:
     while True:
-        assert Compile()()
+        assert built(draw.randrange(10**6))
 except SystemExit as ended:
     assert ended.code == 3
 left = [x for x in os.listdir(os.environ["FRISKET_CACHE_DIR"] + "/native") if not x.endswith((".so", ".cpp"))]
 assert not left, left
-assert compile()
+assert built(draw.randrange(10**6))
 print(json.dumps({"terminated": 1}))
 """
 )
@@ -162,8 +167,7 @@ def reap(*_):  # as servers do
         pass
 for handler in (signal.SIG_IGN, reap, signal.SIG_DFL):
     signal.signal(signal.SIGCHLD, handler)
-    number = draw.randrange(10**6)
-    assert cpp_build.library(f'extern "C" int answer() {{ return {number}; }}').answer() == number, handler
+    assert built(draw.randrange(10**6)), handler
     try:
         cpp_build.library(f'extern "C" int answer() {{ return nonsense + {draw.randrange(10**6)}; }}')
         raise AssertionError("nonsense was compiled")

@@ -28,23 +28,26 @@ pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
 
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo a compiler && exit
-for last; do :; done
+for last; do [ "$option" = -o ] && out=$last; option=$last; done
 if ! grep -q frisket_probe "$last"; then
   echo run >> {folder}/runs
   while [ -e {folder}/wait ]; do sleep 0.02; done
   [ -e {folder}/fail ] && echo "it does not want to" >&2 && exit 1
 fi
-exec {real} "$@" -O1
-"""  # when kernels are compiled is tested here, not how well: in half the time
+known={compiled}/$(sha1sum < "$last" | cut -c -40)
+[ -e $known ] && exec cp $known "$out"
+{real} "$@" -O1 || exit
+cp "$out" $known.$$ && mv $known.$$ $known
+"""  # when kernels are compiled is tested here, not how well: in half the time, and each text once for all tests
 
 
 class Machine:
     """A cache of its own and a compiler that waits, or fails, when it is told."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, compiled):
         self.folder, self.cache = folder, folder / "cache"
         self.path = folder / "compiler"
-        self.path.write_text(COMPILER.format(folder=folder, real=cpp_build.compiler()[0]))
+        self.path.write_text(COMPILER.format(folder=folder, compiled=compiled, real=cpp_build.compiler()[0]))
         self.path.chmod(0o755)
 
     def tell(self, what, so=True):
@@ -67,9 +70,14 @@ class Machine:
         )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    made = Machine(tmp_path)
+def machine(tmp_path, monkeypatch, compiled):
+    made = Machine(tmp_path, compiled)
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(made.cache))
     monkeypatch.setenv("CXX", str(made.path))
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
@@ -244,12 +252,10 @@ def test_emit_build_makes_the_kernels_that_calls_load(machine, capsys):
     first, again = [(main([*command, "--json"]), json.loads(capsys.readouterr().out))[1] for _ in range(2)]
     assert {row["state"] for row in first["kernels"]} == {"built"}
     assert {row["state"] for row in again["kernels"]} == {"there"}
-    machine.tell("fail")
-    done = machine.script(
-        "import frisket as fk, torch; q, k, v = torch.randn(3, 1, 2, 200, 16, requires_grad=True); "
-        "fk.compile('causal & window(60)', engines=False)(q, k, v).sum().backward()"
-    )
-    assert not done.returncode, done.stderr
+    runs = machine.runs
+    forget()
+    fk.compile("causal & window(60)", engines=False)(*qkv(gradients=True)).sum().backward()
+    assert machine.runs == runs
 
 
 def test_warm_on_other_platforms_gives_the_reason(monkeypatch):
@@ -399,17 +405,17 @@ def test_a_call_that_waits_takes_what_the_background_compiles(behind):
 
 def test_eager_calls_of_jax(behind):
     jax = pytest.importorskip("jax")
-    att, (q, k, v) = fk.compile("causal & window(67)"), (jax.numpy.asarray(x.detach()).swapaxes(1, 2) for x in qkv())
+    att, (q, k, v) = fk.compile("causal & window(67)"), (jax.numpy.asarray(x.swapaxes(1, 2).numpy()) for x in qkv())
     with pytest.warns(UserWarning, match="compiled in the background"):
         first = att(q, k, v)
     behind.tell("wait", False)
     settled()
     later = att(q, k, v)
-    assert (later == fk.compile("causal & window(67)", backend="cpp")(q, k, v)).all()
-    assert not (later == first).all()
-    assert jax.numpy.allclose(later, first, atol=1e-5)
+    assert np.array_equal(later, fk.compile("causal & window(67)", backend="cpp")(q, k, v))
+    assert not np.array_equal(later, first)
+    assert np.allclose(later, first, atol=1e-5)
     traced = jax.jit(fk.compile("causal & window(68)"))(q, k, v)  # stays as it is traced: it waits
-    assert (traced == fk.compile("causal & window(68)", backend="cpp")(q, k, v)).all()
+    assert np.array_equal(traced, fk.compile("causal & window(68)", backend="cpp")(q, k, v))
 
 
 def test_a_planner_for_changing_tables_lets_no_call_wait(behind):

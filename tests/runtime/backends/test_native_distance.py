@@ -47,8 +47,8 @@ def test_native_functions_of_distance_in_other_dtypes(dtype):
 
 def test_grouped_heads_and_places():
     att = fk.compile("causal", "t5_decoder_bias(table, 32, 128)", backend="native", table=BUCKETS)
-    att.check(*drawn(2, 600, kv_heads=1), origin=(0, 0, 598, 0))
-    att.check(*drawn(70, 600, kv_heads=2), origin=(0, 0, 500, 0))
+    att.check(*drawn(2, 600, kv_heads=1), origin=(0, 0, 598, 0), gradients=False)
+    att.check(*drawn(70, 600, kv_heads=2), origin=(0, 0, 500, 0), gradients=False)
 
 
 def test_lookups_by_distance_alone_are_tabulated():

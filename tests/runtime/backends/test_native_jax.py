@@ -16,8 +16,9 @@ from support import attention_cases as cases
 from support.attention_cases import DOC, Case, causal
 from support.native import scalar_kernel
 
+import frisket as fk
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
@@ -231,7 +232,7 @@ def differentiate(dout, dlse, sinks=None, wanted=ALL, **given):
 def test_jax_calls_the_native_backward(with_lse, sinks):
     dout = rng.standard_normal((2, 80, 4, 16)).astype(np.float32)
     dlse = rng.standard_normal((2, 4, 80)).astype(np.float32) if with_lse else None
-    found = differentiate(jnp.asarray(dout), None if dlse is None else jnp.asarray(dlse), sinks, **parts())
+    found = jax.jit(lambda dout, dlse: differentiate(dout, dlse, sinks, **parts()))(dout, dlse)
     want = wanted_gradients(CASE, sinks, dout, dlse)
     assert found.keys() == want.keys()
     for name, x in found.items():
@@ -240,11 +241,22 @@ def test_jax_calls_the_native_backward(with_lse, sinks):
 
 @pytest.mark.parametrize("wanted", [{"k", "s1"}, {"q"}, {"v", "t1"}, {"t1"}])
 def test_only_gradients_that_are_wanted(wanted):
-    dout = jnp.ones((2, 80, 4, 16))
+    dout = jnp.asarray(np.ones((2, 80, 4, 16), np.float32))
     every = differentiate(dout, None, **parts())
     found = differentiate(dout, None, wanted=frozenset(wanted), **parts())
     assert found.keys() == wanted
     assert_same(found, {name: every[name] for name in wanted})
+
+
+def test_gradients_to_entries_past_32_bits_are_refused():
+    arrays = cases.arrays(CASE)
+    att = fk.compile("causal & same(doc)", "score * bias[doc[q]]", backend="cpp", doc=DOC << 40)
+    with pytest.raises(LoweringError) as caught:
+        jax.jit(jax.grad(lambda bias: att(*arrays, bias=bias).sum()))(np.ones(5, np.float32))
+    assert str(caught.value) == (
+        "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
+        'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
+    )
 
 
 # -- transforms -------------------------------------------------------------------------------------
@@ -256,15 +268,14 @@ def varied(n):
     """`n` versions of everything that may be mapped, by name."""
     draw = np.random.default_rng(5)
     base = dict(zip("qkv", cases.arrays(CASE)))
-    found = {name: jnp.stack([x * (1 + 0.1 * i) for i in range(n)]) for name, x in base.items()}
-    found["sinks"] = jnp.asarray(draw.standard_normal((n, 4)), jnp.float32)
-    found["t0"] = jnp.asarray(np.stack([np.roll(DOC, 3 * i)[:90] for i in range(n)]))
-    found["t1"] = jnp.asarray(draw.standard_normal((n, 4, 90)), jnp.float32)
-    found["s0"] = jnp.asarray([40 - i for i in range(n)])
-    found["s1"] = jnp.asarray([0.5 + 0.1 * i for i in range(n)], jnp.float32)
-    found["origin"] = jnp.asarray([i % 5 for i in range(n)])
-    held = cases.spans(CASE)
-    found["spans"] = jnp.stack([jnp.asarray(held.bounds)] * n)
+    found = {name: np.stack([np.asarray(x) * np.float32(1 + 0.1 * i) for i in range(n)]) for name, x in base.items()}
+    found["sinks"] = draw.standard_normal((n, 4)).astype(np.float32)
+    found["t0"] = np.stack([np.roll(DOC, 3 * i)[:90] for i in range(n)]).astype(np.int32)
+    found["t1"] = draw.standard_normal((n, 4, 90)).astype(np.float32)
+    found["s0"] = 40 - np.arange(n, dtype=np.int32)
+    found["s1"] = (0.5 + 0.1 * np.arange(n)).astype(np.float32)
+    found["origin"] = np.arange(n, dtype=np.int32) % 5
+    found["spans"] = np.stack([cases.spans(CASE).bounds] * n)
     return found
 
 
@@ -290,6 +301,9 @@ def everything(values):
     return out, lse, top, found
 
 
+single = jax.jit(everything)
+
+
 def assert_same(found, want):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -301,9 +315,8 @@ def test_native_jax_vmap_equals_single_calls(mapped):
     axes = {n: 0 if n in mapped else None for n in versions}
     first = {n: x if n in mapped else x[0] for n, x in versions.items()}
     found = jax.jit(jax.vmap(everything, in_axes=(axes,)))(first)
-    single = jax.jit(everything)
     one_by_one = [single({n: x[i] if n in mapped else x for n, x in first.items()}) for i in range(3)]
-    assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
+    assert_same(found, jax.tree.map(lambda *x: np.stack(x), *one_by_one))
 
 
 def test_nested_vmap_of_more_instances_than_threads():
@@ -314,11 +327,11 @@ def test_nested_vmap_of_more_instances_than_threads():
         n: x[(slice(None) if outer[n] == 0 else 0, slice(None) if inner[n] == 0 else 0)] for n, x in versions.items()
     }
     found = jax.jit(jax.vmap(jax.vmap(everything, in_axes=(inner,)), in_axes=(outer,)))(given)
-    single = jax.jit(everything)
+    found = list(map(np.asarray, jax.tree.leaves(found)))
     for at in ((0, 0), (1, 5), (0, 23), (1, 23)):
         picked = {n: tuple(i for i, axes in zip(at, (outer, inner)) if axes[n] == 0) for n in given}
         one = single({n: x[picked[n]] for n, x in given.items()})
-        assert_same([x[at] for x in jax.tree.leaves(found)], one)
+        assert_same([x[at] for x in found], one)
 
 
 def test_native_jax_calls_take_donated_arrays():
@@ -354,7 +367,7 @@ def test_calls_from_many_threads_end():
 
 def test_results_do_not_depend_on_what_memory_held():
     """XLA's results are not initialised; sums of captured gradients begin at 0 all the same."""
-    dout = jnp.ones((2, 80, 4, 16))
+    dout = jnp.asarray(np.ones((2, 80, 4, 16), np.float32))
     first = differentiate(dout, None, **parts())
     for _ in range(3):
         junk = [jnp.full((2, 4, 70), np.nan) for _ in range(20)]

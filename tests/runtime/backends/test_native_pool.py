@@ -69,20 +69,6 @@ def test_threads_follow_torch(two_threads):
     assert run(of_torch()) == [2000]
 
 
-def test_beside_torch_they_are_torchs_own(two_threads):
-    """No more threads are there than torch has anyway."""
-    code = """
-    import os, torch
-    torch.set_num_threads(3)
-    torch.ones(1000, 1000).sum()
-    before = len(os.listdir("/proc/self/task"))
-    from tests_pool import run, of_torch
-    for _ in range(20): run(of_torch())
-    print(len(os.listdir("/proc/self/task")) - before)
-    """
-    assert child(code) == "0"
-
-
 def child(code: str) -> str:
     """What another process prints; there `from tests_pool import` takes names of this module."""
     load = f"""
@@ -204,6 +190,15 @@ def test_a_spawned_process_has_torchs_threads():
     assert native_pool._child() is False
 
 
+THREADS = """
+    import os, torch
+    torch.set_num_threads(3)
+    torch.ones(1000, 1000).sum()
+    before = len(os.listdir("/proc/self/task"))
+    from tests_pool import run, of_torch
+    for _ in range(20): run(of_torch())
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
 PLANNING = """
     import os, threading
     import numpy as np, torch, frisket as fk
@@ -241,5 +236,16 @@ PLANNING = """
 """
 
 
-def test_a_child_plans_while_a_thread_of_its_parent_does():
-    assert child(PLANNING) == "0"
+@pytest.fixture(scope="module")
+def printed():
+    """What a new process prints of its threads, and of a child that plans."""
+    return child(THREADS + PLANNING).split()
+
+
+def test_beside_torch_they_are_torchs_own(printed):
+    """No more threads are there than torch has anyway."""
+    assert printed[0] == "0"
+
+
+def test_a_child_plans_while_a_thread_of_its_parent_does(printed):
+    assert printed[1] == "0"

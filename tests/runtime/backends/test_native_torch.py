@@ -10,11 +10,14 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from support.attention_cases import CASES
+from support.attention_cases import CASES, causal
 from support.native.native_image import Problem
+from support.native.shared import DIM
 from support.tiers import default_only
 
 import frisket as fk
+from frisket.dsl.ir import param
+from frisket.dsl.sugar import k, q
 from frisket.lowering.plan import Target
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.backends.registry import choose
@@ -27,7 +30,7 @@ class Run:
     """A problem on tensors."""
 
     def __init__(self, name: str, **changes) -> None:
-        self.problem = p = Problem(CASES[name].but(**changes))
+        self.problem = p = Problem(CASES[name].but(dim=DIM, v_dim=DIM, **changes))
         self.q, self.k, self.v, self.dout = (torch.from_numpy(x) for x in (p.q, p.k, p.v, p.dout))
         self.tables = {n: torch.from_numpy(np.array(t)) for n, t in p.plan.table_values(p.case.tables).items()}
         self.slots = p.plan.slot_values(p.params)
@@ -54,6 +57,7 @@ class Run:
         self.problem.check({"out": out.numpy(), "lse": lse.numpy(), "top": top.numpy(), **found})
 
 
+WINDOW = causal & (q - k <= param("w"))  # as `window(n)` is simplified: the same kernel
 STRIDES = {
     "as they are": lambda x: x,
     "rows of heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -92,11 +96,11 @@ TABLES = ("relation", "bool-table", "relative-bias", "switch", "origin-by-batch"
 
 @pytest.mark.parametrize("name", default_only(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
 def test_tables_and_origins(name):
-    Run(name).check(backward=name in ("relative-bias", "origin-by-batch"))
+    Run(name).check(backward=name == "relative-bias")
 
 
 def test_tables_of_any_strides_and_types():
-    run = Run("bias-plane")
+    run = Run("relative-bias")
     want = run.forward()[0]
     (table,) = run.tables.values()
     for other in (table.double(), table.mT.contiguous().mT, torch.stack([table, table], -1)[..., 0]):
@@ -105,7 +109,7 @@ def test_tables_of_any_strides_and_types():
 
 
 def test_a_converted_table_that_is_written_to():
-    run = Run("alibi")
+    run = Run("relative-bias")
     (name,) = run.tables
     run.tables[name] = given = run.tables[name].double()
     before = run.forward()[0]
@@ -117,7 +121,7 @@ def test_a_converted_table_that_is_written_to():
 
 
 def test_slots_of_a_call():
-    run = Run("window")
+    run = Run("window", mask=WINDOW)
     narrow = run.forward()[1]
     run.slots = {n: 300 if x == 40 else x for n, x in run.slots.items()}
     assert not torch.equal(run.forward()[1], narrow)
@@ -170,7 +174,7 @@ def test_native_torch_calls_keep_no_tensor_alive():
 
 
 def test_several_threads_with_one_record():
-    run, failures = Run("window"), []
+    run, failures = Run("window", mask=WINDOW), []
     slots = [{n: w if x == 40 else x for n, x in run.slots.items()} for w in (3, 40, 90, 300)]
 
     def forward(given) -> torch.Tensor:
@@ -282,8 +286,8 @@ def test_scalars_beyond_comparisons_do_not_recompile(mask, texts):
     q, k, v = torch.randn(3, 1, 2, 60, 16)
     att = fk.compile(f"param n: int\nmask = {mask}", engines=False)
     for n in (3, 4, 5, 8):
-        att.check(q, k, v, n=n)
-    assert len(texts) == 2
+        att.check(q, k, v, n=n, gradients=False)
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])

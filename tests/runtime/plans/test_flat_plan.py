@@ -14,7 +14,10 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.caches.jax import KVCache
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
-from frisket.lowering.plan import LoopPlan, derived_table
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import INT, walk
+from frisket.lowering.plan import LoopPlan, derived_table, make_plan
+from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import from_records
 from frisket.runtime.attention import checking as module
 from frisket.runtime.machine.cpp_build import reason
@@ -22,11 +25,12 @@ from frisket.runtime.plans import run as flat_run
 
 S = 300
 RNG = np.random.default_rng(0)
-Q, K, V = (jnp.asarray(RNG.standard_normal((2, S, 2, 16)), jnp.float32) for _ in range(3))
+Q, K, V = (jnp.asarray(RNG.standard_normal((2, S, 2, 16)).astype(np.float32)) for _ in range(3))
 DOCS = [np.sort(RNG.integers(0, n, S)).astype(np.int32) for n in (1, 3, 5, 20, 299)] + [
     RNG.integers(0, 4, S).astype(np.int32)
 ]
 OFF = np.array([0, 17, 160, 161, S], np.int32)
+WIDE = "x[q] - x[k] > w", "score + x[k] % 3"  # in 64 bits, if x has large entries
 
 
 def close(got, want):
@@ -65,7 +69,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("mask", default_only(TRACED, "causal & window(w)", [*TRACED][3]))
+@pytest.mark.parametrize("mask", default_only(TRACED, [*TRACED][3]))
 def test_masks_with_traced_parameters(mask):
     params = TRACED[mask]
     found = jax.jit(lambda p: fk.attention(Q, K, V, mask, return_lse=True, **p))(params)
@@ -105,12 +109,13 @@ def test_a_plan_is_made_once_and_shared():
 def test_plans_are_pytrees():
     """A plan leaves one jitted function and enters another, and a scan closes over it."""
     att = fk.compile("causal & same(doc)")
-    plan = jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))(DOCS[3])
+    planned = jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))
+    plan = planned(DOCS[3])
     assert repr(plan) == "FlatPlan(mask = q >= k & doc[q] == doc[k], 300 x 300, batch 2, 2 heads)"
     assert not plan.overflow
     attend = jax.jit(lambda q, plan: att(q, K, V, plan=plan))
     close(attend(Q, plan), dense("causal & same(doc)", doc=DOCS[3]))
-    attend(Q, jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))(DOCS[1]))
+    attend(Q, planned(DOCS[1]))
     assert attend._cache_size() == 1
     looped = jax.jit(lambda q, plan: jax.lax.scan(lambda x, _: (att(x, K, V, plan=plan), None), q, None, length=2)[0])
     close(looped(Q, plan), attend(attend(Q, plan), plan))
@@ -125,14 +130,12 @@ def test_a_table_per_batch_entry_by_vmap():
     close(out, dense("causal & ids[b, q] == ids[b, k]", ids=np.stack(DOCS[2:4])))
 
 
-def test_origins_and_crops():
+@pytest.mark.parametrize("start", [pytest.param(100, marks=pytest.mark.exhaustive), np.array([100, 50])])
+def test_origins_and_crops(start):
     """Positions are global, whoever plans."""
-    att = fk.compile("causal & same(doc)", tile=(32, 32))
-    q, where = Q[:, 100:221], {"origin": (0, 0, 100, 0), "sizes": (2, 2, S, S)}
-    same = "causal & same(doc)"
+    same, q = "causal & same(doc)", jnp.asarray(np.asarray(Q)[:, 100:221])
+    att, where = fk.compile(same, tile=(32, 32)), {"origin": (0, 0, start, 0), "sizes": (2, 2, S, S)}
     close(jax.jit(lambda doc: att(q, K, V, doc=doc, **where))(DOCS[2]), dense(same, q, doc=DOCS[2], **where))
-    vector = {"origin": (0, 0, np.array([100, 50]), 0), "sizes": (2, 2, S, S)}
-    close(jax.jit(lambda doc: att(q, K, V, doc=doc, **vector))(DOCS[2]), dense(same, q, doc=DOCS[2], **vector))
 
 
 # -- torch --------------------------------------------------------------------------------------------------
@@ -173,17 +176,14 @@ def test_tables_that_are_written_to_after_they_were_planned(how):
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize("made", [torch.tensor, jnp.asarray])
 def test_wider_tables_after_a_plan_of_narrow_ones(made):
-    """The kernel counts in 64 bits then: sums of 2**30 are beyond 32."""
-    q, mask, score = (
-        np.random.default_rng(2).normal(size=(1, 2, 24, 8)).astype("f"),
-        "t[q] + t[k] > 0",
-        "score + t[k] % 3",
-    )
-    att, x = fk.compile(mask, score, backend="cpp"), made(q)
-    plan = att.plan(24, 24, heads=2, flat=True, t=made(np.arange(24, dtype="i")))
-    for t in (np.arange(24), np.full(24, 1 << 30), -np.arange(24)):
-        found = att(x, x, x, plan=plan.again({"t": made(t.astype("i"))}), layout="bhsd")
-        close(found, fk.reference(q, q, q, mask, score, layout="bhsd", t=t))
+    """The kernel counts in 64 bits then: differences of 2**30 and -2**30 are beyond 32."""
+    rng, at = np.random.default_rng(2), np.arange(24)
+    arrays = [rng.normal(size=(1, 2, 24, dim)).astype("f") for dim in (8, 8, 64)]
+    att = fk.compile(*WIDE, backend="cpp", w=1)
+    plan = att.plan(24, 24, heads=2, flat=True, x=made(at.astype("i")))
+    for x in (at, (1 << 30) * (at % 3 - 1), -at):
+        found = att(*map(made, arrays), plan=plan.again({"x": made(x.astype("i"))}), layout="bhsd")
+        close(found, fk.reference(*arrays, *WIDE, layout="bhsd", x=x, w=1))
 
 
 def test_flat_plan_shows_the_text_of_its_planner():
@@ -192,10 +192,11 @@ def test_flat_plan_shows_the_text_of_its_planner():
     assert plan.planner == plan.planner
 
 
-def test_a_tile_of_another_size_is_planned_when_it_is_met():
-    att = fk.compile("causal & same(doc)")
-    plan = att.plan(S, S, 2, 2, flat=True, doc=jnp.asarray(DOCS[2]))
-    close(fk.compile("causal & same(doc)", tile=(16, 64))(Q, K, V, plan=plan), dense("causal & same(doc)", doc=DOCS[2]))
+@pytest.mark.parametrize("array", [torch.tensor, pytest.param(jnp.asarray, marks=pytest.mark.exhaustive)])
+def test_a_tile_of_another_size_is_planned_when_it_is_met(array):
+    plan = fk.compile("causal & same(doc)").plan(S, S, 2, 2, flat=True, doc=array(DOCS[2]))
+    att, (q, k, v) = fk.compile("causal & same(doc)", tile=(16, 64)), (array(np.asarray(x)) for x in (Q, K, V))
+    close(att(q, k, v, plan=plan, layout="bshd"), dense("causal & same(doc)", doc=DOCS[2]))
 
 
 # -- transposed -----------------------------------------------------------------------------------------------
@@ -320,12 +321,23 @@ def test_a_plan_for_other_lengths():
         jax.jit(lambda doc: fk.attention(Q, K, V, "same(doc)", backend="dense", doc=doc))(DOCS[0])
 
 
+def plan_and_tables(att, framework, length, **values):
+    """A flat plan and the tables that its kernel reads; JAX makes them in one program."""
+    plans = []
+
+    def tables(values):
+        plans.append(att.plan(length, length, flat=True, **values).work((64, 64)).plan)
+        return flat_run.kernel_tables(plans[0], framework, values, length, None)
+
+    made = (jax.jit(tables) if framework == "jax" else tables)(values)
+    return plans[0], made
+
+
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_offsets_in_fewer_bits_than_positions_need(framework):
     off = np.array([0, 17, 90, 120], np.int8)  # the last document goes on to the end
     given = jnp.asarray(off) if framework == "jax" else torch.from_numpy(off)
-    plan = fk.compile("document(off)").plan(S, S, off=given, flat=True).work((64, 64)).plan
-    found = flat_run.kernel_tables(plan, framework, {"off": given}, S, None)
+    _, found = plan_and_tables(fk.compile("document(off)"), framework, S, off=given)
     np.testing.assert_array_equal(found["t0"], np.searchsorted(off[1:-1], np.arange(S), "right"))
 
 
@@ -342,8 +354,8 @@ def test_entries_past_the_largest_that_kernels_expect(framework, backend, dtype)
     given = jnp.asarray(x.astype(dtype)) if framework == "jax" else torch.from_numpy(x.astype(dtype))
     q, v = np.ones((1, 1, 64, 8), np.float32), np.eye(64, dtype=np.float32)[None, None]
     q, v = map(jnp.asarray if framework == "jax" else torch.from_numpy, (q, v))
-    for text, seen in (("x[q] - x[k] > w", np.subtract.outer(x, x) > 1), ("x[q] >= x[k]", x[:, None] >= x)):
-        att, w = fk.compile(text, backend=backend), {"w": 1} if "w" in text else {}
+    for program, seen in ((WIDE, np.subtract.outer(x, x) > 1), (("x[q] >= x[k]",), x[:, None] >= x)):
+        att, w = fk.compile(*program, backend=backend), {"w": 1} if program == WIDE else {}
         plan = att.plan(64, 64, flat=True, x=given, **w)
         out = att(q, q, v, plan=plan, layout="bhsd")
         np.testing.assert_array_equal(np.asarray(out)[0, 0] > 0, seen)
@@ -370,26 +382,34 @@ WHOLE = {
     "x[q] >= x[k]": lambda x, at: x[:, None] >= x,
 }
 
-WRAPPED = [("abs(x[q] - x[k]) < 4", "int32"), ("k < x[q] + 1 & q < x[k] + 1", "uint32")]
 INTS = ("int32", "uint32")
+ONES, EYE = (jnp.asarray(x.astype(np.float32)) for x in (np.ones((1, 64, 1, 8)), np.eye(64)[None, :, None]))
+
+
+def value_and_transpose(run, v):
+    """`run(v)`, in which a query sees the keys that are not 0, and its transpose, in which keys see queries."""
+    out, pull = jax.vjp(run, v)
+    return out, pull(v)[0]
 
 
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize(("text", "dtype"), [
-    pytest.param(*case, marks=() if case in WRAPPED else pytest.mark.exhaustive) for case in product(WHOLE, INTS)
+    pytest.param(*case, marks=() if case == ("abs(x[q] - x[k]) < 4", "int32") else pytest.mark.exhaustive)
+    for case in product(WHOLE, INTS)
 ])  # fmt: skip
 def test_traced_entries_may_be_any_that_their_dtype_holds(text, dtype):
     """Native kernels computed with entries from 2^28 on in 32 bits, which wrapped, under `jax.jit` alone."""
     ends = np.iinfo(dtype)
     x = np.array([ends.min, ends.max, 2**29, 5])[np.arange(64) % 4]
-    q, v = jnp.ones((1, 64, 1, 8)), jnp.eye(64)[None, :, None]
     att = fk.compile(text, backend="cpp")
-    out, pull = jax.jit(lambda x: jax.vjp(lambda v: att(q, q, v, x=x), v))(jnp.asarray(x.astype(dtype)))
+    call = jax.jit(lambda x: value_and_transpose(lambda v: att(ONES, ONES, v, x=x), EYE))
+    out, transpose = map(np.asarray, call(x.astype(dtype)))
     seen = WHOLE[text](x, np.arange(64))
-    np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, seen)
-    np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
+    np.testing.assert_array_equal(out[0, :, 0] > 0, seen)
+    np.testing.assert_array_equal(transpose[0, :, 0].T > 0, seen)
 
 
+FAR = (2**31 - 1, 2**31 - 9, 7, -(2**31) + 1)
 FAR_NUMBERS = {
     "window(w)": lambda w, at: abs(at[:, None] - at) < w,
     "causal & k < w": lambda w, at: (at <= at[:, None]) & (at < w),
@@ -401,29 +421,61 @@ FAR_NUMBERS = {
 
 
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
-@pytest.mark.parametrize("text", FAR_NUMBERS)
+@pytest.mark.parametrize("text", default_only(FAR_NUMBERS, "window(w)"))
 def test_traced_numbers_may_be_any_that_their_dtype_holds(text):
     """`window(w)` with w = 2**31 - 1 hid keys that it shows: native kernels added positions to it in 32 bits."""
-    q, v = jnp.ones((1, 64, 1, 8)), jnp.eye(64)[None, :, None]
     att, more = fk.compile(text, backend="cpp"), {"u": jnp.int32(9)} if "u" in text.split() else {}
-    call = jax.jit(lambda w: jax.vjp(lambda v: att(q, q, v, w=w, **more), v))
-    for w in (2**31 - 1, 2**31 - 9, 7, -(2**31) + 1):
-        out, pull = call(jnp.int32(w))
+    call = jax.jit(lambda w: value_and_transpose(lambda v: att(ONES, ONES, v, w=w, **more), EYE))
+    for w in FAR:
+        out, transpose = map(np.asarray, call(np.int32(w)))
         seen = FAR_NUMBERS[text](w, np.arange(64))
-        np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, seen)
-        np.testing.assert_array_equal(np.asarray(pull(v)[0])[0, :, 0].T > 0, seen)
+        np.testing.assert_array_equal(out[0, :, 0] > 0, seen)
+        np.testing.assert_array_equal(transpose[0, :, 0].T > 0, seen)
+
+
+@pytest.mark.parametrize("text", [*FAR_NUMBERS, *WHOLE])
+def test_far_numbers_leave_no_integer_of_a_kernel(text):
+    """The same without a kernel: mask and ends of rows show the same, and no Int of a kernel of 32 bits leaves them."""
+    at = np.arange(64)
+    x = np.array([-(2**31), 2**31 - 1, 2**29, 5])[at % 4]
+    plan = make_plan(simplify(fk.mask(text).expr), None)
+    plan = plan.holding({n.name: 2.0**31 - (n in plan.slots) for n in (*plan.slots, *plan.tables) if n.source})
+    ends = [(row, axis) for row, axis in ((plan.by_query, "k"), (plan.by_key, "q")) if row]
+    for w in FAR:
+        env = {"q": at[:, None], "k": at[None, :], **plan.slot_values({"w": w, "u": 9})}
+        tables = plan.table_values({"x": x})
+        seen = FAR_NUMBERS[text](w, at) if text in FAR_NUMBERS else WHOLE[text](x, at)
+        parts = [plan.mask, *(e for row, _ in ends for e in (row.first, row.last, row.asks, row.rest) if e is not None)]
+        values = {e: evaluate(e, env, tables) for e in walk(*parts)}
+        assert plan.int64 or all(np.abs(x).max() < 2**31 for e, x in values.items() if e.type is INT)
+        np.testing.assert_array_equal(np.broadcast_to(values[plan.mask], seen.shape), seen)
+        for row, axis in ends:
+            shown = values[row.asks] & values[row.rest]
+            if row.first is not None:
+                shown = shown & (env[axis] >= values[row.first])
+            if row.last is not None:
+                shown = shown & (env[axis] <= values[row.last])
+            np.testing.assert_array_equal(np.broadcast_to(shown, seen.shape), seen)
 
 
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize("mask", ["causal & window(256)", "q - k < w"])
 def test_positions_of_a_cache_stay_in_32_bits(mask, monkeypatch):
     """Kernels of 64 bits took up to twice the time: a cache knows that it has fewer than 2^28 tokens."""
-    found, holding = [], LoopPlan.holding
-    monkeypatch.setattr(LoopPlan, "holding", lambda *given: found.append(holding(*given)) or found[-1])
-    cache, given = KVCache.create(2, 64, 2, 16), {"w": 9} if mask.endswith("w") else {}
-    q, k, v = (jnp.ones((2, 1, heads, 16)) for heads in (4, 2, 2))
-    jax.jit(lambda cache: cache.attention(fk.compile(mask, backend="cpp"), q, k, v, **given))(cache)
-    assert [plan.int64 for plan in found] == [False]
+
+    class PlannedError(Exception):
+        """Raised before the kernel is built."""
+
+    def planned(*args):
+        raise PlannedError(holding(*args).int64)
+
+    holding = LoopPlan.holding
+    monkeypatch.setattr(LoopPlan, "holding", planned)
+    cache, values = KVCache.create(2, 64, 2, 16), {"w": 9} if mask.endswith("w") else {}
+    q, k, v = (jnp.asarray(np.ones((2, 1, heads, 16), np.float32)) for heads in (4, 2, 2))
+    att = fk.compile(mask, backend="cpp")
+    with pytest.raises(PlannedError, match="False"):
+        jax.jit(lambda cache: cache.attention(att, q, k, v, **values))(cache)
 
 
 RUNS = {
@@ -450,9 +502,8 @@ def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
     table = RUNS[mask].astype(dtype)
     given = jnp.asarray(table) if framework == "jax" else torch.from_numpy(table)
     att = fk.compile(mask if "document" in mask else f"param x: sorted int[Q_LEN]\nmask = {mask}")
-    plan = att.plan(150, 150, x=given, flat=True).work((64, 64)).plan
+    plan, found = plan_and_tables(att, framework, 150, x=given)
     assert plan.run_tables
-    found = flat_run.kernel_tables(plan, framework, {"x": given}, 150, None)
     for use in plan.run_tables:
         want = derived_table(table, use.derived)
         at = np.minimum(np.arange(150), len(want) - 1)

@@ -151,8 +151,9 @@ def test_engines_by_name(monkeypatch):
 
 @pytest.fixture
 def flash_here(gpu, monkeypatch):
-    """FlashAttention 4 is offered calls on the CPU, where its stand-in is."""
+    """FlashAttention 4 is offered calls on the CPU, where its stand-in is; other calls are library calls."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    monkeypatch.setenv("CXX", "nowhere")
     was = RECORDS["flash"]
     register(replace(was, platforms=("cuda", "cpu")))
     row = costs.CostRow("flash", "cpu", costs.HALVES, lambda call: True, "", "")

@@ -143,7 +143,7 @@ def test_an_engine_is_chosen_and_shown() -> None:
 def test_when_generated_kernels_run(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, 30, 16)
     given: dict[str, object] = {
-        "engines": {"engines": False}, "backend": {"backend": "aten"}, "tile": {"tile": 32},
+        "engines": {"engines": False}, "backend": {"backend": "aten"}, "tile": {"tile": 64},
     }.get(how, {})  # fmt: skip
     if how == "variable":
         monkeypatch.setenv("FRISKET_ENGINES", "0")
