@@ -64,7 +64,7 @@ CASES = {
 def drawn(case, size):
     g = torch.Generator().manual_seed(3)
     q, k, v, dout = (
-        torch.randn(1, n, case.length, 32, generator=g, dtype=torch.float64) for n in (4, *[case.kv_heads] * 2, 4)
+        torch.randn(1, n, case.length, 16, generator=g, dtype=torch.float64) for n in (4, *[case.kv_heads] * 2, 4)
     )
     return [x.to(case.dtype) for x in (q * size**0.5, k * size**0.5, v, dout)]
 
@@ -189,7 +189,8 @@ q, k, v, dout = torch.randn(4, 1, 4, 40, 32, generator=torch.Generator().manual_
 dq, dk, dv = torch.autograd.grad(fk.compile("k == q", backend="cpp")(q, k, v), (q, k, v), dout)
 assert torch.equal(dv, dout) and not dq.any() and not dk.any()
 """
-    env = os.environ | {"CXX": f"g++ -mtune={tuned}", "FRISKET_CACHE_DIR": str(tmp_path)}
+    cxx = os.environ.get("CXX", "g++")
+    env = os.environ | {"CXX": f"{cxx} -mtune={tuned}", "FRISKET_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1000:]
 

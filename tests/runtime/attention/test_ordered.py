@@ -25,7 +25,7 @@ CASES = {  # a formula for both, a table for both, keys alone, an unsorted table
     "causal & (q - k) % 7 == 0": (150, {}),
     "causal & k % 4 == 0": (192, {}),
     "causal & same(doc)": (192, {"doc": DOC}),
-    "natten2d(32, 32, 5, 5)": (1024, {}),
+    "natten2d(16, 32, 5, 5)": (512, {}),
     "causal & near[q // 4, k // 4]": (192, {"near": NEAR}),
 }
 OFTEN = ["causal & (q - k) % 7 == 0", "causal & same(doc)"]  # of JAX and C++, which compile for seconds
@@ -49,7 +49,8 @@ def both(text, score=None, **options):
     for case in product(CASES, ["aten", "cpp", "dense"])
 ])  # fmt: skip
 def test_reordered_results_and_gradients_equal_plain_ones(text, backend):
-    plain, att, length = both(text, "score + 0.02 * (k - q) then softcap(20)", backend=backend)
+    score = "score + 0.02 * (k - q) then softcap(20)"
+    (plain, *_), (_, att, length) = both(text, score, backend="aten"), both(text, score, backend=backend)
     q, k, v = (x.requires_grad_(backend != "dense") for x in drawn(length))
     want, lse = plain(q, k, v, return_lse=True)
     got, of_got = att(q, k, v, return_lse=True)
@@ -68,12 +69,23 @@ def test_check_holds_it_to_the_oracle(text):
     assert att.check(*drawn(length), gradients=False).good
 
 
+def results_in_jax(attend):
+    """A function to the output, and gradients in q, k and v."""
+
+    def run(q, k, v):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(jnp.ones_like(out))
+
+    return run
+
+
 @pytest.mark.parametrize("text", default_only(CASES, OFTEN[1]))
 def test_jax_under_jit_and_grad(text):
     plain, att, length = both(text)
     q, k, v = (jnp.asarray(x.transpose(1, 2).numpy()) for x in drawn(length))
-    np.testing.assert_allclose(jax.jit(att)(q, k, v), plain(q, k, v), atol=2e-6)
-    for x, y in zip(*(jax.grad(lambda *a, f=f: f(*a).sum(), (0, 1, 2))(q, k, v) for f in (att, plain)), strict=True):
+    (got, want), gradients = zip(*(jax.jit(results_in_jax(f))(q, k, v) for f in (att, plain)), strict=True)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    for x, y in zip(*gradients, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
 
 
@@ -148,7 +160,7 @@ def test_a_value_given_anew_is_used():
     torch.testing.assert_close(att(q, k, v, w=2), want, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["aten", "cpp"])
+@pytest.mark.parametrize("backend", default_only(["aten", "cpp"], "aten"))
 def test_ids_that_float64_cannot_tell_apart(backend):
     """An order is kept for the values of a call: ids above 2^53, such as hashes, were compared in float64."""
     att, plain = (fk.compile("same(doc) & k < w", backend=backend, reorder=how) for how in ("auto", None))

@@ -65,7 +65,7 @@ def in_jax(wrong: str = ""):
         s = jnp.concatenate([s, jnp.broadcast_to(x["sinks"][None, :, None, None], (B, H, S, 1))], -1)
         return (jax.nn.softmax(s)[..., :-1] @ v).swapaxes(1, 2), jax.nn.logsumexp(s, -1)
 
-    return finish("jax", run, inputs)
+    return finish("jax", jax.jit(run), inputs)
 
 
 def finish(framework, run, inputs) -> Report:
@@ -116,7 +116,7 @@ def test_large_gradients_are_measured_by_their_size():
     assert table[0] < 1e-6  # of a sum over rows of scores times distances
 
 
-@pytest.mark.parametrize("backend", ["library", pytest.param("cpp", marks=native)])
+@pytest.mark.parametrize("backend", ["library", pytest.param("cpp", marks=[native, pytest.mark.exhaustive])])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_check_looks_at_gradients(framework, backend):
     pytest.importorskip(framework)
@@ -153,7 +153,7 @@ def test_score_mods_that_saturate_are_no_bug(backend, seeds):
     """Dense attention in float32 rounds each step of a score mod, and its scores by the order in which it adds up head
     dims. In float64 steps and in one order, it was right by luck where few scores decide, and one call of ten a bug."""
     torch = pytest.importorskip("torch")
-    att = fk.compile("causal", "softcap(50)", backend=backend)
+    att = fk.compile("causal & window(48)", "softcap(50)", backend=backend)
     for seed in seeds:
         q, k, v = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(seed))
         att.check(40 * q, k, v).require()

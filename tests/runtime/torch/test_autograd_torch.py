@@ -295,7 +295,7 @@ def test_a_table_changed_before_the_backward_is_refused(backend):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_inference_mode_and_frozen_tensors(backend, threads):
-    q, k, v = torch.randn(3, 2, 4, 40, 8)  # enough blocks for two threads, each of which has a mode of its own
+    q, k, v = torch.randn(3, 2, 4, 40, 16)  # enough blocks for two threads, each of which has a mode of its own
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -312,7 +312,7 @@ def test_inference_mode_and_frozen_tensors(backend, threads):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides_of_inputs_and_cotangents(layout, backend):
     """Views of one projection, expanded cotangents, transposed ones: as contiguous copies of them."""
-    x = rand(1, 9, 3, 2, 8)
+    x = rand(1, 9, 3, 2, 16, dtype=torch.float32)
     q, k, v = x.unbind(2)
     if layout == "bhsd":
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
@@ -320,7 +320,7 @@ def test_strides_of_inputs_and_cotangents(layout, backend):
     sums = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
     same = torch.autograd.grad((out * torch.ones_like(out)).sum(), x, retain_graph=True)[0]
     torch.testing.assert_close(sums, same)
-    cotangent = rand(*out.mT.shape, grad=False).mT
+    cotangent = rand(*out.mT.shape, dtype=torch.float32, grad=False).mT
     assert not cotangent.is_contiguous()
     twisted = torch.autograd.grad(out, x, cotangent)[0]
     copies = (y.contiguous() for y in (q, k, v))
@@ -331,21 +331,19 @@ def test_strides_of_inputs_and_cotangents(layout, backend):
 MEMORY = """
 import resource, torch, frisket as fk
 torch.set_num_threads(1)
-att = fk.compile("causal & window(128)", backend="{backend}")
+backends = [b for b in ("cpp", "aten") if not fk.backends()[b]]
 def step(s):
-    q, k, v = (torch.randn(1, 2, s, 32, requires_grad=True) for _ in range(3))
-    att(q, k, v).sum().backward()
+    for backend in backends:
+        q, k, v = (torch.randn(1, 2, s, 16, requires_grad=True) for _ in range(3))
+        fk.attention(q, k, v, "causal & window(128)", backend=backend).sum().backward()
 step(256)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-step(16384)
+step(8192)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_is_linear(backend):
-    """16,384 tokens: inputs, output and gradients are 4 MB each; scores would be 2 GB."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEMORY.format(backend=backend)], capture_output=True, text=True, check=True
-    )
+def test_memory_is_linear():
+    """8,192 tokens: inputs, output and gradients are 1 MB each; scores would be 512 MB."""
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 150

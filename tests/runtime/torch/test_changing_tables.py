@@ -93,7 +93,7 @@ UNSORTED = {
 }
 
 
-@pytest.mark.parametrize("text", default_only(UNSORTED, "causal & same(doc)", "causal & keep[k]"))
+@pytest.mark.parametrize("text", default_only(UNSORTED, "causal & same(doc)"))
 def test_tables_in_any_order_make_few_plans_of_the_host(text, monkeypatch):
     att, calls = fk.compile(text, engines=False), []
     for _ in range(CHANGES[0] + 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -86,28 +88,36 @@ def test_flex_attention_is_that_of_every_sequence(name, keys):
     same(found, alone(lambda *one: dense(mask, score, *one)[0], given))
 
 
-@pytest.mark.parametrize("backend", ["library", "native"])
-@pytest.mark.parametrize(
-    ("mask", "score"),
-    [
-        pytest.param("causal", None, marks=pytest.mark.exhaustive),
-        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.exhaustive),
-        ("q + KV_LEN - Q_LEN >= k & (q + b) % B != k", "score - slopes[b] * abs(q - k) * (h + 1)"),
-    ],
-)
-def test_compiled_attention_is_that_of_every_sequence(mask, score, backend):
+def lined(q, k):
+    """How far keys lie behind queries, where the ends of both are in one place."""
+    return q - k + k.numel() - q.numel()
+
+
+TEXTS = {  # and the functions of `dense`
+    "causal": ("causal", None, lambda b, h, q, k: q >= k, None),
+    "positions": (None, "score - 0.002 * q * k * (b + 1)", None, lambda s, b, h, q, k: s - 0.002 * q * k * (b + 1)),
+    "both": (
+        "q + KV_LEN - Q_LEN >= k & (q + b) % B != k", "score - slopes[b] * abs(q - k) * (h + 1)",
+        lambda b, h, q, k: (lined(q, k) >= 0) & ((q + b) % len(LENGTHS) != k),
+        lambda s, b, h, q, k: s - SLOPES[b] * (q - k).abs() * (h + 1),
+    ),
+}  # fmt: skip
+
+
+OFTEN = [("both", "library", LENGTHS), ("both", "library", KEYS), ("both", "native", KEYS)]
+
+
+@pytest.mark.parametrize(("name", "backend", "keys"), [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
+    for case in product(TEXTS, ("library", "native"), (LENGTHS, KEYS))
+])  # fmt: skip
+def test_compiled_attention_is_that_of_every_sequence(name, backend, keys):
+    mask, score, *functions = TEXTS[name]
     slopes = {"slopes": SLOPES} if "slopes" in (score or "") else {}
-    att = fk.compile(mask, score, backend=backend)
-    for keys in (LENGTHS, KEYS):
-        given = arrays(keys)
-
-        def one(i, q, k, v):
-            where = {"origin": (i, 0, 0, 0), "sizes": (len(LENGTHS), 4, q.shape[2], k.shape[2])}
-            return att(q, k, v, **where, **slopes)
-
-        want = alone(one, given)
-        same(run(lambda q, k, v: att(q, k, v, **slopes), given), want)
-        same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
+    att, given = fk.compile(mask, score, backend=backend), arrays(keys)
+    want = alone(lambda *one: dense(*functions, *one)[0], given)
+    same(run(lambda q, k, v: att(q, k, v, **slopes), given), want)
+    same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
 
 
 @pytest.mark.exhaustive

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from support.native.shared import ALIBI
 from support.tiers import default_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -46,9 +48,9 @@ class Module(torch.nn.Module):
 
 
 PLAIN = fk.compile("causal & window(7)")
-BIASED = fk.compile("causal", "score + bias[q, k]", bias=BIAS.numpy())
+BIASED = fk.compile("causal", ALIBI, slope=np.array([0.5, 0.125], np.float32))
 LEARNED = fk.compile(lambda b, h, q, k: q >= k, lambda s, b, h, q, k: s + SLOPE[h] * (k - q), sinks=0.5)
-DROPS, SAME = fk.compile("causal", dropout=0.5), fk.compile("same(doc)")
+DROPS, SAME = fk.compile("causal", dropout=0.5), fk.compile("causal & same(doc)")
 PLAN = SAME.plan(S, S, 1, 2, doc=DOC)
 BLOCKS = create_block_mask(lambda b, h, q, k: (q >= k) & (DOC[q] == DOC[k]), 1, 2, S, S, "cpu", BLOCK_SIZE=8)
 CALLS = {
@@ -269,7 +271,7 @@ RARE += [(x, torch.no_grad) for x in ("compile(jacfwd)", "compile(dual)", "dual(
 )  # fmt: skip
 def test_tangents_are_refused_and_never_silently_zero(way, grad):
     torch._dynamo.reset()
-    x = torch.randn(1, 2, 8, 8)
+    x = torch.randn(1, 2, 8, 16)
     calls = PLAIN, lambda q, k, v: LEARNED(q, k, v, return_lse=True)[0], flex_attention
     for call in calls if way != "meta" else calls[:1]:
         with grad(), pytest.raises(BackwardError, match="forward mode is asked for"):
@@ -277,7 +279,7 @@ def test_tangents_are_refused_and_never_silently_zero(way, grad):
 
 
 def test_attention_beside_tangents_has_its_values():
-    x = torch.randn(1, 2, 8, 8)
+    x = torch.randn(1, 2, 8, 16)
     f = lambda y: 2 * y + PLAIN(y.detach(), x, x)  # noqa: E731
     want = f(x), 2 * x
     torch.testing.assert_close(torch.func.jvp(f, (x,), (x,)), want)
@@ -324,9 +326,9 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
     "k": ("causal", None, {}),
     "v": ("causal", None, {}),
     "sinks": ("causal", None, {"sinks": ONE}),
-    "slopes": ("causal", "score + slope[h] * (k - q)", {"slope": ONE}),
-    "documents": ("doc[q] == doc[k]", None, {"doc": torch.arange(40) // 7}),
-    "a number": ("causal", "score * c", {"c": torch.tensor(0.5)}),
+    "slopes": ("causal", ALIBI, {"slope": ONE}),
+    "documents": ("causal & same(doc)", None, {"doc": torch.arange(40) // 7}),
+    "a number": ("causal & window(9)", "softcap(c)", {"c": torch.tensor(0.5)}),
 }
 
 
@@ -350,8 +352,10 @@ def test_tensors_without_memory_beside_plain_queries(name, moved):
 def test_flex_of_tensors_without_memory_beside_plain_queries(name):
     qkv = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(0))
     some, outs = [Held(x) if n == name else x for n, x in zip("qkv", qkv)], []
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, 2, 4, 40, 40, "cpu")
     for given, held in ((qkv, ONE), (some, Held(ONE) if name == "slopes" else ONE)):
-        outs.append(plain(flex_attention(*given, score_mod=lambda x, b, h, q, k, held=held: x + held[h] * (k - q))))
+        alibi = lambda x, b, h, q, k, held=held: x + held[h] * (k - q)  # noqa: E731
+        outs.append(plain(flex_attention(*given, alibi, blocks)))
     torch.testing.assert_close(*outs)
 
 
@@ -375,7 +379,7 @@ def test_a_cotangent_without_memory_is_refused(score):
 
 
 def test_a_step_of_a_cache_with_tensors_without_memory():
-    att, outs = fk.compile("causal", "score + slope[h] * (k - q)"), []
+    att, outs = fk.compile("causal", ALIBI), []
     q, k, v = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
     for put in (lambda x: x, Held):
         cache = KVCache.create(batch=1, capacity=16, kv_heads=4, head_dim=16)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.native.shared import ALIBI
 from support.torch import torch_views
 from support.torch.torch_views import SHAPES, VIEWS
 
@@ -28,14 +29,16 @@ def same(call, *given):
 
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_tables_that_are_captured_or_decide_what_is_seen(backend):
-    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
     doc = -(torch.arange(40, dtype=torch.int32) // 9)
-    same(lambda t: fk.compile(lambda q, k: t[q] == t[k], backend=backend)(q, k, v), doc)
-    same(lambda t: fk.attention(q, k, v, "doc[q] == doc[k]", doc=t, backend=backend), doc)
-    same(lambda t: fk.compile("same(doc)", backend=backend)(q, k, v, doc=t), doc.long())
-    same(lambda t: fk.compile(None, lambda score, q, k: score + t[q, k], backend=backend)(q, k, v), torch.randn(40, 40))
-    att = fk.compile("doc[q] == doc[k] & k >= start[b]", backend=backend)
-    same(lambda t, s: att(q, k, v, plan=att.plan(40, 40, 1, 2, flat=True, doc=t, start=s)), doc, -torch.tensor([3]))
+    same(lambda t: fk.compile(lambda q, k: (q >= k) & (t[q] == t[k]), backend=backend)(q, k, v), doc)
+    same(lambda t: fk.attention(q, k, v, "causal & doc[q] == doc[k]", doc=t, backend=backend), doc)
+    same(lambda t: fk.compile("causal & same(doc)", backend=backend)(q, k, v, doc=t), doc.long())
+    alibi = lambda t: lambda score, h, q, k: score + t[h] * (k - q)  # noqa: E731
+    same(lambda t: fk.compile("causal", alibi(t), backend=backend)(q, k, v), torch.randn(2))
+    for text, name, table in (("causal & same(doc)", "doc", doc), ("k < n[b]", "n", -torch.tensor([30]))):
+        att = fk.compile(text, backend=backend)
+        same(lambda t, a=att, n=name: a(q, k, v, plan=a.plan(40, 40, 1, 2, flat=True, **{n: t})), table)
     same(lambda t: fk.mask("doc[q] == doc[k]", doc=t).dense(40, 40).sum().item(), doc)
     same(lambda t: fk.attention(q, k, v, "causal", origin=(0, 0, t, 0), backend=backend), -torch.tensor([2]))
     same(lambda t: torch.tensor(fk.reference(q.numpy(), k.numpy(), v.numpy(), sinks=t, layout="bhsd")), torch.ones(2))
@@ -91,18 +94,20 @@ def test_complex_numbers_are_refused():
 def test_a_default_device_is_not_that_of_calls(backend):
     """Memory of another device was written to: the process ended."""
     q, k, v = torch.randn(3, 1, 2, 40, 16)
-    bias, att = torch.randn(40, 40), fk.compile("causal", "score + bias[q, k]", backend=backend, dropout=0.1)
+    slope, att = torch.randn(2), fk.compile("causal", ALIBI, backend=backend)
+    dropped = fk.compile("causal", backend=backend, dropout=0.1)
 
     def call():
-        given = [x.detach().requires_grad_() for x in (q, k, v, bias)]
-        out = att(*given[:3], bias=given[3], sinks=0.5, seed=3)
-        return out, *torch.autograd.grad(out.square().sum(), given)
+        given = [x.detach().requires_grad_() for x in (q, k, v, slope)]
+        out = att(*given[:3], slope=given[3], sinks=0.5)
+        return out, *torch.autograd.grad(out.square().sum(), given), dropped(q, k, v, seed=3)
 
     want, step = call(), KVCache(1, 8, 2, 16)
     with torch.device("meta"):
         found = call()
-        seeded = att(q, k, v, bias=bias)
-        decoded = step.attention(fk.compile("causal", backend=backend), q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        seeded = dropped(q, k, v)
+        local = fk.compile("causal & window(8)", backend=backend)
+        decoded = step.attention(local, *(x[:, :, :1] for x in (q, k, v)))
     torch.testing.assert_close(found, want)
     assert seeded.is_cpu
     assert torch.allclose(decoded, v[:, :, :1])
