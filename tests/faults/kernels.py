@@ -2,7 +2,7 @@
 
 A program is a kernel, the pool of threads and a main function that reads a call from a file. The calls are the matrix
 of tests/lowering/kernels/cpp: forward and backward, decoding, pages, 8 bits, half precision, grouped heads, ragged
-lengths, empty rows, dropout, score mods and tables. Results are held to the float64 oracle.
+lengths, empty rows, dropout, score mods and tables. Results are held to the float64 reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of torch's library calls against the oracle's: masks, score mods, captured values, shapes, strides."""
+"""Gradients of torch's library calls against the reference's: masks, score mods, captured values, shapes, strides."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def grids(case):
 
 
 class Both(torch_gradients.Both):
-    """A case run by the executor and by the oracle."""
+    """A case run by the executor and by the reference."""
 
     forward, backward = staticmethod(aten.forward), staticmethod(aten_backward.backward)
 

@@ -1,5 +1,5 @@
-"""Caches of JAX beside the oracle: every cache, prompts in chunks, ragged batches, 8 bits, drafts; in place, compiled
-once."""
+"""Caches of JAX against the reference: every cache, prompts in chunks, ragged batches, 8 bits, drafts; in place,
+compiled once."""
 
 import jax
 import jax.numpy as jnp
@@ -364,7 +364,7 @@ def test_jax_model_generates_from_each_cache(kind):
     tokens, logits, caches, traced = llama_jax.generated(w, fk.compile(text), caches, first, new, seat)
     assert traced == [(batch, prompt), (batch, 1)]
     n = tokens.shape[1] - 1
-    attend = plain = llama_jax.dense(fk.mask(text).dense(n, n)[0, 0])
+    attend = plain = llama_jax.attend_densely(fk.mask(text).dense(n, n)[0, 0])
     if kind in BYTES:
 
         def attend(i, q, k, v):

@@ -47,7 +47,7 @@ def problem(name):
 def check(name, runner):
     found = problem(name).run(runner)
     problem(name).check(found)
-    for array in found.values():  # the parts the oracle has no name for are finite at least
+    for array in found.values():  # the parts the reference has no name for are finite at least
         assert not np.isnan(array.astype(np.float64)).any()
 
 

@@ -1,4 +1,4 @@
-"""Calls with backend="gluon", in the interpreter of tests/support/gluon, against the float64 oracle: every mask and
+"""Calls with backend="gluon", in the interpreter of tests/support/gluon, against the float64 reference: every mask and
 every score mod of the library through the whole of frisket, with the target that a call takes by itself."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Run by test_triton_jax.py with TRITON_INTERPRET=1: the Triton kernels as JAX calls them, against the oracle."""
+"""Run by test_triton_jax.py with TRITON_INTERPRET=1: the Triton kernels as JAX calls them, against the reference."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Run by test_triton_rows.py with TRITON_INTERPRET=1: long rows of tiles in parts, against the oracle."""
+"""Run by test_triton_rows.py with TRITON_INTERPRET=1: long rows of tiles in parts, against the reference."""
 
 from dataclasses import replace
 
@@ -120,7 +120,7 @@ def test_short_rows_run_in_one_unsplit_launch(monkeypatch, divided):
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle."""
+    """A case run by the kernels and by the reference."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 

@@ -1,4 +1,4 @@
-"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the backward kernels against the oracle's gradients."""
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the backward kernels against the reference's gradients."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle; `tiles` are those of dq and of dk and dv, or of each of them."""
+    """A case run by the kernels and by the reference; `tiles` are those of dq and of dk and dv, or of each of them."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 

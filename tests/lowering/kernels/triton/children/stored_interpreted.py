@@ -1,5 +1,5 @@
-"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: stored keys and values against the oracle, in kernels of few
-queries and in the forward."""
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: stored keys and values against the reference, in kernels of
+few queries and in the forward."""
 
 import numpy as np
 import pytest
