@@ -334,7 +334,7 @@ def pallas(p: Problem) -> str:
 def stand_in(name: str, arch: str) -> Iterator[None]:
     """The backend runs here, on a stand-in of tests/support, with the kernels of an architecture."""
     from support.flash import engine
-    from support.gluon import gluon_call
+    from support.gluon import call as gluon_call
 
     from frisket.runtime.backends.base import RECORDS, register
     from frisket.runtime.backends.triton import tiles

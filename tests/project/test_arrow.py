@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.scripts import script
+from support.pages import script
 
 HOUSE = script("house")
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ a test says its subject, then what holds."""
 import ast
 from collections import Counter
 
-from support.scripts import script
+from support.pages import script
 
 HOUSE = script("house")
 TREE = HOUSE.Tree(HOUSE.ROOT)

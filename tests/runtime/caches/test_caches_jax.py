@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax import llama_jax
 
 import frisket as fk
 from frisket.caches import PagePool
@@ -13,6 +12,7 @@ from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
 from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
 from frisket.runtime.caches.seats import seated
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
+from runtime.caches import llama_jax
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
 COUNTS = [(9, 3), (0, 9), (9, 9), (1, 1), (1, 0), (9, 9), (9, 8)]  # of chunks of 9: prompts and steps

@@ -17,7 +17,7 @@ import frisket as fk
 import test_caches_jax as cases
 from frisket.caches.jax import ShardedKVCache
 from frisket.runtime.modeling.kv_cache import init_cache
-from support.jax import llama_jax
+from runtime.caches import llama_jax
 def auto(names, *shape):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:np.prod(shape)])
 """

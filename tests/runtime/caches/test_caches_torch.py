@@ -17,7 +17,7 @@ from frisket.runtime.plans import device_static as flat_laid
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
-llama_torch = pytest.importorskip("support.torch.llama_torch")
+llama_torch = pytest.importorskip("runtime.caches.llama_torch")
 torch_decode = pytest.importorskip("frisket.runtime.backends.cpp.decode")
 native_torch = pytest.importorskip("frisket.runtime.backends.cpp.torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")

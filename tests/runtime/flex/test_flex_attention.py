@@ -11,10 +11,10 @@ from support.tiers import thinned
 torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
-from support.flex_cases import arrays, block_mask_of, check_gradients  # noqa: E402
+from runtime.flex.cases import arrays, block_mask_of, check_gradients  # noqa: E402
+from support.torch.callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
 from support.torch.dense import dense  # noqa: E402
-from support.torch.torch_callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
-from support.triton import triton_process  # noqa: E402
+from support.triton import process as triton_process  # noqa: E402
 
 from frisket.flex import AuxOutput, AuxRequest, flex_attention  # noqa: E402
 

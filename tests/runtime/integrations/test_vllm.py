@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.native.kernels_built import built
-from support.torch import vllm_standin
+from runtime.integrations.kernels_built import built
 from support.torch.dense import dense
 
 import frisket as fk
 from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.integrations import vllm_pages
 from frisket.runtime.machine.cpp_build import reason
+from runtime.integrations import vllm_standin
 
 PAGE, KEY_HEADS, HEADS, DIM = 16, 2, 4, 16
 

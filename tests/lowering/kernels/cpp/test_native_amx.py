@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.native import native_call
+from support.native import call as native_call
 
 import frisket as fk
 from frisket.dsl.sugar import b, k

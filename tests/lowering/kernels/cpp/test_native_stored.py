@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.attention_cases import shared
 from support.lowering import brute
-from support.native import native_call, native_image
+from support.native import call as native_call
+from support.native import image as native_image
 
 import frisket as fk
 from frisket.dsl import ir

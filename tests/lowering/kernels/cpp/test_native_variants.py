@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.native.native_image import Problem, flags_of, here, program
+from support.native.image import Problem, flags_of, here, program
 from support.tiers import default_only
 
 from frisket.dsl.ir import lookup

@@ -6,7 +6,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from support.gluon.gluon_call import install
+from support.gluon.call import install
 from support.tiers import default_only
 
 import frisket as fk

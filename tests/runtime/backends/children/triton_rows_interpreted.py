@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import MODS
-from support.triton.triton_call import check, run, with_everything
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import MODS
+from support.triton.call import check, run, with_everything
 
 from frisket.dsl.sugar import b, h, k, q
 from frisket.lowering.plan import Target

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from support.jax import hlo
+from runtime.parallel.children import hlo
 
 import frisket as fk
 from frisket.lowering import dense

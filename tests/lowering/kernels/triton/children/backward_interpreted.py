@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.attention_cases import CASES, DOCUMENTS, STEEP, STEEP_BOUNDS, Case, Source, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import MODS, learned, window
-from support.triton import triton_bf16
-from support.triton.triton_call import poisoned
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import MODS, learned, window
+from support.triton import bf16 as triton_bf16
+from support.triton.call import poisoned
 
 import frisket as fk
 from frisket.dsl import ir

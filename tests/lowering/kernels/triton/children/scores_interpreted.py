@@ -5,10 +5,10 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import EMPTY_ROWS, Case, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import learned
-from support.triton import triton_bf16
-from support.triton.triton_call import check, run
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import learned
+from support.triton import bf16 as triton_bf16
+from support.triton.call import check, run
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup, param

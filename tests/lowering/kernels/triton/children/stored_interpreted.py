@@ -7,7 +7,7 @@ import torch
 from support import attention_cases as cases
 from support import stored_cases
 from support.stored_cases import SOFTCAP, STORED, Stored, decode
-from support.triton.triton_call import poisoned
+from support.triton.call import poisoned
 
 from frisket.lowering.plan import Target
 from frisket.runtime.backends.triton import decode as triton_decode

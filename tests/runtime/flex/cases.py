@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from support.torch.callables import in_torch
+from support.torch.dense import dense
 
 from frisket.flex import AuxRequest, create_block_mask, flex_attention
 from frisket.runtime.flex.function_state import state_of
-from support.torch.dense import dense
-from support.torch.torch_callables import in_torch
 
 
 def arrays(case, dtype=torch.float32, grad=False):

@@ -1,6 +1,6 @@
 """A call of a native kernel as plain arrays with links between them: run in this process, or by a program of its own.
 
-The program (`native_main.cpp` behind a kernel) is what sanitizers watch and other processors run: each array is an
+The program (`main.cpp` behind a kernel) is what sanitizers watch and other processors run: each array is an
 allocation of its own, so that reading past an end is seen.
 """
 
@@ -29,7 +29,7 @@ from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine import cpp_threads as native_pool
 
 KINDS = {"forward": 0, "backward": 1}
-MAIN = Path(__file__).parent / "native_main.cpp"
+MAIN = Path(__file__).parent / "main.cpp"
 POOL = Path(native_pool.__file__).with_name("cpp_threads.cpp")
 
 

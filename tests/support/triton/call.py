@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from support import attention_cases as cases
-from support.triton import triton_bf16
+from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
