@@ -28,7 +28,7 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768)
 WINDOW_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 GOALS = {("causal", 128, 8192): ((560, 620), (380, 440))}  # TFLOP/s of visible work: (must, should), both directions
 CALLS = 10
-CHECKED = (  # of tests/support/attention_cases.py and jax_gradients.py: every kind of plan, lookup and gradient
+CHECKED = (  # of tests/support/attention_cases.py and jax/gradients.py: every kind of plan, lookup and gradient
     "full", "causal", "window", "documents-by-batch", "heads-and-batches", "gqa", "mqa", "empty-rows", "nothing",
     "holes", "crop", "origin-by-batch", "softcap", "alibi", "relative-bias", "bias-plane", "visible-minus-inf",
     "bool-by-head", "decode", "random",
@@ -87,7 +87,7 @@ def cases(row: str, scale: Scale) -> Measure:
 
 def _cases(dtype: str, scale: Scale) -> Iterator[tuple[str, Any]]:
     from support.attention_cases import CASES
-    from support.jax.jax_gradients import LEARNED as GRADIENTS
+    from support.jax.gradients import LEARNED as GRADIENTS
 
     names = [("", CASES, n) for n in CHECKED] + [("learned ", GRADIENTS, n) for n in LEARNED]
     for kind, cases, name in names[1 : 3 if scale.dry else None]:
@@ -97,7 +97,7 @@ def _cases(dtype: str, scale: Scale) -> Iterator[tuple[str, Any]]:
 def _checked(backend: str, what: str, case: Any, where: str) -> tuple[str, str]:
     """(why it is not taken, what is wrong)."""
     from support import attention_cases as cases
-    from support.jax import jax_gradients
+    from support.jax import gradients as jax_gradients
 
     from frisket.lowering.derive import backward_of
     from frisket.runtime.backends.base import RECORDS

@@ -126,10 +126,10 @@ def running(name: str) -> Iterator[None]:
 
 @cache
 def _repair_triton() -> None:
-    from support.triton import triton_bf16
+    from support.triton import bf16 as triton_bf16
 
     triton_bf16.install()
-    from support.triton import triton_dot  # takes other products than those of float32 to the one it finds
+    from support.triton import dot as triton_dot  # takes other products than those of float32 to the one it finds
 
     triton_dot.install()
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from store import keep, shown
-from support.triton import triton_null
+from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.runtime.backends.base import RECORDS, register

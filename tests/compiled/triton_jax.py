@@ -24,7 +24,7 @@ import triton
 from jax import export
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.jax.jax_gradients import LEARNED
+from support.jax.gradients import LEARNED
 
 import frisket as fk
 from frisket.dsl import ir

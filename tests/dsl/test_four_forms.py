@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from support.jax.jax_callables import MASKS, MODS, tables
+from support.jax.callables import MASKS, MODS, tables
 
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.program import read

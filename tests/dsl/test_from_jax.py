@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from support.jax.jax_callables import MASKS, MODS, B, H, S, arrays, tables
+from support.jax.callables import MASKS, MODS, B, H, S, arrays, tables
 from support.tiers import thinned
 
 from frisket.dsl.evaluate import evaluate

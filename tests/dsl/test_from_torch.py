@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.torch.torch_callables import MASKS, SCORES, in_torch, mask_case, score_case  # noqa: E402
+from support.torch.callables import MASKS, SCORES, in_torch, mask_case, score_case  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 
 import frisket as fk  # noqa: E402

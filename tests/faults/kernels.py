@@ -2,7 +2,7 @@
 
 A program is a kernel, the pool of threads and a main function that reads a call from a file. The calls are the matrix
 of tests/lowering/kernels/cpp: forward and backward, decoding, pages, 8 bits, half precision, grouped heads, ragged
-lengths, empty rows, dropout, score mods and tables. Results are held to the float64 oracle.
+lengths, empty rows, dropout, score mods and tables. Results are held to the float64 reference.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check(file: str, name: str, runner: Any) -> None:
 
 def sanitized(draw: random.Random) -> dict[str, int]:
     """A case under a sanitizer, by the number of the round."""
-    from support.native import native_image
+    from support.native import image as native_image
 
     number, builds = draw.round, [*SANITIZERS]  # type: ignore[attr-defined]
     (file, name), build = cases()[number // len(builds)], builds[number % len(builds)]
@@ -75,7 +75,7 @@ def sanitized(draw: random.Random) -> dict[str, int]:
 
 def processor(draw: random.Random) -> dict[str, int]:
     """A case on a processor, by the number of the round; as it is built for users."""
-    from support.native import native_image
+    from support.native import image as native_image
 
     number, variants = draw.round, [v for v in cpp_cpu.VARIANTS if v != "native"]  # type: ignore[attr-defined]
     name, variant = SLICE[number // len(variants)], variants[number % len(variants)]

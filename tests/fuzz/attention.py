@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.dsl.evaluate import evaluate
@@ -35,16 +35,6 @@ def close(name: str, found: Any, wanted: Tensor, allowed: float = CLOSE) -> None
     if finite.any():
         worst = np.abs(ours[finite] - theirs[finite]).max() / max(1.0, np.abs(theirs[finite]).max())
         assert worst <= allowed, f"{name}: off by {worst:.3g}"
-
-
-def dense(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the dtype of the arrays; a query that sees no key gives 0 and -inf."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    x = mod(q @ k.mT * q.shape[-1] ** -0.5)
-    seen = seen & (x > -torch.inf)
-    p = torch.where(seen, torch.softmax(torch.where(seen, x, -1e30), -1), 0.0)
-    return p @ v, torch.logsumexp(torch.where(seen, x, -torch.inf).detach(), -1)
 
 
 def arrays(shape: tuple[int, ...], number: int, dtype: Any = torch.float64) -> list[Tensor]:
@@ -96,14 +86,14 @@ def trained(seen: Tensor, mask: Any, text: str, number: int, **options: Any) -> 
     *inputs, cotangent = arrays(tuple(seen.shape), number)
     learned = scores.parameters(text, number)
     leaves = [x.requires_grad_() for x in (*inputs, *learned.values())]
-    out, lse = dense(seen, *inputs, lambda x: scores.value(text, x, learned))
+    out, lse, _ = dense(*inputs, seen, lambda x: scores.value(text, x, learned))
     wanted = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
     if not all(x.isfinite().all() for x in wanted):
         return
     att = fk.compile(mask, score=text, backend="library", **options)
     ours, ours_lse = att(*inputs, return_lse=True, **learned)
     close("out", ours.detach(), out.detach())
-    close("lse", ours_lse.detach(), lse)
+    close("lse", ours_lse.detach(), lse.detach())
     found = torch.autograd.grad(ours, leaves, cotangent, allow_unused=True, materialize_grads=True)
     for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
         close(name, a, b)
@@ -125,7 +115,7 @@ def dropout(p: Problem) -> str:
     rate, seed = (0.1, 0.25, 0.5, 0.9)[number % 4], number >> 1
     q, k, _, _ = arrays(sizes, number, torch.float32)
     v = torch.eye(kv_len).expand(batch, k.shape[1], kv_len, kv_len).contiguous()  # outputs are weights
-    wanted = dense(torch.from_numpy(p.seen.copy()), q.double(), k.double(), v.double(), lambda x: x)[0].numpy()
+    wanted = dense(q.double(), k.double(), v.double(), torch.from_numpy(p.seen.copy()))[0].numpy()
     kept = None
     for name in ("library", "native", "xla", "cpp"):
         att = fk.compile(m, dropout=rate, backend=name)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from outside.programs import LIBRARY
 from support.cache_model import KINDS, OfJax, OfTorch, run
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.runtime.backends.cpp import decode
 
-from .attention import DIM, close, dense
+from .attention import DIM, close
 
 ROWS, HEADS, KV_HEADS, CAPACITY, TOKENS = 2, 4, 2, 64, 50
 MOST = 9  # tokens of a row and step
@@ -122,5 +123,5 @@ def compared(step: str, mask: str, out: Any, tokens: list[int], new: int) -> Non
     n = len(tokens)
     seen = torch.from_numpy(MASKS[mask](np.arange(n)[n - new :, None], np.arange(n)[None, :]))
     q, k, v = (x[tokens].double().transpose(0, 1)[None] for x in (Q, K, V))
-    wanted = dense(seen, q[:, :, n - new :], k, v, lambda x: x)[0][0]
+    wanted = dense(q[:, :, n - new :], k, v, seen)[0][0]
     close(step.partition(":")[0], out.numpy(), wanted, 1e-5)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.runtime.attention.attention import Attention
@@ -104,28 +105,13 @@ def true(
         x = rounded(x)
         return rounded(scores.value(text, x, {n: t.to(x.dtype) for n, t in exact.items()}, origin)).double()
 
-    out, lse = attention(seen, *(leaves[n] for n in "qkv"), mod, exact.get("sinks"))
+    out, lse, _ = dense(*(leaves[n] for n in "qkv"), seen, mod, exact.get("sinks"))
     lse = lse + 0.0 * leaves["q"].sum()  # differentiable, also where the score mod is a number
     cotangents[1] = torch.where(lse == -torch.inf, 0.0, cotangents[1])
     found = torch.autograd.grad([out, lse], [*leaves.values()], cotangents, allow_unused=True, materialize_grads=True)
     names = ["dq", "dk", "dv", *(f"d {n}" for n in learned)]
     gradients = dict(zip(names, found, strict=True)) if all(x.isfinite().all() for x in found) else {}
     return {"out": out.detach(), "lse": lse.detach(), **gradients}
-
-
-def attention(
-    seen: Tensor, q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor], Tensor], sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse); a query that sees no key gives 0 and -inf, or its sink."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    x = mod(q @ k.mT * q.shape[-1] ** -0.5)
-    seen = seen & (x > -torch.inf)
-    logits, some = torch.where(seen, x, -1e30), seen.any(-1)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks[:, None, None].expand(*x.shape[:3], 1)], -1)
-        some = torch.ones_like(some)
-    p = torch.where(seen, torch.softmax(logits, -1)[..., : x.shape[3]], 0.0)
-    return p @ v, torch.where(some, torch.logsumexp(logits, -1), -torch.inf)
 
 
 def reaches(
@@ -348,7 +334,7 @@ def pallas(p: Problem) -> str:
 def stand_in(name: str, arch: str) -> Iterator[None]:
     """The backend runs here, on a stand-in of tests/support, with the kernels of an architecture."""
     from support.flash import engine
-    from support.gluon import gluon_call
+    from support.gluon import call as gluon_call
 
     from frisket.runtime.backends.base import RECORDS, register
     from frisket.runtime.backends.triton import tiles

@@ -1,5 +1,5 @@
-"""The oracle's gradients: beside central differences of the oracle, and beside torch's autograd on attention written
-out by hand."""
+"""Gradients of the reference, against its central differences and against torch's autograd on attention written out by
+hand."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.pages import DOCS
-from support.scripts import script, sources
+from support.pages import DOCS, script, sources
 
 from frisket.runtime.machine.cpp_build import reason
 

@@ -1,6 +1,6 @@
 """The page of the command line says what the commands say."""
 
-from support.scripts import script
+from support.pages import script
 
 from frisket.runtime.cli.main import COMMANDS
 

@@ -1,6 +1,6 @@
 """The page of model types says what the sweep found."""
 
-from support.scripts import script
+from support.pages import script
 
 
 def test_compatibility_page_is_up_to_date():

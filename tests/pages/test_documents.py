@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import readme
-from support.scripts import script
+from support.pages import script
 
 from frisket.dsl.functions import BUILT_IN
 from frisket.dsl.program import read

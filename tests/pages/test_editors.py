@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("pygments")
 from pygments.token import Error
-from support.pages import DOCS
-from support.scripts import script
+from support.pages import DOCS, script
 
 from frisket.dsl.library import library
 from frisket.runtime.explore.page import token_classes

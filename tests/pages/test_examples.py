@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.scripts import script
+from support.pages import script
 
 ROOT = Path(__file__).resolve().parents[2]
 examples = script("examples")

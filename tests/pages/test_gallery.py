@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 import readme
-from support.pages import DOCS
-from support.scripts import script
+from support.pages import DOCS, script
 
 import frisket as fk
 from frisket.dsl.library import library

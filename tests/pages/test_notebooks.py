@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.scripts import script
+from support.pages import script
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))

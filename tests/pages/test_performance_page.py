@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from support.pages import DOCS
-from support.scripts import script
+from support.pages import DOCS, script
 
 PAGE = script("performance")
 

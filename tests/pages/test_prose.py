@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.scripts import script
+from support.pages import script
 
 PROSE = script("prose")
 PAGES = Path(__file__).resolve().parents[2] / "docs"

@@ -1,6 +1,6 @@
 """The figures of docs/reliability.md are those of the results."""
 
-from support.scripts import script
+from support.pages import script
 
 endurance = script("endurance")
 

@@ -1,7 +1,7 @@
 """The table of docs/reordering.md is what the library's masks give."""
 
 import pytest
-from support.scripts import script
+from support.pages import script
 
 OFTEN = ("natten2d(rows, cols, kernel_rows, kernel_cols)", "global_window(t, w)", "causal", "qk_sparse(kept_q, kept_k)")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.scripts import sources
+from support.pages import sources
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError

@@ -15,8 +15,7 @@ from urllib.parse import quote
 
 import pytest
 from support import browser
-from support.pages import DOCS
-from support.scripts import script
+from support.pages import DOCS, script
 
 ROOT = Path(__file__).resolve().parents[2]
 API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glob("*.md")))

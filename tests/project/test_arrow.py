@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.scripts import script, sources
+from support.pages import script, sources
 
 HOUSE = script("house")
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.scripts import sources
+from support.pages import sources
 
 from frisket.runtime.backends.base import RECORDS, Lazy
 

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from support.scripts import script, sources
+from support.pages import script, sources
 
 HOUSE = script("house")
 MORE = re.compile(r"(such|one (that|which|where|who)|the (other|latter|former|rest)(?! of))\b", re.IGNORECASE)

@@ -1,8 +1,7 @@
 """The order of the source tree: docs/house.py measures it, and no figure grows."""
 
 import pytest
-from support.pages import DOCS
-from support.scripts import script, sources
+from support.pages import DOCS, script, sources
 
 from frisket.runtime.machine.cpp_build import reason
 

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from support.scripts import sources
+from support.pages import sources
 
 FORBIDDEN = {"lru_cache", "cache"}  # of functools
 CONTAINERS = {"dict", "set", "list", "OrderedDict", "defaultdict"}

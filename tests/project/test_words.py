@@ -4,7 +4,7 @@ a test says its subject, then what holds."""
 import ast
 from collections import Counter
 
-from support.scripts import script, sources
+from support.pages import script, sources
 
 HOUSE = script("house")
 # public names that users import from two modules

@@ -210,7 +210,7 @@ def shared(found: Spans) -> Spans:
     return Spans(found.bounds[first], found.count[first], slice_of)
 
 
-def oracle(case: Case):
+def reference(case: Case):
     """(out [batch, length, heads, dim], lse), float64."""
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in arrays(case))
     out, lse = dense.attention(
@@ -239,11 +239,11 @@ def allowed(case: Case) -> float:
         p = rounded(np.exp(s - s.max(-1, keepdims=True)))
         p = rounded(p / p.sum(-1, keepdims=True))
         out = rounded(p @ v).transpose(0, 2, 1, 3)
-    return 2 * float(np.nan_to_num(np.abs(out - oracle(case)[0])).max()) + 1e-6
+    return 2 * float(np.nan_to_num(np.abs(out - reference(case)[0])).max()) + 1e-6
 
 
 def check(case: Case, out, lse) -> None:
-    want, want_lse = oracle(case)
+    want, want_lse = reference(case)
     assert out.shape == want.shape
     assert lse.shape == want_lse.shape
     assert out.dtype == case.dtype

@@ -1,4 +1,4 @@
-"""The blocks of code on a page, and what it means that one is true.
+"""The blocks of code on a page, and what it means that one is true; the scripts of docs/ as modules.
 
 ```python runs, as a session where it begins with `>>> `; ```frisket is read; the `$ frisket` lines of ```console print
 what stands below them, and those of ```bash end well. What cannot run has `<!-- not run: why -->` above it.
@@ -11,8 +11,11 @@ import re
 import shlex
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from frisket.dsl.program import read
@@ -88,3 +91,21 @@ RUN: dict[str, Callable[[Block, dict[str, Any]], Any]] = {
     "bash": bash,
     "frisket": lambda block, names: read(block.text),
 }
+
+
+@cache
+def script(name: str) -> ModuleType:
+    """docs/NAME.py, loaded."""
+    spec = spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def sources() -> Any:
+    """The `Tree` of docs/house.py over this checkout, which parses a file at its first use and keeps it."""
+    house = script("house")
+    return house.Tree(house.ROOT)

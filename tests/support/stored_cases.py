@@ -1,5 +1,5 @@
 """Keys and values as caches store them: in 8 bits beside scales, in pages of a pool, with NaN wherever no query looks;
-and attention to what they mean, by the oracle."""
+and attention to what they mean, by the reference."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from support import masks
-from support.forget import forget
 from support.lowering.effort import at_most
 from support.tiers import thinned
 
@@ -21,6 +20,7 @@ from frisket.dsl.ir import lit, reduce, substitute
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import INT
 from frisket.dsl.work import steps
+from frisket.grammar.memo import clear as forget
 from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.simplify import simplify

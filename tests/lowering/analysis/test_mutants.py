@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 from support import masks
-from support.forget import forget
 from support.tiers import default_only
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
+from frisket.grammar.memo import clear as forget
 from frisket.lowering import spans
 from frisket.lowering.analysis import intervals as abstract
 from frisket.lowering.analysis import layout as driver

@@ -1,4 +1,4 @@
-"""torch's library calls against the oracle: every operator, every kind of mask, shape and stride."""
+"""torch's library calls against the reference: every operator, every kind of mask, shape and stride."""
 
 import itertools
 import math
@@ -161,7 +161,7 @@ SHAPES = {
 
 
 def run(mask, mod, g, *, block=(32, 32), dtype="float32", tables=TABLES, change=None, shared=False):
-    """((out, lse), the oracle's)."""
+    """((out, lse), the reference's)."""
     plan = make_plan(mask, mod)
     spans = brute.spans(
         ir.TRUE if mask is None else mask, g.q_len, g.kv_len, batch=g.batch, heads=g.heads, block=block,
@@ -298,9 +298,9 @@ def test_values_that_nobody_sees_may_be_anything(changed):
 
     _, want = run(MASKS["causal"], changed, g)
     for tail in (math.nan, math.inf):
-        got, oracle = run(MASKS["causal"], changed, g, change=partial(filled, tail=tail))
+        got, reference = run(MASKS["causal"], changed, g, change=partial(filled, tail=tail))
         check(got, want, tolerance=1e-5)
-        check(got, oracle, tolerance=1e-5)
+        check(got, reference, tolerance=1e-5)
 
 
 def test_an_empty_row_is_zero_and_minus_infinity():

@@ -1,4 +1,4 @@
-"""Gradients of torch's library calls against the oracle's: masks, score mods, captured values, shapes, strides."""
+"""Gradients of torch's library calls against the reference's: masks, score mods, captured values, shapes, strides."""
 
 import itertools
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.attention_cases import CASES, Case, causal, shared
 from support.lowering import brute
-from support.torch import torch_gradients
-from support.torch.torch_gradients import HARD, MODS, learned, window
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import HARD, MODS, learned, window
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
@@ -32,7 +32,7 @@ def grids(case):
 
 
 class Both(torch_gradients.Both):
-    """A case run by the executor and by the oracle."""
+    """A case run by the executor and by the reference."""
 
     forward, backward = staticmethod(aten.forward), staticmethod(aten_backward.backward)
 

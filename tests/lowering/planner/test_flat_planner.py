@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import masks
-from support.lowering import brute, golden_planners
+from support.lowering import brute
 from support.lowering.planner_numpy import NUMPY
 from support.tiers import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import from_records
 from frisket.runtime.machine.generated import load
+from lowering.planner import golden_planners
 
 DOC = frozenset({"doc"})
 WORDS = {

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import masks
-from support.lowering import brute, golden_planners
+from support.lowering import brute
 from support.lowering.planner_numpy import NUMPY
 from support.tiers import thinned
 
@@ -33,6 +33,7 @@ from frisket.lowering.spans import from_records
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.generated import load
 from frisket.runtime.plans import run_cpp as flat_native
+from lowering.planner import golden_planners
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 DOC = frozenset({"doc"})

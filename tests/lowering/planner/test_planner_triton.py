@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from support import masks
-from support.lowering import golden_planners
-from support.triton.triton_process import run
+from support.triton.process import run
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, q
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.planner import triton as text
+from lowering.planner import golden_planners
 
 CHILDREN = Path(__file__).parent / "children"
 

@@ -13,8 +13,6 @@ import random
 import numpy as np
 import pytest
 import z3
-from support.lowering import rule_cases, z3_terms
-from support.lowering.rule_cases import instances, x
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
@@ -26,6 +24,8 @@ from frisket.lowering.simplify import RULES
 from frisket.lowering.simplify.affine import NEGATE, is_int_comparison, linear, relation, write, write_relation
 from frisket.lowering.simplify.facts import interval, ordered
 from frisket.lowering.simplify.rules_boolean import _implies, _negated, _refutes, negate
+from lowering.simplify import rule_cases, z3_terms
+from lowering.simplify.rule_cases import instances, x
 
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 5e-324, 1e308, -1e308, math.inf, -math.inf, math.nan]
 SMALL = [-9, -4, -3, -1, 0, 1, 2, 5, 8]

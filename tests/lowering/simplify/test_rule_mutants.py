@@ -7,10 +7,10 @@ import dataclasses
 import math
 
 import pytest
-from support.forget import forget
 from support.tiers import default_only
 
 from frisket.dsl.ir import FALSE, build, lit
+from frisket.grammar.memo import clear as forget
 from frisket.lowering.simplify import (
     RULES,
     affine,

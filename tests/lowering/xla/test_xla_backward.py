@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.jax import jax_gradients
-from support.jax.jax_gradients import LEARNED, compare, normal
+from support.jax import gradients as jax_gradients
+from support.jax.gradients import LEARNED, compare, normal
 
 import frisket as fk
 from frisket.dsl import ir

@@ -23,7 +23,7 @@ def qkv(framework="torch", batch=2, heads=4, kv_heads=2, q_len=96, kv_len=96, di
     return [jnp.asarray(x.swapaxes(1, 2)) for x in found]
 
 
-def oracle(arrays, mask=None, score=None, **more):
+def reference(arrays, mask=None, score=None, **more):
     return fk.reference(*arrays, mask, score, return_lse=True, **more)
 
 
@@ -45,7 +45,7 @@ def test_attention_equals_the_reference_in_torch_and_jax(case, framework):
     how, params = CASES[case]
     arrays = qkv(framework)
     out, lse = fk.attention(*arrays, **how, **params, return_lse=True)
-    want, want_lse = oracle(arrays, **how, **params)
+    want, want_lse = reference(arrays, **how, **params)
     assert type(out) is type(arrays[0])
     assert out.shape == arrays[0].shape
     assert lse.shape == (2, 4, 96)
@@ -58,11 +58,11 @@ def test_a_crop_in_global_coordinates(framework):
     arrays = qkv(framework, q_len=20, kv_len=96)
     place = {"origin": (0, 0, 76, 0), "sizes": (2, 4, 96, 96)}
     got = fk.attention(*arrays, "causal & q < Q_LEN - 5", **place)
-    want, _ = oracle(arrays, "causal & q < Q_LEN - 5", **place)
+    want, _ = reference(arrays, "causal & q < Q_LEN - 5", **place)
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
     per_batch = {"origin": (0, 0, [10, 76], 0), "sizes": (2, 4, 96, 96)}
     got = fk.attention(*arrays, "causal", **per_batch)
-    want, _ = oracle(arrays, "causal", **per_batch)
+    want, _ = reference(arrays, "causal", **per_batch)
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
 
 
@@ -93,7 +93,7 @@ def test_attention_inside_jit_equals_eager():
 def test_compile_holds_a_program():
     att = fk.compile(fk.mask("causal"), fk.score("softcap(5)"), scale=0.5)
     arrays = qkv()
-    want, _ = oracle(arrays, "causal", "softcap(5)", scale=0.5)
+    want, _ = reference(arrays, "causal", "softcap(5)", scale=0.5)
     np.testing.assert_allclose(att(*arrays).numpy(), want, rtol=1e-5, atol=1e-5)
     assert repr(att) == "Attention(mask = q >= k; score = 5 * tanh(score / 5))"
 
@@ -102,7 +102,7 @@ def test_parameters_given_at_the_call():
     att = fk.compile("causal & same(doc) & window(w)", w=20)
     arrays = qkv()
     for doc, w in ((DOC, 20), (DOC[::-1].copy(), 7)):
-        want, _ = oracle(arrays, "causal & same(doc) & window(w)", doc=doc, w=w)
+        want, _ = reference(arrays, "causal & same(doc) & window(w)", doc=doc, w=w)
         np.testing.assert_allclose(att(*arrays, doc=doc, w=w).numpy(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_a_table_changed_in_place_is_a_new_layout():
     before = att(*arrays, doc=doc)
     doc[:] = np.arange(96) // 3
     after = att(*arrays, doc=doc)
-    want, _ = oracle(arrays, "same(doc)", doc=doc)
+    want, _ = reference(arrays, "same(doc)", doc=doc)
     np.testing.assert_allclose(after.numpy(), want, rtol=1e-5, atol=1e-5)
     assert not torch.equal(before, after)
 
@@ -122,7 +122,7 @@ def test_a_plan_is_shared_by_layers():
     plan = att.plan(96, 96, 2, 4, doc=DOC)
     for _ in range(2):
         arrays = qkv()
-        want, _ = oracle(arrays, "causal & same(doc)", doc=DOC)
+        want, _ = reference(arrays, "causal & same(doc)", doc=DOC)
         np.testing.assert_allclose(att(*arrays, plan=plan).numpy(), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(fk.ShapeError, match="the plan is for"):
         att(*qkv(q_len=95), plan=plan)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.torch.dense import dense
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
@@ -70,14 +71,8 @@ def drawn(case, size):
 
 
 def plain(case, q, k, v):
-    """Attention as one would write it."""
-    k, v = (x.repeat_interleave(4 // case.kv_heads, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5 + case.bias().to(q.dtype)
-    if case.sinks:
-        sinks = SINKS.to(q.dtype).view(1, 4, 1, 1).expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
-    seen = (scores > -torch.inf).any(-1, keepdim=True)
-    return torch.where(seen, scores, 0.0).softmax(-1) * seen @ v
+    sinks = SINKS.to(q.dtype) if case.sinks else None
+    return dense(q, k, v, score=lambda s: s + case.bias().to(s.dtype), sinks=sinks)[0]
 
 
 def by_rows(case, q, k, v, dout):
@@ -164,9 +159,7 @@ def errors_of_sinks(case, att, size, seed):
         return torch.autograd.grad(attend(*given[:3], sinks), sinks, given[3])[0]
 
     def written(q, k, v, sinks):
-        scores = q @ k.mT * 32**-0.5 + case.bias().to(q.dtype)
-        sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+        return dense(q, k, v, score=lambda s: s + case.bias().to(s.dtype), sinks=sinks)[0]
 
     given = q, k, v, dout
     right = of_sinks(written, *(x.double() for x in given))

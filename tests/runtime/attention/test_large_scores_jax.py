@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax.dense import dense
 from support.tiers import thinned
 
 import frisket as fk
@@ -125,16 +126,13 @@ def test_gradients_of_lse_are_the_weights(size: float) -> None:
     np.testing.assert_allclose(dq, jnp.broadcast_to(k / 4, q.shape), rtol=1e-6)
 
 
-def dense(case: Case, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def plain(case: Case, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Attention by one softmax, in the dtype of the arrays."""
     at = np.arange(q.shape[1])
     rows, columns = at[:, None], at[None]
     visible = {"k == q": columns == rows, None: rows >= 0, "causal": columns <= rows}[case.mask]
-    s = jnp.einsum("bqhd,bkd->bhqk", q, k[:, :, 0], precision="highest") / q.shape[-1] ** 0.5
-    if case.score:
-        s = s * 1.5 + q.dtype.type(0.1) * (columns - rows)
-    p = jax.nn.softmax(s, where=jnp.broadcast_to(visible, s.shape))
-    return jnp.einsum("bhqk,bkd->bqhd", p, v[:, :, 0], precision="highest")
+    score = (lambda s: s * 1.5 + q.dtype.type(0.1) * (columns - rows)) if case.score else None
+    return dense(q, k, v, visible, score)[0]
 
 
 @pytest.mark.exhaustive
@@ -147,10 +145,10 @@ def test_gradients_are_as_good_as_those_of_one_softmax(backend: str, name: str, 
     found, dout, *_ = gradients(case, backend, size)
     with jax.enable_x64(True):
         given = [x.astype(jnp.float64) for x in made(size)]
-        exact = jax.vjp(lambda *x: dense(case, *x), *given[:3])[1](given[3])
+        exact = jax.vjp(lambda *x: plain(case, *x), *given[:3])[1](given[3])
         exact = [np.asarray(x) for x in exact]
     given = made(size)
-    rival = [np.asarray(x, np.float64) for x in jax.vjp(lambda *x: dense(case, *x), *given[:3])[1](given[3])]
+    rival = [np.asarray(x, np.float64) for x in jax.vjp(lambda *x: plain(case, *x), *given[:3])[1](given[3])]
     q, k, v = (np.abs(np.asarray(x, np.float64)).max() for x in given[:3])
     dim, of_dm = given[0].shape[-1], 2.0**-22 * np.abs(dout).max() * v
     rounding = {"dq": of_dm * k * dim**0.5, "dk": of_dm * q * dim**0.5 * 4, "dv": 2.0**-22 * np.abs(dout).sum(1).max()}

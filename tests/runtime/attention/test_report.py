@@ -26,44 +26,46 @@ def values(*shape):
 def in_torch(dtype: str, wrong: str = ""):
     """(Report, inputs) of attention in torch; the gradient of the input named `wrong` is 1.01 times too large."""
     torch = pytest.importorskip("torch")
+    from support.torch.dense import dense
+
     kind = getattr(torch, dtype)
     inputs = {
         "q": torch.tensor(values(B, H, S, D)).to(kind), "k": torch.tensor(values(B, KV, S, D)).to(kind),
         "v": torch.tensor(values(B, KV, S, D)).to(kind), "slopes": torch.tensor(SLOPES),
     }  # fmt: skip
     inputs["sinks"] = torch.tensor(values(H))
-    at = torch.arange(S)
+    gap = torch.arange(S) - torch.arange(S)[:, None]
 
     def run(x):
         x = {n: t * 1.01 - t.detach() * 0.01 if n == wrong else t for n, t in x.items()}
-        k, v = (x[n].float().repeat_interleave(H // KV, 1) for n in "kv")
-        s = x["q"].float() @ k.mT * D**-0.5
-        s = 5 * torch.tanh(s / 5) + x["slopes"][:, None, None] * (at - at[:, None])
-        s = s.masked_fill(at > at[:, None], -torch.inf)
-        s = torch.cat([s, x["sinks"][None, :, None, None].expand(B, H, S, 1)], -1)
-        return (s.softmax(-1)[..., :-1] @ v).to(kind), s.logsumexp(-1)
+
+        def score(s):
+            return 5 * torch.tanh(s / 5) + x["slopes"][:, None, None] * gap
+
+        out, lse, _ = dense(*(x[n].float() for n in "qkv"), gap <= 0, score, x["sinks"])
+        return out.to(kind), lse
 
     return finish("torch", run, inputs)
 
 
 def in_jax(wrong: str = ""):
     jax = pytest.importorskip("jax")
+    from support.jax.dense import dense
+
     jnp = jax.numpy
     inputs = {
         "q": jnp.asarray(values(B, S, H, D)), "k": jnp.asarray(values(B, S, KV, D)),
         "v": jnp.asarray(values(B, S, KV, D)), "slopes": jnp.asarray(SLOPES), "sinks": jnp.asarray(values(H)),
     }  # fmt: skip
-    at = jnp.arange(S)
+    gap = jnp.arange(S) - jnp.arange(S)[:, None]
 
     def run(x):
         x = {n: t * 1.01 - jax.lax.stop_gradient(t) * 0.01 if n == wrong else t for n, t in x.items()}
-        q, k, v = (x[n].swapaxes(1, 2) for n in "qkv")
-        k, v = (jnp.repeat(t, H // KV, 1) for t in (k, v))
-        s = q @ k.mT * D**-0.5
-        s = 5 * jnp.tanh(s / 5) + x["slopes"][:, None, None] * (at - at[:, None])
-        s = jnp.where(at > at[:, None], -jnp.inf, s)
-        s = jnp.concatenate([s, jnp.broadcast_to(x["sinks"][None, :, None, None], (B, H, S, 1))], -1)
-        return (jax.nn.softmax(s)[..., :-1] @ v).swapaxes(1, 2), jax.nn.logsumexp(s, -1)
+
+        def score(s):
+            return 5 * jnp.tanh(s / 5) + x["slopes"][:, None, None] * gap
+
+        return dense(*(x[n] for n in "qkv"), gap <= 0, score, x["sinks"])
 
     return finish("jax", jax.jit(run), inputs)
 

@@ -17,12 +17,12 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
+from frisket.grammar.memo import clear as forget
 from frisket.runtime.cli.main import main
 from frisket.runtime.machine import background, cpp_build, once
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.torch.ready import CHANGES, ChangingTables
-from tests.support.forget import forget
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import DOC, Case, causal
-from support.native import scalar_kernel
 
 import frisket as fk
 from frisket.dsl import ir
@@ -28,6 +27,7 @@ from frisket.lowering.plan import Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.cpp import jax as native_jax
 from frisket.runtime.machine import cpp_build as native_build
+from runtime.backends import scalar_kernel
 
 TESTS = Path(__file__).parents[2]
 rng = np.random.default_rng(11)
@@ -388,14 +388,8 @@ def child(code, timeout=120, **environment):
     """Run in a process of its own."""
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))  # frisket may come from there
     env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=env,
-        check=False,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=TESTS, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -438,7 +432,7 @@ def test_devices_of_a_mesh():
         t = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(t)
         from support import attention_cases as cases
-        from support.native import scalar_kernel
+        from runtime.backends import scalar_kernel
         from frisket.runtime.backends.cpp import jax as native_jax
         from frisket.lowering.plan import Spans
         from frisket.lowering.planner.planner import DeviceSpans

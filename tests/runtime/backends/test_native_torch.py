@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import CASES, causal
-from support.native.native_image import Problem
+from support.native.image import Problem
 from support.native.shared import DIM
 from support.tiers import default_only
 

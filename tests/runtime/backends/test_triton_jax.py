@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import Case, causal
-from support.triton.triton_process import run
+from support.triton.process import run
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.triton.triton_process import run
+from support.triton.process import run
 
 import frisket as fk
 from frisket.dsl import ir

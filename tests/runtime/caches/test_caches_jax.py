@@ -1,11 +1,10 @@
-"""Caches of JAX beside the oracle: every cache, prompts in chunks, ragged batches, 8 bits, drafts; in place, compiled
-once."""
+"""Caches of JAX against the reference: every cache, prompts in chunks, ragged batches, 8 bits, drafts; in place,
+compiled once."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax import llama_jax
 
 import frisket as fk
 from frisket.caches import PagePool
@@ -13,6 +12,7 @@ from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
 from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
 from frisket.runtime.caches.seats import seated
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
+from runtime.caches import llama_jax
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
 COUNTS = [(9, 3), (0, 9), (9, 9), (1, 1), (1, 0), (9, 9), (9, 8)]  # of chunks of 9: prompts and steps
@@ -364,7 +364,7 @@ def test_jax_model_generates_from_each_cache(kind):
     tokens, logits, caches, traced = llama_jax.generated(w, fk.compile(text), caches, first, new, seat)
     assert traced == [(batch, prompt), (batch, 1)]
     n = tokens.shape[1] - 1
-    attend = plain = llama_jax.dense(fk.mask(text).dense(n, n)[0, 0])
+    attend = plain = llama_jax.attend_densely(fk.mask(text).dense(n, n)[0, 0])
     if kind in BYTES:
 
         def attend(i, q, k, v):

@@ -1,4 +1,4 @@
-"""A cache split over devices, in a process with eight of the CPU: beside the oracle, and what it sends."""
+"""A cache split over devices, in a process with eight of the CPU: against the reference, and what it sends."""
 
 import os
 import re
@@ -17,7 +17,7 @@ import frisket as fk
 import test_caches_jax as cases
 from frisket.caches.jax import ShardedKVCache
 from frisket.runtime.modeling.kv_cache import init_cache
-from support.jax import llama_jax
+from runtime.caches import llama_jax
 def auto(names, *shape):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:np.prod(shape)])
 """
@@ -72,7 +72,7 @@ tokens, logits, caches, traced = llama_jax.generated(w, fk.compile("causal"), ca
 assert traced == [(2, 9), (2, 1)]
 n = tokens.shape[1] - 1
 positions = jnp.broadcast_to(jnp.arange(n), (2, n))
-dense = llama_jax.forward(w, tokens[:, :-1], positions, llama_jax.dense(np.tri(n, dtype=bool)))
+dense = llama_jax.forward(w, tokens[:, :-1], positions, llama_jax.attend_densely(np.tri(n, dtype=bool)))
 np.testing.assert_allclose(logits, dense, atol=2e-4)
 for bad, what in (
     ({"axis": "tp"}, "there is no such axis; the axes are sp: 4"),

@@ -17,7 +17,7 @@ from frisket.runtime.plans import device_static as flat_laid
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
-llama_torch = pytest.importorskip("support.torch.llama_torch")
+llama_torch = pytest.importorskip("runtime.caches.llama_torch")
 torch_decode = pytest.importorskip("frisket.runtime.backends.cpp.decode")
 native_torch = pytest.importorskip("frisket.runtime.backends.cpp.torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
@@ -543,7 +543,7 @@ def test_torch_model_generates_from_each_cache(kind):
     first = torch.randint(llama_torch.VOCAB, (batch, 9), generator=torch.Generator().manual_seed(0))
     tokens, logits = llama_torch.generated(w, fk.compile(text), caches, first, 256, seat)
     n = tokens.shape[1] - 1
-    attend = plain = llama_torch.dense(torch.from_numpy(fk.mask(text).dense(n, n)[0, 0]))
+    attend = plain = llama_torch.attend_densely(torch.from_numpy(fk.mask(text).dense(n, n)[0, 0]))
     if kind in DTYPES:
 
         def attend(i, q, k, v):

@@ -7,7 +7,6 @@ import struct
 
 import numpy as np
 import pytest
-from support import javascript
 from support.lowering import expressions
 
 from frisket.dsl import ir
@@ -17,6 +16,7 @@ from frisket.dsl.explain import explain
 from frisket.dsl.ir import build, lit, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.runtime.draw import portable
+from runtime.draw import javascript
 
 pytestmark = pytest.mark.skipif(javascript.WHY_NOT is not None, reason=str(javascript.WHY_NOT))
 

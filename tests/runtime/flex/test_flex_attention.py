@@ -11,9 +11,10 @@ from support.tiers import thinned
 torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
-from support.flex_cases import arrays, block_mask_of, check_gradients  # noqa: E402
-from support.torch.torch_callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
-from support.triton import triton_process  # noqa: E402
+from runtime.flex.cases import arrays, block_mask_of, check_gradients  # noqa: E402
+from support.torch.callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
+from support.torch.dense import dense  # noqa: E402
+from support.triton import process as triton_process  # noqa: E402
 
 from frisket.flex import AuxOutput, AuxRequest, flex_attention  # noqa: E402
 
@@ -90,11 +91,10 @@ def test_functions_made_of_others_and_their_derivatives(name):
                     for _ in "qkv"] for _ in range(2))  # fmt: skip
     out = flex_attention(*found, MADE[name])
     places = torch.meshgrid(*map(torch.arange, (1, 2, 9, 9)), indexing="ij")
-    q, k, v = want
-    dense = (MADE[name](q @ k.mT / 8**0.5, *places)).softmax(-1) @ v
+    plain, *_ = dense(*want, score=lambda s: MADE[name](s, *places))
     out.square().sum().backward()
-    dense.square().sum().backward()
-    torch.testing.assert_close(out, dense)
+    plain.square().sum().backward()
+    torch.testing.assert_close(out, plain)
     for x, y in zip(found, want):
         torch.testing.assert_close(x.grad, y.grad)
 

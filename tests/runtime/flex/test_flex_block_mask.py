@@ -8,7 +8,7 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 from support.flex_masks import DOC, LACKING, S, both, causal, dense, same
 from support.tiers import thinned
-from support.torch import torch_masks
+from support.torch import masks as torch_masks
 
 import frisket as fk
 import frisket.flex as ours

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from support.flex_masks import S, both, causal, dense, plain, same
-from support.torch import torch_masks
+from support.torch import masks as torch_masks
 
 import frisket as fk
 import frisket.flex as ours

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from runtime.integrations.kernels_built import built
 from support import hf_models
-from support.native.kernels_built import built
-from support.triton.triton_process import run
+from support.triton.process import run
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

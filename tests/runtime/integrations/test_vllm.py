@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.native.kernels_built import built
-from support.torch import vllm_standin
+from runtime.integrations.kernels_built import built
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.integrations import vllm_pages
 from frisket.runtime.machine.cpp_build import reason
+from runtime.integrations import vllm_standin
 
 PAGE, KEY_HEADS, HEADS, DIM = 16, 2, 4, 16
 
@@ -86,22 +87,15 @@ class Engine:
         return {r: (q[a:b], found[a:b].view(-1, HEADS, DIM)) for r, a, b in rows}
 
 
-def dense(q, keys, visible, change=lambda s, d: s, sinks=None):
-    """Attention in float64 of the last queries [new, heads, dim] of a request to its keys and values."""
-    k, v = (x.double().repeat_interleave(HEADS // x.shape[1], 1) for x in keys)
-    new, n = len(q), k.shape[0]
-    distance = torch.arange(n - new, n)[:, None] - torch.arange(n)
-    score = change(torch.einsum("qhd,khd->hqk", q.double(), k) * DIM**-0.5, distance)
-    score = score.masked_fill(~visible(distance, torch.arange(n)), -torch.inf)
-    if sinks is not None:
-        score = torch.cat([score, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
-    return torch.einsum("hqk,khd->qhd", score.softmax(-1)[..., :n], v)
-
-
 def compare(engine, found, visible, change=lambda s, d: s, sinks=None, tolerance=2e-6):
-    for r, (q, out) in found.items():
-        want = dense(q, engine.keys[r], visible, change, sinks)
-        torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    """The outputs of the last queries of every request, with float64."""
+    for r, (last, out) in found.items():
+        q, k, v = (x.double().transpose(0, 1)[None] for x in (last, *engine.keys[r]))
+        places = torch.arange(k.shape[2])
+        distance = places[-len(last) :, None] - places
+        seen, sinks64 = visible(distance, places), sinks if sinks is None else sinks.double()
+        want, *_ = dense(q, k, v, seen, lambda s, d=distance: change(s, d), sinks64)
+        torch.testing.assert_close(out.double(), want[0].transpose(0, 1), rtol=tolerance, atol=tolerance)
 
 
 def causal(distance, k):

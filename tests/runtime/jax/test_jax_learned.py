@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax.dense import dense
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.xla.promotion import usual_promotion
 
 S, H = 70, 2
 q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((1, S, H, 8)), jnp.float32) for i in range(3))
@@ -19,12 +19,6 @@ gap = at[:, None] - at[None]
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "library")
-
-
-@usual_promotion()
-def dense(seen, change):
-    s = change(jnp.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1), v)
 
 
 def close(got, want):
@@ -44,7 +38,7 @@ def test_a_score_mod_captures_what_is_learned():
 
     def want(bias, slope):
         clamped = jnp.clip(gap, 0, 39)
-        return (dense(gap >= 0, lambda s: s * slope + jnp.tanh(bias)[:, clamped]) ** 2).sum()
+        return (dense(q, k, v, gap >= 0, lambda s: s * slope + jnp.tanh(bias)[:, clamped])[0] ** 2).sum()
 
     expected = jax.value_and_grad(want, (0, 1))(BIAS, 1.5)
     close(jax.value_and_grad(loss, (0, 1))(BIAS, 1.5), expected)
@@ -61,7 +55,7 @@ def test_a_mask_captures_documents():
 
     for length in (10, 23):
         doc = at // length
-        want = dense((gap >= 0) & (doc[:, None] == doc[None]), lambda s: s)
+        want, _ = dense(q, k, v, (gap >= 0) & (doc[:, None] == doc[None]))
         close(step(doc), (want, want))
 
 
@@ -86,8 +80,11 @@ def test_documents_change_every_step_and_nothing_compiles():
         doc = np.arange(S) // length
         seen = (gap >= 0) & (doc[:, None] == doc[None])
         got = step(q, doc, BIAS)
-        want = jax.grad(lambda b: (dense(seen, lambda s: s + b[:, jnp.clip(gap, 0, 39)]) ** 2).sum())(BIAS)  # noqa: B023
-        close(got[1][1], want)
+
+        def loss(bias, seen=seen):
+            return (dense(q, k, v, seen, lambda s: s + bias[:, jnp.clip(gap, 0, 39)])[0] ** 2).sum()
+
+        close(got[1][1], jax.grad(loss)(BIAS))
     assert len(traces) == step._cache_size() == 1
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.attention_cases import causal
+from support.jax.dense import dense
 
 import frisket as fk
 from frisket.dsl import ir
@@ -60,18 +61,15 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
 
 
 @usual_promotion()
-def dense(q, k, v, values, sinks=None, seen=None):
+def plain(q, k, v, values, sinks=None, seen=None):
     """The same in jnp, for JAX to differentiate: causal, or `seen` [.., q, k]."""
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
     at = jnp.arange(q.shape[1])
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
     gap = at[:, None] - at
-    s = s * values["c"] + values["x"][:, jnp.clip(gap, 0, values["x"].shape[1] - 1)]
-    s = jnp.where(gap >= 0 if seen is None else seen, s, -jnp.inf)
-    if sinks is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], -1)
-    p = jax.nn.softmax(s, -1)[..., : k.shape[1]]
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v), jax.nn.logsumexp(s, -1)
+
+    def score(s):
+        return s * values["c"] + values["x"][:, jnp.clip(gap, 0, values["x"].shape[1] - 1)]
+
+    return dense(q, k, v, gap >= 0 if seen is None else seen, score, sinks)
 
 
 VALUES = {"c": jnp.float32(1.3), "x": normal(9, 4, 50)}
@@ -98,7 +96,7 @@ def results(attend, *args, wrt=(0, 1, 2, 3, 4)):
 
 def test_gradients_of_everything():
     args = *qkv(batch=2), VALUES, SINKS
-    want = results(dense, *args)
+    want = results(plain, *args)
     close(results(ours(), *args), want)
     close(jax.grad(loss_of(ours()), 3)(*args), want[1][3])  # without jit around it
 
@@ -143,7 +141,7 @@ def test_jax_vmap_of_gradients_equals_dense(axes):
     def per_example(attend):
         return jax.jit(jax.vmap(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3)), axes))
 
-    close(per_example(ours())(*args), per_example(dense)(*args))
+    close(per_example(ours())(*args), per_example(plain)(*args))
 
 
 def test_vmap_in_vmap_and_its_gradient():
@@ -153,7 +151,7 @@ def test_vmap_in_vmap_and_its_gradient():
     def both(attend):
         return jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None))
 
-    close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
+    close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), plain)))
 
 
 @pytest.mark.exhaustive
@@ -214,7 +212,7 @@ def test_checkpoint_keeps_what_it_is_told_to():
     for policy, times in ((None, 2), (keep, 1)):
         gradient = jax.grad(jax.checkpoint(loss_of(ours()), policy=policy), (0, 3))
         assert str(jax.make_jaxpr(gradient)(*args)).count("frisket_forward[") == times
-    close(jax.jit(gradient)(*args), results(dense, *args, wrt=(0, 3))[1])
+    close(jax.jit(gradient)(*args), results(plain, *args, wrt=(0, 3))[1])
 
 
 @pytest.mark.slow
@@ -230,7 +228,7 @@ def test_checkpoint_donation_and_export():
     args = *qkv(), VALUES, SINKS
     grad = jax.grad(jax.checkpoint(loss_of(ours())))
     step = jax.jit(lambda q, *rest: q - grad(q, *rest), donate_argnums=0)
-    given, want = jnp.array(args[0]), args[0] - results(dense, *args)[1][0]
+    given, want = jnp.array(args[0]), args[0] - results(plain, *args)[1][0]
     again = jax.export.deserialize(jax.export.export(step)(*args).serialize())
     close(step(given, *args[1:]), want)
     assert given.is_deleted()
@@ -242,7 +240,7 @@ def test_gradient_of_an_export_equals_dense():
     args = *qkv(), VALUES, SINKS
     exported = jax.export.export(jax.jit(loss_of(ours())))(*args)
     again = jax.export.deserialize(exported.serialize(vjp_order=1))
-    close(jax.value_and_grad(again.call, (0, 3))(*args), results(dense, *args, wrt=(0, 3)))
+    close(jax.value_and_grad(again.call, (0, 3))(*args), results(plain, *args, wrt=(0, 3)))
 
 
 def test_second_gradients_in_jax_are_refused():

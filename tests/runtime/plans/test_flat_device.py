@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.triton.triton_process import run
+from support.triton.process import run
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.torch.torch_callables import mask_case, score_case  # noqa: E402
+from support.torch.callables import mask_case, score_case  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
 import frisket as fk  # noqa: E402

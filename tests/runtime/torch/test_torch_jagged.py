@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
+from support.torch.dense import dense  # noqa: E402
 
 import frisket as fk  # noqa: E402
 from frisket.flex import AuxRequest, create_block_mask, create_nested_block_mask, flex_attention  # noqa: E402
@@ -65,15 +66,11 @@ def same(found, want):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-5)
 
 
-def dense(mask, score, i, q, k, v):
-    """(out, lse) of sequence i, every pair computed."""
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
-    h, m, n = (torch.arange(x) for x in scores.shape[1:])
+def dense_sequence(mask, score, i, q, k, v):
+    """(out, lse, largest score) of sequence i, every pair computed."""
+    h, m, n = (torch.arange(x) for x in (q.shape[1], q.shape[2], k.shape[2]))
     at = torch.tensor(i), h[:, None, None], m[:, None], n
-    scores = scores if score is None else score(scores, *at)
-    scores = scores if mask is None else scores.masked_fill(~mask(*at), -torch.inf)
-    out = scores.softmax(-1).nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return out, scores.logsumexp(-1)
+    return dense(q, k, v, mask and mask(*at), score and (lambda s: score(s, *at)))
 
 
 @pytest.mark.parametrize("keys", [LENGTHS, KEYS])
@@ -85,7 +82,7 @@ def test_flex_attention_is_that_of_every_sequence(name, keys):
         q, k, _ = (x.transpose(1, 2) for x in given)
         tiles = create_nested_block_mask(mask, 1, 1, q, k, BLOCK_SIZE=16)
     found = run(lambda q, k, v: flex_attention(q, k, v, score, tiles, enable_gqa=True), given)
-    same(found, alone(lambda *one: dense(mask, score, *one)[0], given))
+    same(found, alone(lambda *one: dense_sequence(mask, score, *one)[0], given))
 
 
 def lined(q, k):
@@ -173,13 +170,13 @@ def test_learned_tables_lse_and_holes():
     slopes.grad = None
     for i, one in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), strict=True)):
         if one[0].shape[1]:
-            dense(None, mod, i, *(x.detach()[None] for x in one))[1].sum().backward()
+            dense_sequence(None, mod, i, *(x.detach()[None] for x in one))[1].sum().backward()
     torch.testing.assert_close(found, slopes.grad)
     assert aux.lse.shape == aux.max_scores.shape == out.shape[:3]
     values, offsets, lengths = torch.randn(2, 12, 8), torch.tensor([0, 5, 12]), torch.tensor([3, 6])
     holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=2)
     out = flex_attention(holes, holes, holes).values()
-    want = [dense(None, None, 0, *(values[None, :, s],) * 3)[0][0] for s in (slice(0, 3), slice(5, 11))]
+    want = [dense(*(values[None, :, s],) * 3)[0][0] for s in (slice(0, 3), slice(5, 11))]
     same([out[:, :3], out[:, 5:11]], want)
 
 

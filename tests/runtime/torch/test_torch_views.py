@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support.native.shared import ALIBI
-from support.torch import torch_views
-from support.torch.torch_views import SHAPES, VIEWS
+from support.torch import views as torch_views
+from support.torch.views import SHAPES, VIEWS
 
 import frisket as fk
 from frisket.caches.torch import KVCache, RingKVCache

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from support.native import native_call
+from support.native import call as native_call
 
 from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp

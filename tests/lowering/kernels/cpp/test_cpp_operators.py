@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support.native import native_call
+from support.native import call as native_call
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.native import native_call
+from support.native import call as native_call
 
 import frisket as fk
 from frisket.dsl.sugar import b, k
@@ -313,7 +313,7 @@ def test_bytes_are_as_near_as_vectors(variant):
     """Also where one channel is much larger than the others, as models have."""
     made = test_native_stored.Problem(OF_BYTES["eight rows"].but(batch=8, dim=64))
     made.q[..., 3] *= 200
-    want = made.oracle()
+    want = made.reference()
 
     def off(variant):
         return [np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2)) for x, y in zip(made.run(variant=variant), want)]

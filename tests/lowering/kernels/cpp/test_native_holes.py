@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.lowering.kernels.cpp import forward as cpp
@@ -33,13 +34,6 @@ def arrays(dtype, q_len=Q_LEN, seed=0):
     return [torch.randn(1, heads, n, 24, dtype=torch.float64).to(getattr(torch, dtype)) for heads, n in sizes]
 
 
-def dense(q, k, v, visible):
-    """Attention by its definition; 0 where a query sees no key."""
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = (q @ k.mT / 24**0.5).masked_fill(~visible, -1e30)
-    return (scores.softmax(-1) * visible) @ v
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [pytest.param(n, d, marks=() if OFTEN.get(n) == d else pytest.mark.exhaustive) for n in MASKS for d in LIMIT],
@@ -50,7 +44,7 @@ def test_forward_and_backward(name, dtype):
     qkv = [x.requires_grad_() for x in qkv]
     found = fk.compile(mask, backend="native", **tables)(*qkv)
     exact = [x.detach().double().requires_grad_() for x in qkv]
-    want = dense(*exact, torch.from_numpy(fk.mask(mask, **tables).dense(Q_LEN, KV_LEN, heads=4)))
+    want, *_ = dense(*exact, torch.from_numpy(fk.mask(mask, **tables).dense(Q_LEN, KV_LEN, heads=4)))
     torch.testing.assert_close(found.double(), want, atol=LIMIT[dtype], rtol=LIMIT[dtype])
     got = torch.autograd.grad(found, qkv, dout)
     for x, y in zip(got, torch.autograd.grad(want, exact, dout.double()), strict=True):

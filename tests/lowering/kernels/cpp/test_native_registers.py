@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from support.attention_cases import Case, causal
-from support.native.native_image import Problem, flags_of
+from support.native.image import Problem, flags_of
 
 from frisket.runtime.machine import cpp_build
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.attention_cases import shared
 from support.lowering import brute
-from support.native import native_call, native_image
+from support.native import call as native_call
+from support.native import image as native_image
 
 import frisket as fk
 from frisket.dsl import ir
@@ -88,7 +89,7 @@ CASES = {
 
 
 class Problem:
-    """A case with its arrays and what the oracle says. What no query sees is NaN, in memory that is floats, scales
+    """A case with its arrays and what the reference says. What no query sees is NaN, in memory that is floats, scales
     included; entries of pages without visible keys are wild."""
 
     def __init__(self, case: Case) -> None:
@@ -147,7 +148,7 @@ class Problem:
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, PAGES), 2.0**14)
         return make_plan(c.mask, mod, "a mask", limits=limits, dropout=c.rate > 0, weight=weight, pages=pages)
 
-    def oracle(self):
+    def reference(self):
         c = self.case
         same = {"scale": self.g.scale, "tables": {}, "origin": self.g.origin, "sizes": self.g.sizes}
         kept = {"kept": survives(), "rate": c.rate} if c.rate else {}
@@ -188,7 +189,7 @@ class Problem:
     def check(self, found):
         real = NEAR["float64" if self.case.dtype == "float64" else "float32"]
         for name, got, want, near in zip(
-            ("out", "lse", "top"), found, self.oracle(), (NEAR[self.case.dtype], real, real), strict=True
+            ("out", "lse", "top"), found, self.reference(), (NEAR[self.case.dtype], real, real), strict=True
         ):
             got = exact_of(got, self.case.dtype) if name == "out" else got
             off = np.where(got == want, 0, np.abs(got - want) / (1 + np.abs(want)))

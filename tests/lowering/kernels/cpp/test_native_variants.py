@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.native.native_image import Problem, flags_of, here, program
+from support.native.image import Problem, flags_of, here, program
 from support.tiers import default_only
 
 from frisket.dsl.ir import lookup
@@ -47,7 +47,7 @@ def problem(name):
 def check(name, runner):
     found = problem(name).run(runner)
     problem(name).check(found)
-    for array in found.values():  # the parts the oracle has no name for are finite at least
+    for array in found.values():  # the parts the reference has no name for are finite at least
         assert not np.isnan(array.astype(np.float64)).any()
 
 

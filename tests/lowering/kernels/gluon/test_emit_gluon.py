@@ -4,8 +4,8 @@ import ast
 
 import pytest
 from support.attention_cases import CASES, plan
+from support.kernel_names import unreserved
 from support.tiers import thinned
-from support.triton.reserved import unreserved
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.attention_cases import Case, causal
 from support.gluon import language
-from support.gluon.gluon_call import check, install, run, tensors
+from support.gluon.call import check, install, run, tensors
 from support.gluon.numbers import F32, Tensor
 
 from frisket.dsl import ir
@@ -138,6 +138,6 @@ def test_nan_of_a_key_reaches_those_that_see_it(monkeypatch, column):
     install(monkeypatch)
     made = tensors(ALL)
     made[1][0, 0, 64 + column] = float("nan")
-    monkeypatch.setattr("support.gluon.gluon_call.tensors", lambda *_: made)
+    monkeypatch.setattr("support.gluon.call.tensors", lambda *_: made)
     out, *_ = run(ALL, arch="sm_100")
     assert torch.isnan(out).all()

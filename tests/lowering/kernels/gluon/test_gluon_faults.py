@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.attention_cases import Case, causal
 from support.gluon import numbers
-from support.gluon.gluon_call import check, install, run
+from support.gluon.call import check, install, run
 from support.gluon.machine import DeadlockError, FaultError
 from support.gluon.numbers import Tensor, tensor
 

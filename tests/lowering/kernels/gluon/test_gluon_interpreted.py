@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
-from support.gluon.gluon_call import check, install, run, tensors, with_everything
+from support.gluon.call import check, install, run, tensors, with_everything
 from support.gluon.machine import Columns
 from support.tiers import thinned
 

@@ -1,4 +1,4 @@
-"""Calls with backend="gluon", in the interpreter of tests/support/gluon, against the float64 oracle: every mask and
+"""Calls with backend="gluon", in the interpreter of tests/support/gluon, against the float64 reference: every mask and
 every score mod of the library through the whole of frisket, with the target that a call takes by itself."""
 
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from support.gluon.gluon_call import install
+from support.gluon.call import install
 from support.tiers import default_only
 
 import frisket as fk

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, oracle, plan, slots, tables
+from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, plan, reference, slots, tables
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError
@@ -58,7 +58,7 @@ def wanted(case: Case) -> frozenset[str]:
 
 
 def cotangents(case: Case):
-    out, lse = oracle(case)
+    out, lse = reference(case)
     draw = np.random.default_rng(5)
     dout, dlse = jnp.asarray(draw.standard_normal(out.shape), case.dtype), jnp.asarray(draw.standard_normal(lse.shape))
     return jnp.asarray(out, case.dtype), jnp.asarray(lse, jnp.float32), dout, dlse.astype(jnp.float32)

@@ -10,10 +10,10 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, Source, causal
-from support.jax import jax_gradients
-from support.jax.jax_gradients import LEARNED, compare, normal
+from support.jax import gradients as jax_gradients
+from support.jax.gradients import LEARNED, compare, normal
+from support.kernel_names import unknown_names
 from support.tiers import default_only
-from support.unknown_names import unknown_names
 
 import frisket as fk
 from frisket.dsl import ir

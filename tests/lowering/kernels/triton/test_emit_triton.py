@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.attention_cases import CASES, plan
+from support.kernel_names import unknown_names, unreserved
 from support.tiers import thinned
-from support.triton.reserved import unreserved
-from support.unknown_names import unknown_names
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError

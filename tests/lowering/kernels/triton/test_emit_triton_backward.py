@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from support.attention_cases import CASES, causal, plan
+from support.kernel_names import unreserved
 from support.tiers import thinned
-from support.torch.torch_gradients import MODS
-from support.triton.reserved import unreserved
+from support.torch.gradients import MODS
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup, param, var

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 from support.attention_cases import causal
-from support.triton.reserved import unreserved
+from support.kernel_names import unreserved
 
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score

@@ -7,7 +7,7 @@ test_triton_slice.py runs some of this in every run.
 from pathlib import Path
 
 import pytest
-from support.triton.triton_process import run
+from support.triton.process import run
 
 CHILDREN = Path(__file__).parent / "children"
 

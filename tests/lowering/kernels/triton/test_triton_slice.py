@@ -3,7 +3,7 @@ files test_triton_*.py of this folder, is `pytest -m exhaustive`."""
 
 from pathlib import Path
 
-from support.triton.triton_process import run
+from support.triton.process import run
 
 TESTS = Path(__file__).parents[3]
 INTERPRETED = {

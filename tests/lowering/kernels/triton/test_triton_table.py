@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from lowering.kernels.triton.spills import listed
 from readme import blocks
-from support.triton.triton_process import run
-from support.triton.triton_spills import listed
+from support.triton.process import run
 
 CHILDREN = Path(__file__).parent / "children"
 ROOT = Path(__file__).parents[4]

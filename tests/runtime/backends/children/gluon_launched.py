@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import triton
-from support.triton import triton_driver
-from support.triton.triton_driver import SHARED, STREAM, Map, compiled, launched
+from runtime.backends.children import triton_driver
+from runtime.backends.children.triton_driver import SHARED, STREAM, Map, compiled, launched
 
 import frisket as fk
 from frisket.dsl.errors import BackendError

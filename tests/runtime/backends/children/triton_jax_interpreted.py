@@ -1,4 +1,4 @@
-"""Run by test_triton_jax.py with TRITON_INTERPRET=1: the Triton kernels as JAX calls them, against the oracle."""
+"""Run by test_triton_jax.py with TRITON_INTERPRET=1: the Triton kernels as JAX calls them, against the reference."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ import pytest
 from support import attention_cases as cases
 from support import stored_cases
 from support.attention_cases import CASES, Case, causal
-from support.jax import jax_gradients
-from support.jax.jax_gradients import LEARNED, compare
+from support.jax import gradients as jax_gradients
+from support.jax.gradients import LEARNED, compare
 from support.stored_cases import STORED, Stored, decode
-from support.triton import triton_bf16
+from support.triton import bf16 as triton_bf16
 
 import frisket as fk
 from frisket.dsl import ir

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from support.lowering.device_tables import Watch
-from support.triton import triton_null
+from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError

@@ -1,4 +1,4 @@
-"""Run by test_triton_rows.py with TRITON_INTERPRET=1: long rows of tiles in parts, against the oracle."""
+"""Run by test_triton_rows.py with TRITON_INTERPRET=1: long rows of tiles in parts, against the reference."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import MODS
-from support.triton.triton_call import check, run, with_everything
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import MODS
+from support.triton.call import check, run, with_everything
 
 from frisket.dsl.sugar import b, h, k, q
 from frisket.lowering.plan import Target
@@ -120,7 +120,7 @@ def test_short_rows_run_in_one_unsplit_launch(monkeypatch, divided):
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle."""
+    """A case run by the kernels and by the reference."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 

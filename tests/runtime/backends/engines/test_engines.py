@@ -1,4 +1,4 @@
-"""Engines: torch's SDPA runs here and equals the oracle, gradients and lse too; cuDNN's arguments are what its
+"""Engines: torch's SDPA runs here and equals the reference, gradients and lse too; cuDNN's arguments are what its
 documentation says of the mask; and the choice is a proof, shown, and refused in words."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Calls with backend="flash" on a stand-in of FlashAttention 4 (tests/support/flash) against the float64 oracle: every
-mask and every score mod of the library; what would be called; refusals."""
+"""Calls with backend="flash" on a stand-in of FlashAttention 4 (tests/support/flash) against the float64 reference:
+every mask and every score mod of the library; what would be called; refusals."""
 
 import cases
 import numpy as np

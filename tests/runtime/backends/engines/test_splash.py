@@ -1,5 +1,5 @@
-"""Splash attention: Pallas' interpreter runs it here, and it equals the oracle; its arguments show what the mask shows,
-by an independent reading of its documentation."""
+"""Splash attention: Pallas' interpreter runs it here, and it equals the reference; its arguments show what the mask
+shows, by an independent reading of its documentation."""
 
 import numpy as np
 import pytest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.flex_cases import check_gradients
-from support.torch.torch_callables import mask_case, score_case
+from runtime.flex.cases import check_gradients
+from support.torch.callables import mask_case, score_case
 
 PAIRS = [
     ("same table twice", "document by batch and head"), ("cpb gather", "window complement"),

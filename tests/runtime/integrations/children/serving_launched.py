@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.lowering.device_tables import NoLook, NoWait, pose
-from support.triton import triton_null
+from support.triton import null as triton_null
 
 import frisket.integrations.transformers as plugin
 from frisket.integrations import vllm_pages

@@ -1,4 +1,4 @@
-"""Context parallel attention of JAX on eight devices beside the oracle; run by test_jax_parallel.py as a process.
+"""Context parallel attention of JAX on eight devices against the reference; run by test_jax_parallel.py as a process.
 
 `python jax_cases.py causal window` prints a line for every case that holds."""
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from support.jax import hlo
+from runtime.parallel.children import hlo
 
 import frisket as fk
 from frisket.lowering import dense
@@ -165,7 +165,7 @@ def attention(case):
 
 
 def wanted(case, att, qkv, dout, dlse, sinks):
-    """[out, lse, dq, dk, dv, dsinks, then those of tables by name], of the oracle."""
+    """[out, lse, dq, dk, dv, dsinks, then those of tables by name], of the reference."""
     turned = [np.asarray(x, np.float64).swapaxes(1, 2) for x in (*qkv, dout)]
     program = att.program.bind(case.params)
     seen, score = (None if p is None else dense_form(p, program) for p in (program.mask, program.score))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support.processes import stop
+from support.torch.dense import dense
 
 import frisket as fk
 from frisket.runtime.machine import cpp_build as native_build
@@ -114,17 +115,15 @@ def large(rank, report):
     """Errors of gradients at large scores, with sinks that are the largest scores of rows: (ours, those of one softmax
     in the same dtype) beside float64."""
     deal = fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
-    def dense(q, k, v, sinks):
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        scores = (q @ k.mT * DIM**-0.5).masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
-        sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+    def plain(q, k, v, sinks):
+        return dense(q, k, v, causal, sinks=sinks)[0]
 
     def by_rows(q, k, v, sinks, dout):
         """As flash attention has them: what is taken off dP is the row's sum of dout * out."""
         group = HEADS // KV_HEADS
-        p = dense(q, k, torch.eye(LENGTH).expand(BATCH, KV_HEADS, -1, -1), sinks)
+        p = plain(q, k, torch.eye(LENGTH).expand(BATCH, KV_HEADS, -1, -1), sinks)
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         ds = p * (dout @ values.mT - (dout * (p @ values)).sum(-1, keepdim=True)) * DIM**-0.5
         return ds @ keys, *((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
@@ -138,8 +137,8 @@ def large(rank, report):
         q, k = q * size**0.5, k * size**0.5
         keys = k.double().repeat_interleave(HEADS // KV_HEADS, 1)
         sinks = (q.double() @ keys.mT * DIM**-0.5).tril().amax(-1).median(-1).values[0].float()
-        right = gradients(dense, *(x.double() for x in (q, k, v, sinks, dout)))
-        theirs = gradients(dense, q, k, v, sinks, dout)
+        right = gradients(plain, *(x.double() for x in (q, k, v, sinks, dout)))
+        theirs = gradients(plain, q, k, v, sinks, dout)
         rows = by_rows(q, k, v, sinks, dout)
         for backend in BACKENDS:
             att = fk.compile("causal", backend=backend)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 from support.lowering.device_tables import NoLook, NoWait, pose
-from support.triton import triton_null
+from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.runtime.backends import triton as backend

@@ -1,4 +1,4 @@
-"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the backward kernels against the oracle's gradients."""
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the backward kernels against the reference's gradients."""
 
 import math
 from dataclasses import replace
@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.attention_cases import CASES, DOCUMENTS, STEEP, STEEP_BOUNDS, Case, Source, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import MODS, learned, window
-from support.triton import triton_bf16
-from support.triton.triton_call import poisoned
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import MODS, learned, window
+from support.triton import bf16 as triton_bf16
+from support.triton.call import poisoned
 
 import frisket as fk
 from frisket.dsl import ir
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle; `tiles` are those of dq and of dk and dv, or of each of them."""
+    """A case run by the kernels and by the reference; `tiles` are those of dq and of dk and dv, or of each of them."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 

@@ -10,7 +10,7 @@ import torch
 from support import attention_cases as cases
 from support import stored_cases
 from support.stored_cases import DECODE, Stored, decode
-from support.triton.triton_call import poisoned
+from support.triton.call import poisoned
 from triton.runtime.interpreter import InterpreterBuilder
 
 from frisket.dsl.sugar import h

@@ -2,7 +2,7 @@
 
 import pytest
 import triton
-from support.triton.triton_spills import listed
+from lowering.kernels.triton.spills import listed
 
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import eq, h, k, q, score

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import DOC, EMPTY_ROWS, STEEP, STEEP_BOUNDS, Case, Source, causal, rng
-from support.torch import torch_gradients
-from support.torch.torch_gradients import learned
-from support.triton import triton_bf16
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import learned
+from support.triton import bf16 as triton_bf16
 from torch.utils._pytree import tree_map_only
 from triton.runtime.interpreter import interpreter_builder
 

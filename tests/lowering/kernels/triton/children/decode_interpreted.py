@@ -5,7 +5,7 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.triton.triton_call import check, run, tensors, with_everything
+from support.triton.call import check, run, tensors, with_everything
 
 import frisket as fk
 from frisket.dsl import ir

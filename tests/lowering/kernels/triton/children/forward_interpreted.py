@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from lowering.kernels.triton.children import operators as triton_operators
 from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
-from support.triton import triton_operators
-from support.triton.triton_call import check, run, with_everything
+from support.triton.call import check, run, with_everything
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import triton
+from lowering.kernels.triton.children import operators as triton_operators
 from support import attention_cases as cases
 from support.attention_cases import CASES
-from support.torch.torch_gradients import MODS
-from support.triton import triton_operators
+from support.torch.gradients import MODS
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource

@@ -4,7 +4,7 @@ over keys, dv is dout times the sum of a row's weights, which is 1 however large
 import numpy as np
 import pytest
 import torch
-from support.triton import triton_dot
+from support.triton import dot as triton_dot
 
 import frisket as fk
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import EMPTY_ROWS, Case, causal
-from support.torch import torch_gradients
-from support.torch.torch_gradients import learned
-from support.triton import triton_bf16
-from support.triton.triton_call import check, run
+from support.torch import gradients as torch_gradients
+from support.torch.gradients import learned
+from support.triton import bf16 as triton_bf16
+from support.triton.call import check, run
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup, param
@@ -129,7 +129,7 @@ def test_tables_by_distance_of_few_queries(packs):
 
 
 class Both(torch_gradients.Both):
-    """A case run by the kernels and by the oracle."""
+    """A case run by the kernels and by the reference."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 
@@ -178,7 +178,7 @@ def test_error_of_the_instruction(dtype, monkeypatch):
     near, _, _ = run(case, tanh="approximate")
     monkeypatch.setattr(triton_launch, "emit", worst)
     far, _, _ = run(case, tanh="approximate", order="forward")  # which asks for another text
-    want, _ = cases.oracle(case)
+    want, _ = cases.reference(case)
     values = float(np.abs(np.asarray(cases.arrays(case)[2], np.float64)).max())
     exact, rough = (np.abs(x.double().numpy().transpose(0, 2, 1, 3) - want).max() for x in (near, far))
     assert not torch.equal(near, far)

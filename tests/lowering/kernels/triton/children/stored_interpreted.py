@@ -1,5 +1,5 @@
-"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: stored keys and values against the oracle, in kernels of few
-queries and in the forward."""
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: stored keys and values against the reference, in kernels of
+few queries and in the forward."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from support import attention_cases as cases
 from support import stored_cases
 from support.stored_cases import SOFTCAP, STORED, Stored, decode
-from support.triton.triton_call import poisoned
+from support.triton.call import poisoned
 
 from frisket.lowering.plan import Target
 from frisket.runtime.backends.triton import decode as triton_decode

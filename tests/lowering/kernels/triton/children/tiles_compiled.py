@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import triton
-from support.triton.triton_spills import listed
+from lowering.kernels.triton.spills import listed
 
 import frisket as fk
 from frisket.dsl.ir import lookup

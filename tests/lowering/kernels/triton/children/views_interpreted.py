@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.torch import torch_views
-from support.torch.torch_views import SHAPES, VIEWS
+from support.torch import views as torch_views
+from support.torch.views import SHAPES, VIEWS
 
 import frisket as fk
 

@@ -1,4 +1,4 @@
-"""Calls of the Gluon forward in the interpreter of this folder, and their oracle."""
+"""Calls of the Gluon forward in the interpreter of this folder, and their reference."""
 
 from types import SimpleNamespace
 
@@ -52,7 +52,7 @@ def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=
 
 
 def check(case, out, lse, *_):
-    want, want_lse = cases.oracle(case)
+    want, want_lse = cases.reference(case)
     error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
     assert error.max() <= cases.allowed(case)  # and so no NaN
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=3e-6)  # products are exact, sums are float32
@@ -60,7 +60,7 @@ def check(case, out, lse, *_):
 
 
 def with_everything(case, **more):
-    """Sinks (one of them without weight), the largest scores and dropout, against the oracle in float64."""
+    """Sinks (one of them without weight), the largest scores and dropout, against the reference in float64."""
     sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*COORDINATES, *SIZES, *case.slots, *case.tables), 2.0**14)

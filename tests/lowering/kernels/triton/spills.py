@@ -1,9 +1,10 @@
 """The default tiles that spill, as docs/triton.md lists them."""
 
 import re
-from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "triton.md"
+from support.pages import DOCS
+
+PAGE = DOCS / "triton.md"
 ROW = r"\| (sm_\d+|gfx\d+) \| (\d+) \| (\w+) \| `attention_(\w+)` \| (\d+) \| (\d+) \|"
 
 

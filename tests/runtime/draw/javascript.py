@@ -11,8 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import frisket.runtime.draw as room
 from support import browser
+
+import frisket.runtime.draw as room
 
 SOURCE = (Path(room.__file__).parent / "mask.js").read_text(encoding="utf-8")
 WHY_NOT = None if shutil.which("node") or browser.executable() else "needs node, or chromium, on the PATH"

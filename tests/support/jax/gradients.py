@@ -1,4 +1,4 @@
-"""Gradients by an executor of JAX, and by the oracle: cases, and the error they may have."""
+"""Gradients by an executor of JAX, and by the reference: cases, and the error they may have."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +71,7 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
         target, wanted=frozenset(wanted), sinks=None if sinks is None else jnp.asarray(sinks),
     )  # fmt: skip
     assert got.keys() == set(wanted)
-    return got, oracle(case, made, dout, dlse, given)
+    return got, reference(case, made, dout, dlse, given)
 
 
 def turned(x):
@@ -88,7 +88,7 @@ def options(case, made, sinks, drop):
     }  # fmt: skip
 
 
-def oracle(case, made, dout, dlse, given):
+def reference(case, made, dout, dlse, given):
     found = dense.gradients(*map(turned, cases.arrays(case)), case.mask, case.score, turned(dout), dlse, **given)
     wanted = {n: found["d" + n].transpose(0, 2, 1, 3) for n in "qkv"}
     wanted |= {t.name: found["dtables"][t.source] for t in made.tables if t.source in found["dtables"]}

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.jax.dense import dense
 
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 61, 32, 2, 4, 2, 8, 48
 
@@ -58,13 +59,11 @@ def forward(w, tokens, positions, attend):
     return norm(x) @ w["head"]
 
 
-def dense(visible):
+def attend_densely(visible):
     """Attention of a whole sequence under a dense mask [n, n]."""
 
     def attend(layer, q, k, v):
-        k, v = (jnp.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / np.sqrt(DIM)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+        return dense(q, k, v, visible)[0]
 
     return attend
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from support.torch.callables import in_torch
+from support.torch.dense import dense
 
 from frisket.flex import AuxRequest, create_block_mask, flex_attention
 from frisket.runtime.flex.function_state import state_of
-from support.torch.torch_callables import in_torch
 
 
 def arrays(case, dtype=torch.float32, grad=False):
@@ -20,17 +21,6 @@ def block_mask_of(case, make=create_block_mask):
     return make(case.fn, case.batch, case.heads, case.q_len, case.kv_len, device="cpu")
 
 
-def dense(q, k, v, score, visible):
-    """(out, lse, max) by the formula; a query that sees nothing has 0, -inf, -inf."""
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    scores = score(scores) if score else scores
-    scores = torch.where(visible, scores, -torch.inf)
-    empty = torch.isneginf(scores).all(-1, keepdim=True)
-    weights = torch.where(empty, 0.0, scores).softmax(-1)
-    lse = torch.where(empty, 0.0, scores).logsumexp(-1)
-    return torch.where(empty, 0.0, weights) @ v, torch.where(empty[..., 0], -torch.inf, lse), scores.amax(-1)
-
-
 def check_gradients(score, mask, dtype, tolerance):
     """Compare out, lse, max, and the gradients of q, k, v and every Float tensor that the score mod captured."""
     case, mod = score or mask, score and score.fn
@@ -42,7 +32,7 @@ def check_gradients(score, mask, dtype, tolerance):
             x.requires_grad_(True)
         visible = in_torch(mask) if mask else torch.ones((), dtype=torch.bool)
         wide = [x.detach().double().requires_grad_() for x in given]
-        wants = dense(*wide, mod and (lambda s: in_torch(score, s)), visible)
+        wants = dense(*wide, visible, mod and (lambda s: in_torch(score, s)))
         out, aux = flex_attention(
             *given, mod, mask and block_mask_of(mask), return_aux=AuxRequest(lse=True, max_scores=True)
         )

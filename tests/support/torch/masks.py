@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from support.torch.torch_case import Case, bound
+from support.torch.case import Case, bound
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 S, B, H = 24, 2, 4

@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from support.torch.torch_case import Case, bound
+from support.torch.case import Case, bound
 
 S, B, H = 24, 2, 4
 

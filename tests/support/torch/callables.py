@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from support.torch.torch_case import Case
-from support.torch.torch_masks import masks
-from support.torch.torch_scores import scores
+from support.torch.case import Case
+from support.torch.masks import masks
+from support.torch.scores import scores
 
 __all__ = ["MASKS", "SCORES", "Case", "in_torch", "mask_case", "score_case"]
 

@@ -1,6 +1,6 @@
 """A call of a native kernel as plain arrays with links between them: run in this process, or by a program of its own.
 
-The program (`native_main.cpp` behind a kernel) is what sanitizers watch and other processors run: each array is an
+The program (`main.cpp` behind a kernel) is what sanitizers watch and other processors run: each array is an
 allocation of its own, so that reading past an end is seen.
 """
 
@@ -29,7 +29,7 @@ from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine import cpp_threads as native_pool
 
 KINDS = {"forward": 0, "backward": 1}
-MAIN = Path(__file__).parent / "native_main.cpp"
+MAIN = Path(__file__).parent / "main.cpp"
 POOL = Path(native_pool.__file__).with_name("cpp_threads.cpp")
 
 
@@ -52,7 +52,7 @@ class Image:
 
 
 class Problem:
-    """A case with its arrays, what the oracle says, and a run of a kernel on it."""
+    """A case with its arrays, what the reference says, and a run of a kernel on it."""
 
     def __init__(self, case: Case, *, sinks: bool = False, dropout: float = 0.0, precision: str = "ieee") -> None:
         draw = np.random.default_rng(1)
@@ -82,7 +82,7 @@ class Problem:
     def source(self, kind: str) -> str:
         return self.kernel(kind).source()
 
-    def oracle(self) -> dict[str, np.ndarray]:
+    def reference(self) -> dict[str, np.ndarray]:
         """Everything in float64: out, lse, top, dq, dk, dv."""
         q, k, v, dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
         same = {"scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,
@@ -178,7 +178,7 @@ class Problem:
 
     def check(self, found: dict[str, np.ndarray]) -> None:
         tolerance = {"float64": 1e-11, "float32": 2e-5}.get(self.case.dtype, 3e-2)
-        for name, want in self.oracle().items():
+        for name, want in self.reference().items():
             if name in found:
                 size = max(1.0, float(np.abs(np.where(np.isfinite(want), want, 0)).max(initial=0)))
                 have = found[name].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Gradients by an executor of torch, and by the oracle: cases, and the error they may have."""
+"""Gradients by an executor of torch, and by the reference: cases, and the error they may have."""
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 2e-5}
 
 
 class Both:
-    """A case run by an executor and by the oracle. A subclass says which: `forward` and `backward`, `spans` and
+    """A case run by an executor and by the reference. A subclass says which: `forward` and `backward`, `spans` and
     `target` for the case's tiles."""
 
     def __init__(self, case, *, dlse=True, sinks=False, dropout=0.0, change=None, wanted=None):

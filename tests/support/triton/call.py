@@ -1,9 +1,9 @@
-"""Calls of the Triton forward in Triton's interpreter, on tensors in poisoned memory, and their oracle."""
+"""Calls of the Triton forward in Triton's interpreter, on tensors in poisoned memory, and their reference."""
 
 import numpy as np
 import torch
 from support import attention_cases as cases
-from support.triton import triton_bf16
+from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
@@ -48,7 +48,7 @@ def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=F
 
 
 def check(case, out, lse, top=None):
-    want, want_lse = cases.oracle(case)
+    want, want_lse = cases.reference(case)
     error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
     assert error.max() <= cases.allowed(case)  # and so no NaN
     loose = 2e-6 if case.dtype == "float32" else 2e-2
@@ -58,7 +58,7 @@ def check(case, out, lse, top=None):
 
 
 def with_everything(case, **target):
-    """Sinks (one of them without weight), the largest scores and dropout, against the oracle in float64."""
+    """Sinks (one of them without weight), the largest scores and dropout, against the reference in float64."""
     sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*case.slots, *case.tables), 2.0**14)
