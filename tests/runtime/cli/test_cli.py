@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.tiers import default_only
 
 from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
@@ -355,14 +356,18 @@ def test_emit_reports_the_kernels_that_divide_long_rows(run):
     assert summed[0][:4] == ["dq_sums", "sm_90", "2", str(found["dq_sums"]["stages"])]
 
 
-def test_emit_reports_the_kernels_of_the_backend(run):
-    argv = "emit causal --backend gluon --report --q-len 1024 --head-dim 64 --dtype bfloat16 --arch sm_90 sm_100"
-    status, out, err = run(*argv.split(), "--json")
+@pytest.mark.parametrize("archs", default_only(["sm_90", "sm_90 sm_100"], "sm_90"))
+def test_emit_reports_the_kernels_of_the_backend(run, archs):
+    argv = "emit causal --backend gluon --report --q-len 1024 --head-dim 64 --dtype bfloat16 --arch"
+    status, out, err = run(*argv.split(), *archs.split(), "--json")
     assert (status, err) == (0, "")
-    hopper, blackwell = json.loads(out)["kernels"]
-    assert (hopper["arch"], blackwell["arch"]) == ("sm_90", "sm_100")
-    assert (hopper["warps"], blackwell["block_q"]) == (12, 256)
-    assert hopper["spills"] == blackwell["spills"] == 0
+    rows = json.loads(out)["kernels"]
+    assert [row["arch"] for row in rows] == archs.split()
+    sizes = {"sm_90": ("warps", 12), "sm_100": ("block_q", 256)}
+    for row in rows:
+        name, size = sizes[row["arch"]]
+        assert row[name] == size
+        assert row["spills"] == 0
 
 
 def test_emit_reports_need_triton(run, monkeypatch):
@@ -401,9 +406,7 @@ def test_doctor_imports_no_framework_to_find_no_gpu(monkeypatch):
     program = """
 import sys
 from frisket.runtime.backends import base
-from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
-from frisket.runtime.layouts.facts import Facts
 base.DRIVERS = ()
 try:
     main(["doctor"])

@@ -1,6 +1,7 @@
 """The command line in a terminal and out of it: colours, width, progress, help, pipes, completion, what it imports."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -21,14 +22,23 @@ from frisket.runtime.cli.main import COMMANDS, main, parser
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = "import sys; from frisket.runtime.cli.main import main; sys.exit(main(sys.argv[1:]))"
+SEVERAL = """
+import json, os, sys
+from frisket.runtime.cli.main import main
+for argv, env in json.loads(sys.argv[1]):
+    os.environ.update(env)
+    assert main(argv) in (0, 2)
+    print(end="\\f", flush=True)
+"""
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def in_terminal(*argv, columns=80, **env):
-    """What a terminal of this width is sent."""
+def in_terminal(*calls):
+    """What a terminal of 80 columns is sent, for each of several (arguments, variables) in one process."""
     mine, theirs = pty.openpty()
-    full = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **env}
-    process = subprocess.Popen([sys.executable, "-c", CODE, *argv], stdout=theirs, stderr=theirs, env=full)
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    command = [sys.executable, "-c", SEVERAL, json.dumps(calls)]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     out = b""
     while True:
@@ -40,8 +50,8 @@ def in_terminal(*argv, columns=80, **env):
             break
         out += piece
     os.close(mine)
-    assert process.wait() in (0, 2)
-    return out.decode().replace("\r\n", "\n")
+    assert process.wait() == 0
+    return out.decode().replace("\r\n", "\n").split("\f")[:-1]
 
 
 @pytest.fixture
@@ -66,10 +76,10 @@ RED = "\x1b[1;4;31mwindow(8)\x1b[0m"  # the clause that hides the key: bold, und
 
 
 def test_a_terminal_has_colours_unless_told_otherwise(run):
-    shown = in_terminal(*WHY)
+    shown, dumb = in_terminal((WHY, {}), (WHY, {"TERM": "dumb"}))
     assert RED in shown
     assert "^" not in shown
-    assert "\x1b" not in in_terminal(*WHY, TERM="dumb")
+    assert "\x1b" not in dumb
     plain = run(*WHY, FORCE_COLOR="1", NO_COLOR="1")[1]
     assert "31m" not in plain
     assert "^^^^^^^^^" in plain
@@ -107,15 +117,17 @@ def test_colours_can_be_read_on_white_and_on_black(argv, run):
     assert codes & {1, 31, 32, 35, 36}
 
 
-@pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_of_any_width(columns):
-    shown = ESCAPE.sub("", in_terminal("show", "causal & (window(w) | sinks(4))", "--set", "w=256", columns=columns))
-    lines = shown.splitlines()
-    assert max(map(cell_len, lines)) <= columns
-    joined = re.sub(r"\s+", " ", shown)
-    assert "every pair is visible, read without the mask" in joined
-    assert "one cell 128 × 128 tokens" in joined
-    assert sum("▒▒" in line for line in lines) == 16
+def test_a_terminal_of_any_width():
+    argv = ("show", "causal & (window(w) | sinks(4))", "--set", "w=256")
+    widths = (40, 100)
+    for columns, shown in zip(widths, in_terminal(*((argv, {"COLUMNS": str(n)}) for n in widths)), strict=True):
+        plain = ESCAPE.sub("", shown)
+        lines = plain.splitlines()
+        assert max(map(cell_len, lines)) <= columns
+        joined = re.sub(r"\s+", " ", plain)
+        assert "every pair is visible, read without the mask" in joined
+        assert "one cell 128 × 128 tokens" in joined
+        assert sum("▒▒" in line for line in lines) == 16
 
 
 def test_a_pipe_has_no_width(run):
@@ -161,13 +173,15 @@ def test_words_are_folded_below_their_beginning():
 
 
 def test_an_error_is_folded_and_its_place_is_not():
-    shown = ESCAPE.sub("", in_terminal("show", "natten2d(16, 16, 5, 3, 2, 4) & " * 4 + "causal"))
+    long = "natten2d(16, 16, 5, 3, 2, 4) & " * 4 + "causal"
+    shown, other = in_terminal((("show", long), {}), (("show", "causal", "window"), {}))
+    shown = ESCAPE.sub("", shown)
     lines = shown.splitlines()
     (code,) = {line for line, below in pairwise(lines) if re.fullmatch(r" *\^+", below)}
     assert len(code) > 100
     assert max(len(line) for line in lines if line != code and "^" not in line) <= 80
     assert "kernel_cols)` or" in re.sub(r"\s+", " ", shown)
-    assert max(map(len, in_terminal("show", "causal", "window").splitlines())) <= 80
+    assert max(map(len, other.splitlines())) <= 80
 
 
 # -- pipes ------------------------------------------------------------------------------------------------
@@ -247,7 +261,11 @@ def commands():
 SLOW = ("frisket bench", "frisket explore")  # their own tests run theirs
 
 
-SECONDS = ("frisket check 'causal & same(doc)'", "frisket emit 'causal & window(256)' --build")
+SECONDS = (
+    "frisket check 'causal & same(doc)'",
+    "frisket emit 'causal & window(256)' --build",
+    "frisket emit causal --backend triton --report",  # as test_emit_reports_what_kernels_take, of float32
+)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from frisket.runtime.machine import cpp_build
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PROGRAM = """
-import sys
+import gc, sys
 sys.path.insert(0, {folder!r})
 import torch
 import memory
 memory.DTYPES = (torch.float64,)
+gc.freeze()  # what was imported is not looked through again, ten times
 {leak}
 found = list(memory.many({calls}))
 print(memory.grown(found), found[-1][2])
