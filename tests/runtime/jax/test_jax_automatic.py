@@ -39,8 +39,12 @@ def arrays(heads=4, kv_heads=2, batch=BATCH):
     return [jnp.asarray(draw((batch, LENGTH, n, DIM)), jnp.float32) for n in (heads, kv_heads, kv_heads)]
 
 
-def collectives(function, *args):
-    return set(re.findall(COLLECTIVES, function.lower(*args).compile().as_text()))
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile()
+
+
+def collectives(program):
+    return set(re.findall(COLLECTIVES, program.as_text()))
 
 
 def close(found, want):
@@ -62,13 +66,13 @@ for name in names:
 
     gradient = jax.grad(loss, (0, 1, 2, 3))
     q, k, v = arrays()
-    want = attend(q, k, v, learned), gradient(q, k, v, learned)
+    want = jax.jit(lambda *x: (attend(*x), gradient(*x)))(q, k, v, learned)
     split = [jax.device_put(x, NamedSharding(mesh, ways[way])) for x in (q, k, v)]
     with jax.set_mesh(mesh):
-        forward, backward = jax.jit(attend), jax.jit(gradient)
+        forward, backward = (compiled(f, *split, learned) for f in (attend, gradient))
         close((forward(*split, learned), backward(*split, learned)), want)
-        assert collectives(forward, *split, learned) == set(), name
-        found = collectives(backward, *split, learned)
+        assert collectives(forward) == set(), name
+        found = collectives(backward)
         assert found == needed or (name == "sinks" and found <= {"all-reduce", "all-gather"}), (name, way, found)
         out = forward(*split, learned)[0]
         assert tuple(out.sharding.spec)[: len(ways[way])] == tuple(ways[way]), out.sharding
@@ -82,18 +86,20 @@ for heads, kv_heads, free in [(8, 8, True), (16, 8, True), (8, 4, False), (8, 1,
     whole = arrays(heads, kv_heads, 2)
     spec = lambda x: P(None, None, "z") if x.shape[2] % 8 == 0 else P()
     split = [jax.device_put(x, NamedSharding(every, spec(x))) for x in whole]
-    attend = jax.jit(lambda q, k, v: fk.attention(q, k, v, "causal & (q - k < 5 + h)", backend=backend))
-    close(attend(*split), attend(*whole))
-    assert (collectives(attend, *split) == set()) == free, (heads, kv_heads)
+    attend = lambda q, k, v: fk.attention(q, k, v, "causal & (q - k < 5 + h)", backend=backend)
+    program = compiled(attend, *split)
+    close(program(*split), jax.jit(attend)(*whole))
+    assert (collectives(program) == set()) == free, (heads, kv_heads)
 print("groups")
 
 # mapped calls are split along the mapped axis too
 docs = jnp.stack([at // 5, at // 9])
-attend = jax.jit(jax.vmap(lambda q, k, v, doc: fk.attention(q, k, v, "causal & same(doc)", backend=backend, doc=doc)))
+attend = jax.vmap(lambda q, k, v, doc: fk.attention(q, k, v, "causal & same(doc)", backend=backend, doc=doc))
 whole = [jnp.stack([x, 2 * x]) for x in arrays()]
 split = [jax.device_put(x, NamedSharding(mesh, P("y", "x"))) for x in whole]
-close(attend(*split, docs), attend(*whole, docs))
-assert collectives(attend, *split, docs) == set()
+program = compiled(attend, *split, docs)
+close(program(*split, docs), jax.jit(attend)(*whole, docs))
+assert collectives(program) == set()
 print("vmap")
 
 # outside of jax.jit, arrays of several devices are compiled for once

@@ -13,7 +13,8 @@ import frisket as fk
 from frisket.runtime.machine import cpp_build as native_build
 
 draw = np.random.default_rng(0)
-Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))
+Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)).astype(jnp.bfloat16)) for heads in (4, 2, 2))
+SMALL = [jnp.asarray(draw.standard_normal((1, 200, heads, 16)).astype(np.float32)) for heads in (4, 2, 2)]
 AT = np.arange(200)
 NATIVE = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason() or "")
 SCORE = "score * c + bias[h] * (k - q)"
@@ -33,13 +34,14 @@ def compiled(monkeypatch):
 
 def values(n):
     """Those of a mask and score mod, of equal shapes."""
-    return {"w": 20 + 7 * n, "doc": AT // (30 + n), "c": jnp.float32(1 + n), "bias": jnp.full(4, 0.1 * n)}
+    numbers = np.float32(1 + n), np.full(4, 0.1 * n, np.float32)
+    return {"w": 20 + 7 * n, "doc": AT // (30 + n)} | dict(zip(("c", "bias"), map(jnp.asarray, numbers)))
 
 
 @NATIVE
 def test_calls_outside_of_jit_compile_once(compiled):
     for n in range(4):
-        fk.attention(Q, K, V, "causal & window(w) & same(doc)", SCORE, **values(n))
+        fk.attention(*SMALL, "causal & window(w) & same(doc)", SCORE, **values(n))
         if n == 1:  # by now all copies are made
             compiled.clear()
     assert compiled == []
@@ -49,7 +51,8 @@ def test_calls_outside_of_jit_compile_once(compiled):
 @NATIVE
 def test_gradients_outside_of_jit_compile_once(compiled):
     for n in range(4):
-        jax.grad(lambda q, n=n: fk.attention(q, K, V, "causal & window(w) & same(doc)", SCORE, **values(n)).sum())(Q)
+        call = lambda *x, n=n: fk.attention(*x, "causal & window(w) & same(doc)", SCORE, **values(n)).sum()  # noqa: E731
+        jax.grad(call)(*SMALL)
         if n == 1:
             compiled.clear()
     assert compiled == []
@@ -72,11 +75,11 @@ def test_a_jitted_caller_is_traced_once(backend, compiled):
     @jax.jit
     def step(q, values):
         traces.append(1)
-        call = lambda q: fk.attention(q, K, V, "causal & window(w) & same(doc)", SCORE, backend=backend, **values)  # noqa: E731
-        return jax.value_and_grad(lambda q: call(q).astype("float32").sum())(q)
+        mask, options = "causal & window(w) & same(doc)", {"backend": backend, **values}
+        return jax.value_and_grad(lambda q: fk.attention(q, *SMALL[1:], mask, SCORE, **options).sum())(q)
 
     for n in range(3):
-        step(Q, jax.tree.map(jnp.asarray, values(n)))
+        step(SMALL[0], jax.tree.map(jnp.asarray, values(n)))
     assert len(traces) == step._cache_size() == 1
 
 

@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import jax
 import pytest
 
 TESTS = Path(__file__).resolve().parents[2]
 STRICT = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
 SLICE = (
-    "runtime/plans/test_flat_plan.py::test_offsets_in_fewer_bits_than_positions_need",
-    "runtime/jax/test_jax_learned.py::test_a_mask_captures_documents",
-    "runtime/caches/test_caches_jax.py::test_jax_cache_refuses_more_tokens_than_its_room",
-    "runtime/modeling/test_modeling.py::test_rotary_keeps_the_dtype",
+    ("runtime.plans.test_flat_plan", "test_offsets_in_fewer_bits_than_positions_need", "jax"),
+    ("runtime.jax.test_jax_learned", "test_a_mask_captures_documents"),
+    ("runtime.caches.test_caches_jax", "test_jax_cache_refuses_more_tokens_than_its_room"),
+    ("runtime.modeling.test_modeling", "test_rotary_keeps_the_dtype", "jax"),
 )
 WHOLE = (  # those whose own arithmetic promotes nothing
     "lowering/xla/test_xla.py lowering/xla/test_xla_backward.py",
@@ -33,8 +35,12 @@ def strict(*names):
     assert found.returncode == 0, found.stdout[-8000:]
 
 
-def test_slice_of_jax_tests_passes_under_strict_promotion():
-    strict(*SLICE)
+@pytest.mark.parametrize("case", SLICE, ids=lambda case: case[1])
+def test_slice_of_jax_tests_passes_under_strict_promotion(case):
+    module, name, *parameters = case
+    test = getattr(import_module(module), name)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        test(*parameters)
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ def _native(monkeypatch):
 
 
 SIZES = {  # queries, keys, dim, v_dim; q_heads, kv_heads: ragged tiles, few queries, sizes that are no whole vectors
-    "ragged": (203, 331, 64, 64, 4, 2),
-    "few queries": (3, 500, 64, 64, 4, 2),
-    "one query": (1, 77, 64, 64, 2, 2),
+    "ragged": (203, 331, 16, 16, 4, 2),
+    "few queries": (3, 500, 16, 16, 4, 2),
+    "one query": (1, 77, 16, 16, 2, 2),
     "odd sizes": (130, 97, 40, 24, 2, 1),
 }
 MASK = "q >= k & q % 3 != 1"  # rows without a key, and of the ragged size keys that no query sees
