@@ -27,7 +27,7 @@ def link(root: Path = ROOT) -> Path:
             place.mkdir(parents=True, exist_ok=True)
             wanted |= {place / f.name: f for f in (root / folder).iterdir() if f.name != "__pycache__"}
     for old in top.glob("*/*"):
-        if old not in wanted:
+        if old not in wanted and old.is_symlink():  # bytecode is kept in a folder there
             old.unlink()
     for place, target in wanted.items():
         if not place.is_symlink():
