@@ -304,10 +304,10 @@ class OfJax:
     def stored(self, x):
         if self.dtype == "float32":
             return x
-        import jax.numpy as jnp
+        import jax
 
-        values, scale = self.module.quantized(jnp.asarray(x), jnp.int8)
-        return np.asarray(values.astype(jnp.float32) * scale[..., None])
+        values, scale = map(np.asarray, jax.jit(self.module.quantized, static_argnums=1)(x, np.dtype("int8")))
+        return values.astype(np.float32) * scale[..., None]
 
     def attention(self, tokens, tree=None):
         given = (*arrays(tokens, NEW if tree is None else NODES), np.array([len(x) for x in tokens]))
