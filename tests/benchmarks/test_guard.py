@@ -12,6 +12,8 @@ from pathlib import Path
 import guard
 import pytest
 
+from frisket.runtime.machine.cpp_build import reason
+
 ROOT = Path(__file__).resolve().parents[2]
 # time of COMMIT / time of this tree, of twelve rounds: their interval goes from the third to the tenth
 EVEN = [1 + 0.001 * i for i in range(-6, 6)]
@@ -38,7 +40,8 @@ class Tree:
     def ask(self, **request):
         self.log.append((self.name, request))
         if "build" in request:
-            return {"error": self.error} if self.error else {"calls": 7, "seconds": 0.1}
+            calls = {"A": 5}.get(self.name, 7)  # the row takes the larger number
+            return {"error": self.error} if self.error else {"calls": calls, "seconds": 0.1}
         return {"seconds": next(self.seconds)}
 
     def __enter__(self):
@@ -130,6 +133,8 @@ Attention.__call__ = _slower
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(bool(reason()), reason="no compiler")
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard takes its clock from Linux")
 def test_planted_slowdown_of_a_tree_is_found(tmp_path):
     for folder in ("benchmarks", "dsl", "grammar", "lowering", "runtime"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
