@@ -108,8 +108,9 @@ class Tree:
                     target = target if target in self.modules else target.rpartition(".")[0]
                     if target in self.modules:
                         yield Import(module(name), target, local, f"{name}:{child.lineno}")
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from self._imports(name, child, local or inside)
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):  # expressions import nothing
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                yield from self._imports(name, child, local or inside)
 
     @cached_property
     def reach(self) -> dict[str, set[str]]:
@@ -120,9 +121,14 @@ class Tree:
         return {name: reached(edges, name) for name in self.modules}
 
     @cached_property
+    def walked(self) -> dict[str, list[ast.AST]]:
+        """All nodes of each file, by its path from the root."""
+        return {name: [*ast.walk(tree)] for name, tree in self.parsed.items()}
+
+    @cached_property
     def nodes(self) -> list[tuple[str, ast.AST]]:
         """Nodes that the rows look at: definitions, assignments, calls, comparisons and displays."""
-        return [(name, x) for name, tree in self.parsed.items() for x in ast.walk(tree) if isinstance(x, COUNTED)]
+        return [(name, x) for name, nodes in self.walked.items() for x in nodes if isinstance(x, COUNTED)]
 
     @cached_property
     def called(self) -> dict[str, list[str]]:

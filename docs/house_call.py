@@ -114,7 +114,7 @@ def main() -> None:
     import frisket as fk
 
     calls = Calls(Path(sys.argv[1]).resolve())
-    q = torch.randn(1, 2, 256, 64)
+    q = torch.randn(1, 2, 256, 16)
     made: list[Any] = []
     calls(lambda: made.append(fk.compile(MASK)))
     attend = made[0]

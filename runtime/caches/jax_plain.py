@@ -19,20 +19,19 @@ from .jax_store import JaxCache, check_new, counted, empty, grown, pathed, read,
 class KVCache(JaxCache):
     """Keys and values of a batch of sequences of different lengths, in one buffer of a fixed capacity.
 
-    >>> import frisket as fk
+    >>> import numpy as np, frisket as fk
     >>> att = fk.compile("causal & window(64)")
     >>> cache = KVCache.create(batch=2, capacity=128, kv_heads=2, head_dim=16)
-    >>> q, k, v = jnp.ones((2, 9, 4, 16)), jnp.ones((2, 9, 2, 16)), jnp.ones((2, 9, 2, 16))
-    >>> out, cache = cache.attention(att, q, k, v)  # the prompt
-    >>> out, cache = cache.attention(att, q[:, :1], k[:, :1], v[:, :1])  # a token after it, under the same mask
-    >>> out.shape, cache.lengths.tolist()
-    ((2, 1, 4, 16), [10, 10])
-    >>> cache = cache.append(k[:, :3], v[:, :3])  # three drafts, a tree: two guesses, and one after the first
-    >>> cache.attend(att, q[:, :3], tree=[-1, -1, 0]).shape
+    >>> q, k, v = (np.ones((2, 9, heads, 16), "float32") for heads in (4, 2, 2))
+    >>> step = jax.jit(lambda cache, q, k, v: cache.attention(att, q, k, v))
+    >>> out, cache = step(cache, q, k, v)  # the prompt; then a token a call, under the same mask
+    >>> cache = jax.jit(lambda cache, k, v: cache.append(k, v))(cache, k[:, :3], v[:, :3])  # three drafts, a tree:
+    >>> attend = jax.jit(lambda cache, q: cache.attend(att, q, tree=[-1, -1, 0]))  # two guesses, one after the first
+    >>> attend(cache, q[:, :3]).shape
     (2, 3, 4, 16)
-    >>> cache = cache.keep(jnp.array([[0, 2], [0, 2]]), drafted=3)  # the path that was accepted
-    >>> cache.lengths.tolist(), cache.truncate([4, 0]).lengths.tolist()
-    ([12, 12], [4, 0])
+    >>> keep = jax.jit(lambda cache: cache.keep(np.array([[0, 2], [0, 2]]), drafted=3))  # the path that was accepted
+    >>> keep(cache).lengths.tolist(), cache.truncate([4, 0]).lengths.tolist()
+    ([11, 11], [4, 0])
 
     A pytree: `append` and `attention` return a new cache. Under `jax.jit` it takes the memory of the old one, if that
     is donated. Growing changes no shape and does not recompile. k [batch, capacity, kv_heads, head_dim], v likewise

@@ -32,15 +32,15 @@ class ShardedKVCache(JaxCache):
     """A `KVCache` with positions split over the devices of a mesh axis: of n devices, device i holds positions [i *
     capacity / n, (i + 1) * capacity / n) of every sequence.
 
-    >>> import frisket as fk
+    >>> import numpy as np, frisket as fk
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("sp",))
     >>> cache = ShardedKVCache.create(batch=1, capacity=64, kv_heads=2, head_dim=8, mesh=mesh)
-    >>> q, k, v = jnp.ones((1, 9, 4, 8)), jnp.ones((1, 9, 2, 8)), jnp.ones((1, 9, 2, 8))
-    >>> out, cache = cache.attention(fk.compile("causal"), q, k, v)
+    >>> q, k, v = (np.ones((1, 9, heads, 8), "float32") for heads in (4, 2, 2))
+    >>> out, cache = jax.jit(lambda cache, *new: cache.attention(fk.compile("causal"), *new))(cache, q, k, v)
     >>> out.shape, cache.lengths.tolist()
     ((1, 9, 4, 8), [9])
-    >>> cache = cache.append(k[:, :1], v[:, :1])
-    >>> cache.attend(fk.compile("causal"), q[:, :1]).shape, cache.truncate([4]).lengths.tolist()
+    >>> last = jax.jit(lambda cache, q, k, v: cache.append(k, v).attend(fk.compile("causal"), q))
+    >>> last(cache, *(x[:, :1] for x in (q, k, v))).shape, cache.truncate([4]).lengths.tolist()
     ((1, 1, 4, 8), [4])
 
     `append` writes only on the device that owns a position, and sends nothing. `attend` runs on every device over its

@@ -44,8 +44,8 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
 def rotate_half(x: Any) -> Any:
     """The halves of the last axis exchanged, the second one negated: (a, b) becomes (-b, a).
 
-    >>> import jax.numpy as jnp
-    >>> rotate_half(jnp.arange(1, 5)).tolist()
+    >>> import torch
+    >>> rotate_half(torch.arange(1, 5)).tolist()
     [-3, -4, 1, 2]
     """
     if x.shape[-1] % 2:
@@ -66,10 +66,10 @@ def apply_rotary_pos_emb(
 ) -> Any:
     """`tensor * cos + rotate_half(tensor) * sin`: queries or keys turned by their positions, in their own dtype.
 
-    >>> import jax.numpy as jnp
-    >>> q = jnp.ones((2, 4, 8, 64))  # [batch, heads, length, head_dim]
-    >>> apply_rotary_pos_emb(q, *rotary_tables(jnp.arange(16), 64)).shape
-    (2, 4, 8, 64)
+    >>> import torch
+    >>> q = torch.ones(2, 4, 8, 64)  # [batch, heads, length, head_dim]
+    >>> apply_rotary_pos_emb(q, *rotary_tables(torch.arange(16), 64)).shape
+    torch.Size([2, 4, 8, 64])
 
     `layout` "bhsd" is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `sin` and `cos` are
     [length, head_dim], [batch, length, head_dim], or have an axis of heads where the layout has it, of length 1 or one
@@ -122,9 +122,9 @@ def repeat_kv_bnsh(x: Any, n_rep: int) -> Any:
 def repeat_kv_bsnh(x: Any, n_rep: int) -> Any:
     """[batch, length, kv heads, head_dim] with each head `n_rep` times in a row: [batch, length, heads, head_dim].
 
-    >>> import jax.numpy as jnp
-    >>> repeat_kv_bsnh(jnp.ones((1, 8, 2, 64)), 4).shape
-    (1, 8, 8, 64)
+    >>> import torch
+    >>> repeat_kv_bsnh(torch.ones(1, 8, 2, 64), 4).shape
+    torch.Size([1, 8, 8, 64])
     """
     return _repeated(x, n_rep, 2)
 

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 from support.pages import DOCS, script, sources
 
-from frisket.runtime.machine.cpp_build import reason
-
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = script("rooms")
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
-STEPS = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE, re.M)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +34,6 @@ def test_files_named_on_the_architecture_page_exist():
     named = re.findall(r"`([\w./]+/[\w.]+\.\w+)`", PAGE)
     assert len(named) > 30
     assert not [name for name in named if not (ROOT / name).exists()]
-
-
-@pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")
-def test_steps_on_the_architecture_page_are_those_of_a_call(tree):
-    assert [int(step) for step, _ in STEPS] == [*range(1, 11)]
-    entered = set(tree.called["road"])
-    for step, files in STEPS:
-        named = set(re.findall(r"`([^`]+)`", files))
-        assert named <= entered, f"step {step}: a call enters no function of {named - entered}"
 
 
 def test_objects_on_the_architecture_page_are_classes():

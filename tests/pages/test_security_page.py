@@ -39,8 +39,7 @@ def test_security_limits_are_constants_of_the_source():
 
 def test_security_page_lists_each_place_that_loads_code():
     found = set()
-    for file, tree in sources().parsed.items():
-        nodes = list(ast.walk(tree))
+    for file, nodes in sources().walked.items():
         froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
         names = {x.asname or x.name: f"{n.module}.{x.name}" for n in froms for x in n.names}
         for node in nodes:

@@ -36,14 +36,10 @@ LATER = {
 }
 
 
-def parsed(path):
-    return sources().parsed[path.relative_to(ROOT).as_posix()]
-
-
-def imports(tree, path):
-    """Absolute names of the modules a tree imports, relative ones resolved."""
+def imports(nodes, path):
+    """Absolute names of the modules that these nodes of a file import, relative ones resolved."""
     inside = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -53,7 +49,7 @@ def imports(tree, path):
 
 def at_module_level(tree):
     """The statements that run on import: those outside functions and `if TYPE_CHECKING`."""
-    kept = ast.Module(body=[], type_ignores=[])
+    kept = []
     stack = list(tree.body)
     while stack:
         node = stack.pop()
@@ -62,7 +58,7 @@ def at_module_level(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            kept.body.append(node)
+            kept.append(node)
         stack.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler))
     return kept
 
@@ -71,7 +67,7 @@ def at_module_level(tree):
 def test_layers_never_import_a_layer_above(path):
     layer = LAYERS.index(path.relative_to(ROOT).parts[0])
     above = tuple(f"frisket.{name}" for name in LAYERS[layer + 1 :])
-    named = set(imports(parsed(path), path))
+    named = set(imports(sources().walked[path.relative_to(ROOT).as_posix()], path))
     assert not [name for name in named if f"{name}.".startswith(tuple(f"{a}." for a in above))]
     if layer < LAYERS.index("runtime"):
         assert "frisket" not in named, "the facade is above every layer"
@@ -80,7 +76,7 @@ def test_layers_never_import_a_layer_above(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_module_level_imports(path):
     """numpy and lark below runtime; no framework at module level, but in modules that only functions import."""
-    names = set(imports(at_module_level(parsed(path)), path))
+    names = set(imports(at_module_level(sources().parsed[path.relative_to(ROOT).as_posix()]), path))
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     roots = {name.split(".")[0] for name in names}
     if path in FLEX:
@@ -107,9 +103,9 @@ def test_importing_frisket_touches_no_framework():
 
 def test_layer_rule_sees_a_wrong_import():
     tree = ast.parse("def f():\n    from frisket.runtime.masks.mask import Mask\nimport torch")
-    assert set(imports(tree, ROOT / "dsl" / "x.py")) == {"frisket.runtime.masks.mask", "torch"}
+    assert set(imports(ast.walk(tree), ROOT / "dsl" / "x.py")) == {"frisket.runtime.masks.mask", "torch"}
     assert set(imports(at_module_level(tree), ROOT / "dsl" / "x.py")) == {"torch"}
-    assert list(imports(ast.parse("from ..dsl import ir"), ROOT / "lowering" / "x.py")) == ["frisket.dsl"]
+    assert list(imports(ast.parse("from ..dsl import ir").body, ROOT / "lowering" / "x.py")) == ["frisket.dsl"]
 
 
 def behind_frameworks(tree):

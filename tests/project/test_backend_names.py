@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +23,7 @@ OTHERS = {  # where a text that is a backend's name means something else -> the 
 }
 
 
-def names_compared(tree: ast.Module) -> list[int]:
+def names_compared(nodes: Iterable[ast.AST]) -> list[int]:
     """Lines that compare with, match, look up or test membership of a backend's name, or keep a table by names."""
 
     def named(*nodes: ast.AST | None) -> bool:
@@ -52,15 +53,15 @@ def names_compared(tree: ast.Module) -> list[int]:
                 return isinstance(listed, ast.Tuple | ast.List | ast.Set) and named(listed)
         return False
 
-    found = [n.iter if isinstance(n, ast.comprehension) else n for n in ast.walk(tree) if compares(n)]
+    found = [n.iter if isinstance(n, ast.comprehension) else n for n in nodes if compares(n)]
     return sorted({n.lineno for n in found})
 
 
 def test_code_outside_backends_never_compares_their_names():
-    files = {f: tree for f, tree in sources().parsed.items() if not f.startswith("runtime/backends/")}
+    files = {f: nodes for f, nodes in sources().walked.items() if not f.startswith("runtime/backends/")}
     found = []
-    for file, tree in files.items():
-        if numbers := names_compared(tree):
+    for file, nodes in files.items():
+        if numbers := names_compared(nodes):
             lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
             found += [(file, n, lines[n - 1].strip()) for n in numbers]
     others = tuple(begin for lines in OTHERS.values() for begin in lines)
@@ -84,14 +85,14 @@ def test_code_outside_backends_never_compares_their_names():
     'made = [run(b) for b in ["cpp"]]',
 ])  # fmt: skip
 def test_a_comparison_is_found(bad):
-    assert names_compared(ast.parse(bad)) != []
+    assert names_compared(ast.walk(ast.parse(bad))) != []
 
 
 @pytest.mark.parametrize(
     "good", ['def f(backend="cpp"): pass', 'choose("triton")', '"""of triton"""', 'x = {"a": "cpp"}']
 )
 def test_uses_of_a_backend_name_without_comparison_pass(good):
-    assert names_compared(ast.parse(good)) == []
+    assert names_compared(ast.walk(ast.parse(good))) == []
 
 
 def test_records_name_functions_that_are_there():

@@ -22,6 +22,13 @@ import warnings
 warnings.simplefilter("ignore")
 import frisket as fk
 """
+SMALL = {"platformdirs", "rich", "shtab", "lark"}
+SAID = """
+try:
+    {call}
+except fk.FrisketError as error:
+    print(error)
+"""
 CALL = "print(*fk.compile('causal', backend={backend!r})(q, q, q).shape)\n"
 CALLS = {
     "torch": "import torch; q = torch.randn(1, 2, 40, 16)\n" + CALL,
@@ -35,24 +42,32 @@ def python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=known | {"OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True)
 
 
+def test_small_packages_are_asked_for_where_no_folder_is_set(tmp_path):
+    """A call of C++ without a cache folder, and one of Triton with it."""
+    folder = f"import os; os.environ['FRISKET_CACHE_DIR'] = {str(tmp_path)!r}\n"
+    calls = "import torch; q = torch.randn(1, 2, 40, 16)\n" + SAID.format(call=CALL.format(backend="cpp").strip())
+    done = python(WITHOUT.format(names=SMALL) + calls + folder + CALL.format(backend="triton"), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    *words, shape = done.stdout.splitlines()
+    assert "platformdirs is not installed" in words[-1]
+    assert "pip install platformdirs, or set FRISKET_CACHE_DIR" in words[-1]
+    assert shape == "1 2 40 16"
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [
-        ("torch", "triton"),
-        *(
-            pytest.param(*x, marks=pytest.mark.exhaustive)
-            for x in (("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla"))
-        ),
-    ],
+    [("torch", "triton"), ("torch", "cpp"), ("torch", "aten"), ("jax", "cpp"), ("jax", "xla")],
 )
 def test_call_with_a_cache_folder_imports_no_small_package(framework, backend, tmp_path):
-    code = WITHOUT.format(names={"platformdirs", "rich", "shtab", "lark"}) + CALLS[framework].format(backend=backend)
+    code = WITHOUT.format(names=SMALL) + CALLS[framework].format(backend=backend)
     done = python(code, FRISKET_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == {"torch": ["1", "2", "40", "16"], "jax": ["1", "40", "2", "16"]}[framework]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.exhaustive), "cpp"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
 def test_without_a_folder_the_error_says_what_to_set(backend):
     code = WITHOUT.format(names={"platformdirs"}) + CALLS["torch"].format(backend=backend)
     done = python(code, TRITON_INTERPRET="1")

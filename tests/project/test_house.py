@@ -1,5 +1,7 @@
 """The order of the source tree: docs/house.py measures it, and no figure grows."""
 
+import re
+
 import pytest
 from support.pages import DOCS, script, sources
 
@@ -29,10 +31,7 @@ def tree():
     return sources()
 
 
-COMPILER = pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=COMPILER if n in HOUSE.CALLED else ()) for n in HOUSE.ROWS])
+@pytest.mark.parametrize("name", [n for n in HOUSE.ROWS if n not in HOUSE.CALLED])
 def test_house_figures_stay_within_their_limits(tree, name):
     count = HOUSE.ROWS[name].count(tree)
     over = [(n, limit) for n, limit in zip(count.figures, LIMITS[name], strict=False) if n > limit]
@@ -104,13 +103,23 @@ def test_house_row_counts_the_listed_findings(small, name, figures, found):
     assert found in count.found
 
 
-@COMPILER
-def test_rows_of_a_call_name_functions_and_tables(tree):
+@pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")
+def test_figures_and_files_of_a_first_and_a_warm_call(tree):
+    """In one process: its figures are within their limits, its lists name functions and tables, and it enters the files
+    of every step that docs/architecture.md tells of."""
+    for name in HOUSE.CALLED:
+        test_house_figures_stay_within_their_limits(tree, name)
     assert all(
         line.split()[0].endswith(".py") for name in ("hops", "warm") for line in HOUSE.ROWS[name].count(tree).found
     )
     assert any("runtime/torch/" in line for line in HOUSE.ROWS["hops"].count(tree).found)
     assert all(" -> " in line for line in HOUSE.ROWS["grown"].count(tree).found)
+    steps = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.M)
+    assert [int(step) for step, _ in steps] == [*range(1, 11)]
+    entered = set(tree.called["road"])
+    for step, files in steps:
+        named = set(re.findall(r"`([^`]+)`", files))
+        assert named <= entered, f"step {step}: a call enters no function of {named - entered}"
 
 
 def test_house_rows_are_defined_and_limited():
