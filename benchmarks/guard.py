@@ -6,7 +6,8 @@ the median over rounds of COMMIT's time / this tree's (above 1: this tree is fas
 median. A verdict follows from the interval:
 
 - slower: all of it is below 0.97, after four pairs of processes;
-- equal or faster: none of it is below 0.97, and for faster all of it is above 1 / 0.97;
+- faster: all of it is above 1 / 0.97, after four pairs if there is time;
+- equal: none of it is below 0.97;
 - undecided: 0.97 is inside. The row gets more rounds until the minutes are over.
 - new: COMMIT's frisket cannot run the row, and the error says why.
 
@@ -48,7 +49,7 @@ from frisket.runtime.bench.machine import median_ratio
 ROOT = Path(__file__).resolve().parent.parent
 UNINSTALLED = Path("benchmarks", "uninstalled")  # by which `import frisket` finds a tree
 LEAST = 0.97  # of a ratio
-PAIRS, CONFIRMED = 2, 4  # of processes that time a row at least, and one that looks slower
+PAIRS, CONFIRMED = 2, 4  # of processes that time a row at least, and one whose speed seems to have changed
 ROUNDS = 6, 40  # least and most in a pair of processes
 BUDGET = 0.5  # seconds of a pair for a row that needs no more for the least rounds
 THINNED = 11  # one row in so many, with --quick
@@ -85,7 +86,9 @@ class Row:
         least, confirmed = (1, 1) if self.part == "model" else (PAIRS, CONFIRMED)
         if self.error or self.pairs < least:
             return not self.error
-        return self.pairs < confirmed if self.verdict == "slower" else self.verdict == "undecided" and not late
+        if self.verdict == "slower" or (self.verdict == "faster" and not late):
+            return self.pairs < confirmed
+        return self.verdict == "undecided" and not late
 
     def __str__(self) -> str:
         if self.error:

@@ -95,6 +95,8 @@ def test_row_that_only_the_commit_cannot_run_is_new():
     [
         ("torch", [1.0], 0, 2),
         ("torch", [1.1], 0, 4),  # slower, and timed again to be sure
+        ("torch", [0.9], 1, 4),
+        ("torch", [0.9], 0, 2),
         ("torch", [1.2, 1.0, 1.0, 1.0], 0, 2),  # undecided: the minutes are over
         ("model", [1.1], 0, 1),
     ],
