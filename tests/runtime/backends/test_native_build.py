@@ -31,6 +31,11 @@ def source(number: int) -> str:
     return f'extern "C" int answer() {{ return {number}; }}\n'
 
 
+@pytest.fixture(autouse=True)
+def _each_text_once(known_compiler, monkeypatch):
+    monkeypatch.setenv("CXX", known_compiler)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, and no library found without looking at it. SIGINT ends a compiler, also where the tests run in

@@ -24,11 +24,11 @@ def normal(*shape):
     return jnp.asarray(draw.standard_normal(shape).astype(np.float32))
 
 
-MASK, SCORE = "causal & window(w) & same(doc)", "score * c + bias[h, k]"
+MASK, SCORE = "causal & window(w) & same(doc)", "score * c + bias[h, k] + far[doc[q]]"
 DOC = np.arange(150) // 37
 Q, K, V = (normal(2, 150, heads, 16) for heads in (4, 2, 2))
-BIAS, SINKS = normal(4, 150), normal(4)
-VALUES = {"w": 60, "doc": DOC, "c": jnp.float32(0.7), "bias": BIAS}
+BIAS, SINKS, FAR = normal(4, 150), normal(4), normal(15)
+VALUES = {"w": 60, "doc": DOC, "c": jnp.float32(0.7), "bias": BIAS, "far": FAR}
 
 
 def compiled(backend, **options):
@@ -81,8 +81,8 @@ def test_native_jax_half_precision_is_near_xla(dtype):
 @pytest.mark.exhaustive
 def test_native_jax_float64_equals_dense():
     with jax.enable_x64(True):
-        q, k, v, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in (Q, K, V, BIAS))
-        values = VALUES | {"bias": bias, "c": jnp.float64(0.7)}
+        q, k, v, bias, far = (jnp.asarray(np.asarray(x, np.float64)) for x in (Q, K, V, BIAS, FAR))
+        values = VALUES | {"bias": bias, "far": far, "c": jnp.float64(0.7)}
         found = jax.jit(lambda q: compiled("cpp")(q, k, v, **values))(q)
         close(found, compiled("dense")(q, k, v, **values), 1e-13)
 
@@ -133,7 +133,7 @@ def test_native_jax_public_vmap_equals_single_calls():
 
 # -- gradients --------------------------------------------------------------------------------------
 
-LEARNED = {"q": Q, "k": K, "v": V, "c": jnp.float32(0.7), "bias": BIAS, "sinks": SINKS}
+LEARNED = {"q": Q, "k": K, "v": V, "c": jnp.float32(0.7), "bias": BIAS, "far": FAR, "sinks": SINKS}
 
 
 @jax.jit
@@ -159,6 +159,7 @@ def gradients(att, learned=LEARNED, **changes):
 
 
 def test_gradients_to_everything():
+    """The table that points to `far` is the host's, and sums of gradients are folded where JAX traces."""
     found = both(gradients, 1e-4)
     att = compiled("cpp")
     arrays = {n: LEARNED[n] for n in ("q", "k", "v", "sinks")}  # sums of others are eager in test_native_jax.py
@@ -206,17 +207,6 @@ def test_gradients_of_every_example():
     close(jax.jit(jax.vmap(of_example))(many, docs), one_by_one(of_example, many, docs))
 
 
-def test_gradients_of_what_a_table_points_to():
-    """The table that points is the host's, and the sums are folded where JAX traces."""
-    bias = normal(5)
-
-    def gradient(name):
-        att = fk.compile("causal & same(doc)", "score * bias[doc[q]]", backend=name)
-        return jax.jit(jax.grad(lambda bias: (att(Q, K, V, doc=DOC, bias=bias) ** 2).sum()))(bias)
-
-    close(gradient("cpp"), gradient("xla"), 1e-4)
-
-
 def test_gradients_of_a_table_under_a_mask_in_64_bits():
     """Where the mask of traced tables needs 64 bits, and the index of the learned table does not."""
 
@@ -236,11 +226,12 @@ def test_gradients_have_the_bits_of_torch():
     bias, sinks = (torch.from_numpy(np.array(x)).requires_grad_() for x in (BIAS, SINKS))
     threads = torch.get_num_threads()
     torch.set_num_threads(int(os.environ["NPROC"]))  # as many as XLA has: sums are cut by their number
-    att(q, k, v, c=0.7, bias=bias, sinks=sinks, w=60, doc=DOC).square().sum().backward()
+    far = np.array(FAR)
+    att(q, k, v, c=0.7, bias=bias, far=far, sinks=sinks, w=60, doc=DOC).square().sum().backward()
     torch.set_num_threads(threads)
 
     def squares(q, k, v, bias):
-        return (att(q, k, v, c=0.7, bias=bias, sinks=SINKS, w=60, doc=DOC) ** 2).sum()
+        return (att(q, k, v, c=0.7, bias=bias, far=far, sinks=SINKS, w=60, doc=DOC) ** 2).sum()
 
     found = jax.jit(jax.grad(squares, argnums=(0, 1, 2, 3)))(Q, K, V, BIAS)
     for x, mine in zip((q, k, v), found, strict=False):
@@ -265,7 +256,7 @@ def test_native_kernels_give_jax_the_bits_of_torch():
     torch = pytest.importorskip("torch")
     att = compiled("cpp")
     q, k, v = (torch.from_numpy(np.array(x)).transpose(1, 2) for x in (Q, K, V))
-    values = {"w": 60, "doc": DOC, "c": 0.7, "bias": np.array(BIAS)}
+    values = {"w": 60, "doc": DOC, "c": 0.7, "bias": np.array(BIAS), "far": np.array(FAR)}
     found = att(q, k, v, return_lse=True, **values)
     out, lse = att(Q, K, V, return_lse=True, **values)
     np.testing.assert_array_equal(out, found[0].transpose(1, 2).numpy())
@@ -273,7 +264,7 @@ def test_native_kernels_give_jax_the_bits_of_torch():
 
 
 # the others natively in tests/lowering/kernels/cpp
-MARKS = {"crop": (), "origin-by-batch": pytest.mark.exhaustive, "masked-nan": pytest.mark.exhaustive}
+MARKS = dict.fromkeys(("crop", "origin-by-batch", "masked-nan"), pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
