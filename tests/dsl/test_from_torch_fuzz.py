@@ -104,9 +104,9 @@ def check(seed):
 
 
 def test_random_torch_masks_keep_their_values_when_traced():
-    assert sum(check(seed) for seed in range(300)) > 280
+    assert sum(check(seed) for seed in range(120)) > 112
 
 
 @pytest.mark.slow
 def test_many_random_torch_masks_keep_their_values():
-    assert sum(check(seed) for seed in range(300, 20_000)) > 18_000
+    assert sum(check(seed) for seed in range(120, 20_000)) > 18_100

@@ -30,13 +30,13 @@ def test_a_float_to_a_whole_number_is_declared():
     assert parse_expression(show(e)) is e
 
 
-@quick(400)
+@quick(150)
 @given(expressions.any_expression())
 def test_parse_of_show_is_the_same_node(e):
     assert parse_expression(show(e)) is e, show(e)
 
 
-@quick(150)
+@quick(60)
 @given(expressions.mask_case())
 def test_masks_print_back_with_their_parameters(case):
     m = Mask(case.expr, {**case.params, **case.tables})

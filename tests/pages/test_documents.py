@@ -63,6 +63,7 @@ def test_readme_chart_is_up_to_date():
     assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart()
 
 
+@pytest.mark.exhaustive
 def test_pictures_of_block_sparsity_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     script("pictures").draw(tmp_path)

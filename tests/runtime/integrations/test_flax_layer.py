@@ -57,7 +57,8 @@ USUAL = ("ring", "frisket-xla")
 def test_flax_layer_runs_on_each_operator(operator):
     if why := fk.backends().get(operator.removeprefix("frisket-"), ""):
         pytest.skip(why)
-    np.testing.assert_allclose(layer(operator)(jnp.asarray(X), **VALUES), WANTED, atol=1e-5)
+    found = nnx.jit(lambda model, x: model(x, **VALUES))(layer(operator), jnp.asarray(X))
+    np.testing.assert_allclose(found, WANTED, atol=1e-5)
 
 
 def test_flax_layer_operators_run_or_are_refused():
@@ -83,6 +84,10 @@ def test_gradients_are_equal():
         assert np.abs(y).max() > 1e-5
 
 
+def cached(model, x, cache):
+    return nnx.jit(lambda model, x, cache: model(x, cache=cache, **VALUES))(model, x, cache)
+
+
 @pytest.mark.parametrize(
     "steps",
     [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.exhaustive)],
@@ -91,9 +96,8 @@ def test_gradients_are_equal():
 def test_with_a_cache(steps):
     model, at = layer(), 0
     cache = model.empty_cache(2, 32)
-    step = nnx.jit(lambda model, x, cache: model(x, cache=cache, **VALUES))
     for n in steps:
-        found, cache = step(model, jnp.asarray(X[:, at : at + n]), cache)
+        found, cache = cached(model, jnp.asarray(X[:, at : at + n]), cache)
         np.testing.assert_allclose(found, WANTED[:, at : at + n], atol=1e-5)
         at += n
     assert cache.lengths.tolist() == [24, 24]
@@ -115,7 +119,7 @@ def test_ragged_sequences_in_a_cache():
 def test_a_cache_where_jax_promotes_nothing():
     model = layer()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        found, _ = model(jnp.asarray(X), cache=model.empty_cache(2, 32), **VALUES)
+        found, _ = cached(model, jnp.asarray(X), model.empty_cache(2, 32))
     np.testing.assert_allclose(found, WANTED, atol=1e-5)
 
 
@@ -123,8 +127,9 @@ def test_a_cache_of_the_layers_dtype():
     model = layer(dtype=jnp.bfloat16)
     cache = model.empty_cache(2, 32)
     assert cache.k.dtype == jnp.bfloat16
-    found, _ = model(jnp.asarray(X), cache=cache, **VALUES)
-    np.testing.assert_allclose(found.astype(np.float32), model(jnp.asarray(X), **VALUES), atol=1e-2)
+    found, _ = cached(model, jnp.asarray(X), cache)
+    want = nnx.jit(lambda model, x: model(x, **VALUES))(model, jnp.asarray(X))
+    np.testing.assert_allclose(*(np.asarray(x).astype(np.float32) for x in (found, want)), atol=1e-2)
     assert [x.empty_cache(2, 32, *given).k.dtype.name for x, given in ((model, ["int8"]), (layer(), []))] == [
         "int8", "float32",
     ]  # fmt: skip

@@ -92,7 +92,7 @@ def test_transformers_config_sets_mask_and_score_in_batches(name):
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
 def test_transformers_serving_steps_do_not_recompile(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
-    _, ours = hf_models.pair("gemma3")
+    _, ours = hf_models.pair("mistral")
     asked, calls, plain = prompts()[:3], [], transformers_paged.paged
     with built() as kernels:
         served(ours, asked, new=3)  # chunks of prompts and steps

@@ -24,6 +24,7 @@ NAMES = (
     "get_gradient_checkpoint_policy add_start_docstrings"
 ).split()
 WORLDS = {"jax": jnp.asarray, "torch": lambda x: torch.from_numpy(np.asarray(x))}
+RUN = {"jax": jax.jit, "torch": lambda f: f}  # of arrays alone
 
 
 def test_modeling_page_names_exist():
@@ -53,14 +54,18 @@ def test_rotary_embedding_equals_its_formula(world, layout, tables):
         "plain": np.arange(5), "longer": np.arange(9), "by batch": np.array([[4, 0, 2, 9, 1], [7, 6, 5, 4, 3]]),
         "full": np.arange(5),
     }[tables]  # fmt: skip
-    sin, cos = m.rotary_tables(make(positions), 8)
-    if tables == "full":  # as models keep them: an axis for batches, one for heads
-        axes = (None, None) if layout == "bhsd" else (None, slice(None), None)
-        sin, cos = sin[axes], cos[axes]
+
+    def turn(x, positions):
+        sin, cos = m.rotary_tables(positions, 8)
+        if tables == "full":  # as models keep them: an axis for batches, one for heads
+            axes = (None, None) if layout == "bhsd" else (None, slice(None), None)
+            sin, cos = sin[axes], cos[axes]
+        return m.apply_rotary_pos_emb(x, sin, cos, layout)
+
     angle = angles(positions.reshape(-1), 8).reshape(*positions.shape, 8)
     wanted = turned(x, angle[:, None] if positions.ndim == 2 else angle[:5])
     given = x if layout == "bhsd" else x.swapaxes(1, 2)
-    found = np.asarray(m.apply_rotary_pos_emb(make(np.ascontiguousarray(given)), sin, cos, layout))
+    found = np.asarray(RUN[world](turn)(make(np.ascontiguousarray(given)), make(positions)))
     np.testing.assert_allclose(found if layout == "bhsd" else found.swapaxes(1, 2), wanted, atol=1e-5)
 
 
@@ -70,7 +75,8 @@ def test_rotary_embedding_takes_a_table_per_head(world, layout):
     make, draw = WORLDS[world], np.random.default_rng(8)
     x, sin, cos = (draw.standard_normal((n, 3, 5, 8)).astype(np.float32) for n in (2, 1, 2))
     given = [a if layout == "bhsd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (x, sin, cos)]
-    found = m.apply_rotary_pos_emb(make(given[0]), sin_=make(given[1]), cos_=make(given[2]), layout=layout)
+    turn = RUN[world](lambda x, sin, cos: m.apply_rotary_pos_emb(x, sin_=sin, cos_=cos, layout=layout))
+    found = turn(*map(make, given))
     found = np.asarray(found) if layout == "bhsd" else np.asarray(found).swapaxes(1, 2)
     np.testing.assert_allclose(found, x * cos + np.concatenate((-x[..., 4:], x[..., :4]), -1) * sin, atol=1e-6)
     for wrong in ({"sin": x}, {"sin": x, "cos": x, "sin_": x}):
@@ -80,18 +86,22 @@ def test_rotary_embedding_takes_a_table_per_head(world, layout):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_rotary_keeps_the_dtype(world):
-    x = jnp.ones((1, 1, 4, 8), "bfloat16") if world == "jax" else torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
-    found = m.apply_rotary_pos_emb(x, *m.rotary_tables(WORLDS[world](np.arange(4)), 8))
-    assert found.dtype == x.dtype
+    x = np.ones((1, 1, 4, 8), jnp.bfloat16) if world == "jax" else torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
+    turn = RUN[world](lambda x, positions: m.apply_rotary_pos_emb(x, *m.rotary_tables(positions, 8)))
+    assert turn(x, WORLDS[world](np.arange(4))).dtype == x.dtype
 
 
 def test_rotary_turns_scores_by_distance_alone():
     q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
 
-    def score(i, j):
-        at = [m.rotary_tables(jnp.array([n]), 16) for n in (i, j)]
+    @jax.jit
+    def product(i, j):
+        at = [m.rotary_tables(n[None], 16) for n in (i, j)]
         a, b = (m.apply_rotary_pos_emb(x, *t) for x, t in zip((jnp.asarray(q), jnp.asarray(k)), at, strict=True))
-        return float((a * b).sum())
+        return (a * b).sum()
+
+    def score(i, j):
+        return float(product(i, j))
 
     assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
     assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-2)
@@ -101,7 +111,8 @@ def test_rotary_turns_scores_by_distance_alone():
 def test_repeat_kv_repeats_each_head(world):
     x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
     make = WORLDS[world]
-    bnsh, bsnh = np.asarray(m.repeat_kv_bnsh(make(x), 2)), np.asarray(m.repeat_kv_bsnh(make(x), np.int64(2)))
+    run = RUN[world](lambda x: (m.repeat_kv_bnsh(x, 2), m.repeat_kv_bsnh(x, np.int64(2))))
+    bnsh, bsnh = map(np.asarray, run(make(x)))
     assert (bnsh.shape, bsnh.shape) == ((2, 6, 5, 4), (2, 3, 10, 4))
     for head in range(6):
         np.testing.assert_array_equal(bnsh[:, head], x[:, head // 2])
@@ -112,7 +123,7 @@ def test_repeat_kv_repeats_each_head(world):
 def test_rotate_half_swaps_and_negates():
     x = rng.standard_normal((3, 6)).astype(np.float32)
     wanted = np.concatenate((-x[:, 3:], x[:, :3]), 1)
-    np.testing.assert_array_equal(m.rotate_half(jnp.asarray(x)), wanted)
+    np.testing.assert_array_equal(jax.jit(m.rotate_half)(x), wanted)
     np.testing.assert_array_equal(m.rotate_half(torch.from_numpy(x)), wanted)
 
 
@@ -148,9 +159,9 @@ def test_names_of_specs():
 
 
 def test_canonicalize_dtype_promotes_the_given_arrays():
-    half, whole = jnp.ones(1, "float16"), jnp.ones(1, "int32")
+    half, whole, brain = (jnp.asarray(np.ones(1, x)) for x in ("float16", "int32", jnp.bfloat16))
     assert m.canonicalize_dtype(half, None, whole) == jnp.float16
-    assert m.canonicalize_dtype(half, jnp.ones(1, "bfloat16")) == jnp.float32
+    assert m.canonicalize_dtype(half, brain) == jnp.float32
     assert m.canonicalize_dtype(whole) == jnp.float32
     assert m.canonicalize_dtype(whole, inexact=False) == jnp.int32
     assert m.canonicalize_dtype(whole, dtype=jnp.bfloat16) == jnp.bfloat16
@@ -167,7 +178,7 @@ def test_gradient_checkpoint_policies_are_those_of_jax(name):
 def test_a_policy_saves_what_it_says():
     def saved(policy):
         f = jax.checkpoint(lambda x: jnp.sin(x @ x).sum(), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(f))(jnp.ones((4, 4)))).count("dot_general")
+        return str(jax.make_jaxpr(jax.grad(f))(np.ones((4, 4), np.float32))).count("dot_general")
 
     everything, nothing = (m.get_gradient_checkpoint_policy(f"{n}_saveable") for n in ("everything", "nothing"))
     assert saved(nothing) == saved(everything) + 1
@@ -205,9 +216,10 @@ def test_quantized_products_equal_rounded_operands(bits, mode):
     a, b = rng.standard_normal((5, 64)).astype(np.float32), rng.standard_normal((64, 7)).astype(np.float32)
     dot = m.get_dot_general_by_bits(bits, mode)["dot_general"]
     wanted = rounded(a, 1, bits) @ rounded(b, 0, bits)
-    np.testing.assert_allclose(dot(jnp.asarray(a), jnp.asarray(b), DIMENSIONS), wanted, rtol=1e-5, atol=1e-4)
-    batched = dot(jnp.asarray(a)[None], jnp.asarray(b)[None], (([2], [1]), ([0], [0])))
-    np.testing.assert_allclose(batched[0], wanted, rtol=1e-5, atol=1e-4)
+    product = jax.jit(dot, static_argnums=2) if mode != "convert" else dot
+    np.testing.assert_allclose(product(jnp.asarray(a), jnp.asarray(b), DIMENSIONS), wanted, rtol=1e-5, atol=1e-4)
+    batched = product(jnp.asarray(a[None]), jnp.asarray(b[None]), (((2,), (1,)), ((0,), (0,))))
+    np.testing.assert_allclose(np.asarray(batched)[0], wanted, rtol=1e-5, atol=1e-4)
     if mode == "convert":  # keeps what it makes: not under a transformation that nnx does not know of
         return
     products = str(jax.make_jaxpr(lambda a, b: dot(a, b, DIMENSIONS))(a, b))
@@ -261,11 +273,11 @@ def test_quantized_product_works_in_linen_layers():
     given = m.get_dot_general_by_bits(8)
     assert [*given] == ["dot_general"]  # what layers of nnx take, by **
     assert given["dot_general_cls"]() is given.get("dot_general_cls")() is given["dot_general"]
-    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((3, 64)).astype(np.float32))
     layer, plain = nn.Dense(4, dot_general_cls=given["dot_general_cls"]), nn.Dense(4)
-    weights = plain.init(jax.random.key(0), x)
-    exact, found = plain.apply(weights, x), layer.apply(weights, x)
-    assert 0 < jnp.abs(found - exact).max() < 0.05
+    weights = {"params": {"kernel": rng.standard_normal((64, 4)).astype(np.float32) / 8, "bias": np.zeros(4, "f")}}
+    exact, found = (np.asarray(jax.jit(f.apply)(weights, x)) for f in (plain, layer))
+    assert 0 < np.abs(found - exact).max() < 0.05
     for empty in (m.get_dot_general_by_bits(), given):
         with pytest.raises(KeyError, match="nothing"):
             empty["nothing"]
@@ -286,18 +298,18 @@ def test_missing_qwix_is_named_in_the_error(monkeypatch):
         m.get_dot_general_by_bits(8)
 
 
-ONES = jnp.ones((1, 2, 4, 8))
+ONES = torch.ones(1, 2, 4, 8)
 BAD = {
     "layout": (lambda: m.apply_rotary_pos_emb(ONES, ONES, ONES, "sbhd"), "layout is 'sbhd'"),
-    "short": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(jnp.arange(3), 8)), "at least 4 positions"),
-    "head": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(jnp.arange(4), 6)), r"sin is \[4, 6\]"),
+    "short": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(torch.arange(3), 8)), "at least 4 positions"),
+    "head": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(torch.arange(4), 6)), r"sin is \[4, 6\]"),
     "other layout": (
-        lambda: m.apply_rotary_pos_emb(ONES, *(x[None, :, None] for x in m.rotary_tables(jnp.arange(4), 8))),
+        lambda: m.apply_rotary_pos_emb(ONES, *(x[None, :, None] for x in m.rotary_tables(torch.arange(4), 8))),
         r"sin is \[1, 4, 1, 8\] for a tensor",
     ),
     "rank": (lambda: m.apply_rotary_pos_emb(ONES[0], ONES, ONES), "it has 4 axes"),
-    "odd": (lambda: m.rotary_tables(jnp.arange(4), 7), "head_dim is 7"),
-    "odd halves": (lambda: m.rotate_half(jnp.ones(3)), "its length is even"),
+    "odd": (lambda: m.rotary_tables(torch.arange(4), 7), "head_dim is 7"),
+    "odd halves": (lambda: m.rotate_half(torch.ones(3)), "its length is even"),
     "repeats": (lambda: m.repeat_kv_bnsh(ONES, 0), "n_rep is 0"),
     "repeats of a Bool": (lambda: m.repeat_kv_bnsh(ONES, True), "n_rep is True"),
     "repeats rank": (lambda: m.repeat_kv_bsnh(ONES[0], 2), "4 axes, the heads being axis 2"),
