@@ -4,13 +4,15 @@ import os
 
 import pytest
 
-QUICK = ("test_cpp_operators.py", "test_out_of_memory.py")  # a long text, and what is asked does not hang on them
+# a long text, and what is asked does not hang on them
+QUICK = ("test_cpp_operators.py", "test_native_stored_calls.py", "test_out_of_memory.py")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _all_optimizations(request):
+def quick(request):
+    """Whether other tests compile kernels with fewer optimizations."""
     with pytest.MonkeyPatch.context() as patch:
         quick = os.path.basename(os.environ.get("CXX", "")) == "quick_g++"
         if quick and request.path.name not in QUICK:
             patch.delenv("CXX")
-        yield
+        yield quick
