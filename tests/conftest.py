@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.metadata
 import json
@@ -60,6 +61,16 @@ def _no_graphs_of_other_tests():
     with captured tensors came before one without, Dynamo fails while it words why it compiles again."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_idle_checks_of_integers():
+    """Triton's interpreter works out in 64 bits whether a sum or product of integers overflows, and asserts nothing
+    unless it debugs: a quarter of its time."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime.interpreter import interpreter_builder
+
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 def xla_has_older_emitters() -> bool:

@@ -123,7 +123,8 @@ AREAS = {
             ("lowering/kernels/gluon/skeletons/*.tpl",),
             (f"{KERNELS}/gluon/test_gluon_interpreted.py", f"{KERNELS}/gluon/test_gluon_faults.py",
              f"{KERNELS}/gluon/test_gluon_library.py", f"{KERNELS}/gluon/test_exp2_polynomial.py",
-             f"{KERNELS}/gluon/test_gluon_compiled.py"), ("torch", "triton"),
+             *(f"{KERNELS}/gluon/children/kernels_compiled.py::test_selected_gluon_kernels_match_their_compiled_figures"
+               f"[128-causal-{arch}]" for arch in ("sm_90", "sm_100"))), ("torch", "triton"),
             marked="not slow and not outside",  # most of those for Blackwell are exhaustive
         ),
         Group(

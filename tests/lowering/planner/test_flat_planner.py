@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from support import masks
 from support.lowering import brute
 from support.lowering.planner_numpy import NUMPY
-from support.tiers import thinned
+from support.tiers import default_only, thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.dsl.errors import EvaluationError
@@ -32,7 +31,7 @@ DOC = frozenset({"doc"})
 WORDS = {
     "numpy": (NUMPY, np.asarray),
     "torch": (text.TORCH, lambda x: torch.from_numpy(np.array(x))),
-    "jnp": (text.JNP, jnp.asarray),
+    "jnp": (text.JNP, jax.device_put),
 }
 
 
@@ -124,9 +123,9 @@ def test_documents_are_intervals():
     assert flat.planner(masks.written()["segments"]).seen
 
 
-@pytest.mark.parametrize("seed", [n if n < 60 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(200)])
+@pytest.mark.parametrize("seed", [n if n < 30 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(200)])
 def test_flat_planner_is_sound_on_random_masks(seed):
-    one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed < 2)
+    one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed in (1, 30))
 
 
 @pytest.mark.slow
@@ -156,7 +155,7 @@ def one_random_mask(rng, jnp_too=False):
             np.testing.assert_array_equal(Found(case, "jnp", sorted_, room).bounds, found.bounds)
 
 
-@pytest.mark.parametrize("name", ["documents", "scattered"])
+@pytest.mark.parametrize("name", default_only(["documents", "scattered"], "documents"))
 def test_in_32_bits(name):
     made = {"scattered": eq(lookup("any", (q,)), lookup("any", (k,)))} | masks.written()
     case = masks.case(made[name], random.Random(name))
@@ -216,7 +215,7 @@ def test_flat_planner_marks_tiles_without_room_partial(room, n):
     assert (found.kinds == want).all() == (not found.overflow)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thinned(range(12)))
 def test_room_runs_out_anywhere(seed):
     """Whatever piece is the last that finds room: full, empty or open."""
     rng = np.random.default_rng(seed)
@@ -228,7 +227,7 @@ def test_room_runs_out_anywhere(seed):
         assert sound(Found(case, room=room).kinds, want)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thinned(range(12)))
 def test_documents_of_every_length(seed):
     """Documents that begin and end next to every edge of a tile, found by search and by ranges alike."""
     rng = np.random.default_rng(seed)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
 import re
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +40,17 @@ from lowering.planner import golden_planners
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 DOC = frozenset({"doc"})
+PLAIN = Path(brute.__file__).parents[1] / "native/plain_g++"
 UNARY = {"neg", "abs", "sign", "bitnot", "not", "int", "float", "floor", "isfinite"} | ir.FLOAT_FUNCTIONS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_optimizations():
+    """Where the default tests optimize less, planners are compiled without any: they are long, and run for no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.path.basename(os.environ.get("CXX", "")) == "quick_g++":
+            patch.setenv("CXX", str(PLAIN))
+        yield
 
 
 def planner(case, sorted_):
@@ -130,7 +143,7 @@ def test_room_and_records_run_out():
     rng = np.random.default_rng(0)
     mask, plan = planner(columns_case(np.ones(8, bool), 8, (4, 4)), frozenset())
     (run,) = compiled([plan])
-    for _ in range(40):
+    for _ in range(15):
         keep = np.repeat(rng.random(60) < 0.6, rng.choice([1, 2, 4, 30, 90], 60))
         case = columns_case(keep, int(rng.integers(1, 9)), (4, int(rng.integers(1, 5))))
         for room in (3, 5, 16, 64, 400):
@@ -280,6 +293,21 @@ MASKS_OF_IDS = {
 }
 
 
+def case_of_ids(name, n, tables):
+    used = {x.name for x in walk(MASKS_OF_IDS[name]) if x.op == "lookup"}
+    return masks.Case(MASKS_OF_IDS[name], n, n, 1, 2, (24, 16), sizes=(1, 2, n, n), tables={t: tables[t] for t in used})
+
+
+@cache
+def planners_of_ids():
+    """(plan, its function) with what it asks of ids and without, by the name of the mask; in one library."""
+    tables = {"doc": np.full(1, 5000), "t": np.full((1, 1), 5000), "other": np.full(1, 5000)}
+    plans = {name: planner(case_of_ids(name, 700, tables), frozenset())[1] for name in MASKS_OF_IDS}
+    both = [[plan, without_ids(plan)] for plan in plans.values()]
+    runs = iter(compiled([plan for pair in both for plan in pair]))
+    return {name: [(plan, next(runs)) for plan in pair] for name, pair in zip(plans, both, strict=True)}
+
+
 @pytest.mark.parametrize("ids", [7, 64, 5000])
 @pytest.mark.parametrize("name", thinned(MASKS_OF_IDS))
 def test_ids_in_any_order(name, ids):
@@ -291,13 +319,12 @@ def test_ids_in_any_order(name, ids):
         "t": rng.integers(0, ids, (2, n // 28)).repeat(28, 1),
         "other": other.repeat(n // len(other) + 1)[:n],
     }
-    used = {x.name for x in walk(MASKS_OF_IDS[name]) if x.op == "lookup"}
-    case = masks.Case(MASKS_OF_IDS[name], n, n, 1, 2, (24, 16), sizes=(1, 2, n, n), tables={t: tables[t] for t in used})
-    mask, plan = planner(case, frozenset())
+    case = case_of_ids(name, n, tables)
+    mask, _ = planner(case, frozenset())
     grid, slice_of = grid_of(mask, n, n, 1, 2, case.block, case.origin)
     truth = brute.kinds(case.mask, n, n, **case.options)
     read = []
-    for run, made in zip(compiled(both := [plan, without_ids(plan)]), both, strict=True):
+    for made, run in planners_of_ids()[name]:
         given = run, made, (grid.b, grid.h, grid.q, grid.k), case.sizes, case.tables, n, n, case.block, 64, 22
         bounds, count, _ = flat_native.called(*given)
         runs, kinds = from_records(bounds, count), np.zeros((*count.shape, grid.columns), np.uint8)
@@ -380,7 +407,7 @@ def test_tensors_without_memory_take_the_torch_planner(watched):
 def test_tables_of_jax(watched):
     jax = pytest.importorskip("jax")
     att = fk.compile("causal & same(doc)")
-    doc = jax.numpy.arange(100) // 10
+    doc = jax.device_put(np.arange(100, dtype=np.int32) // 10)
 
     def bounds(doc):
         return att.plan(100, 100, flat=True, doc=doc).spans((16, 16)).bounds

@@ -29,7 +29,7 @@ def tensors(case, layout="bhsd"):
     """q, k and v with NaN behind every axis: copies that go too far are seen."""
     made = []
     for x in cases.arrays(case):
-        source = torch.as_tensor(np.array(x.astype("float32"))).to(getattr(torch, case.dtype))
+        source = torch.as_tensor(np.array(x, np.float32)).to(getattr(torch, case.dtype))
         axes = ["bshd".index(c) for c in layout]
         source = source.permute(axes)
         whole = torch.full([n + 8 for n in source.shape], float("nan"), dtype=source.dtype)

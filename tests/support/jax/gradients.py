@@ -1,6 +1,6 @@
 """Gradients by an executor of JAX, and by the reference: cases, and the error they may have."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from support import attention_cases as cases
 from support.attention_cases import Case, causal
@@ -62,16 +62,31 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
     args = made, spans or cases.Source(case), cases.geometry(case), *cases.arrays(case)
     given = options(case, made, sinks, drop)
     out, lse = dense.attention(*map(turned, args[3:]), case.mask, case.score, **given)
-    random, real = np.random.default_rng(2), jnp.float64 if case.dtype == "float64" else jnp.float32
-    dout = jnp.asarray(random.standard_normal(out.shape).transpose(0, 2, 1, 3), case.dtype)
-    dlse = jnp.asarray(random.standard_normal(lse.shape), real) if with_lse else None
+    random, real = np.random.default_rng(2), np.float64 if case.dtype == "float64" else np.float32
+    dout = jax.device_put(random.standard_normal(out.shape).transpose(0, 2, 1, 3).astype(case.dtype))
+    dlse = jax.device_put(random.standard_normal(lse.shape).astype(real)) if with_lse else None
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
     got = backward(
-        *args, jnp.asarray(out.transpose(0, 2, 1, 3), case.dtype), jnp.asarray(lse, real), dout, dlse, slots, tables,
-        target, wanted=frozenset(wanted), sinks=None if sinks is None else jnp.asarray(sinks),
+        *args, jax.device_put(out.transpose(0, 2, 1, 3).astype(case.dtype)), jax.device_put(lse.astype(real)),
+        dout, dlse, slots, tables, target=target, wanted=frozenset(wanted),
+        sinks=None if sinks is None else jax.device_put(sinks),
     )  # fmt: skip
     assert got.keys() == set(wanted)
     return got, reference(case, made, dout, dlse, given)
+
+
+def jitted(backward):
+    """An executor whose gradients come from one program of XLA, with what follows its kernels."""
+
+    def call(plan, spans, geometry, *arrays, target, **options):
+        *arrays, slots, tables = arrays
+
+        def program(arrays, tables):
+            return backward(plan, spans, geometry, *arrays, slots, tables, target, **options)
+
+        return jax.jit(program)(arrays, tables)
+
+    return call
 
 
 def turned(x):

@@ -1,4 +1,7 @@
-"""Runs an emitted C++ kernel on numpy arrays, with threads of Python's own behind `call->parallel`."""
+"""Runs an emitted C++ kernel on numpy arrays, with threads of Python's own behind `call->parallel`.
+
+The text is the one that calls have: without names and numbers of the user, so that cases of one shape share a kernel.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides,
     of rows' entries 1. `stored` is the dtype of k and v where it is not that of q, `norm` an array to be filled."""
     g = geometry
-    made = cpp.CppKernel(plan, target, g.head_dim, g.v_dim, dtype, stored)
+    made = cpp.CppKernel(plan, target, g.head_dim, g.v_dim, dtype, stored, named=False)
     library = native_build.library(source or made.source(), variant)
     real = np.float64 if dtype == "float64" else np.float32
     out = placed(np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype))
@@ -79,7 +82,7 @@ def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables
     """dq, dk, dv by "q", "k", "v", and a buffer for each captured gradient by its number; `wanted`: of which, None
     for all. bfloat16 arrays are their bits, lse and dlse are Real."""
     g = geometry
-    made = cpp_backward.BackwardKernel(plan, target, g.head_dim, g.v_dim, dtype)
+    made = cpp_backward.BackwardKernel(plan, target, g.head_dim, g.v_dim, dtype, named=False)
     kernel = native_build.library(source or made.source(), variant).frisket_backward
     real = np.float64 if dtype == "float64" else np.float32
     captured = derive.backward_of(plan).gradients

@@ -3,10 +3,12 @@
 import math
 import random
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import pytest
 from support.native import call as native_call
+from support.tiers import default_only
 
 from frisket.lowering import dense, derive
 from frisket.lowering.kernels.cpp import backward as cpp_backward
@@ -14,6 +16,7 @@ from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
+from lowering.kernels.cpp import test_cpp_forward
 
 R = np.random.default_rng(3)
 DOC = np.sort(R.integers(0, 6, 300))
@@ -49,13 +52,8 @@ class Case:
 
 HOLES = normal(150, 150)
 HOLES[5] = HOLES[90:100] = 0  # no score of these rows is finite
-ALL_KINDS = Case(
-    "doc[q] == doc[k] & q >= k",
-    "score * c + bias[h, q - k] + row[q] * score + col[h, k] + sl[h] + plane[b, h, q, k] + z[q // 3, k // 5]",
-    {"doc": DOC, "bias": normal(4, 300), "row": normal(300), "col": normal(4, 300), "sl": normal(4),
-     "plane": normal(2, 4, 300, 300), "z": normal(100, 60), "c": 0.7},
-    2, 4, 2, 300, 300, 24, 24, tile=(48, 32),
-)  # fmt: skip
+TABLES = test_cpp_forward.EVERY_TABLE
+ALL_KINDS = Case(TABLES.mask, TABLES.score, TABLES.params, 2, 4, 2, 200, 200, 24, 80, tile=TABLES.tile)
 WINDOW = Case("causal & q - k < w", None, {"w": 100}, 1, 4, 2, 300, 300, tile=(64, 64))
 CASES = {
     "window": WINDOW,
@@ -74,6 +72,8 @@ CASES = {
                                  sinks=(0.0, 1.0, -1.0, -math.inf)),
     "softcap": Case("causal", "20 * tanh(score / 20)", dim=128, v_dim=64, tile=(50, 64)),
     "all-kinds": ALL_KINDS,
+    "empty-rows-of-all-kinds": ALL_KINDS.but(origin=(0, 0, 0, 100), sinks=(0.0, 1.0, -1.0, -math.inf),
+                                             params=TABLES.params | {"flag": np.zeros(300, bool)}),
     "all-kinds-one-head": ALL_KINDS.but(heads=1, kv_heads=1, batch=1),
     "slots": Case("q >= k & k % 7 != 3", "c * tanh(score / c) + a * sin(score)", {"c": 2.5, "a": 0.3}, heads=4, dim=16,
                   v_dim=80),
@@ -81,6 +81,9 @@ CASES = {
     "table-of-minus-infinity": Case("causal", "sin(score) + log(x[q, k])", {"x": np.maximum(HOLES, 0)}, v_dim=16),
     "blocks-float64": Case("(q // w) == (k // w) | k % 3 == 0 & q > k + 7", "score + x[q, k] * score",
                            {"w": 17, "x": normal(200, 200)}, 1, 2, 2, 200, 200, 40, 40, "float64"),
+    "float64-dropout": Case("q // w == k // w | k % 3 == 0 & q > k + 7", "score + x[q, k] * score",
+                            {"w": 17, "x": normal(200, 200)}, 1, 2, 1, 200, 200, 40, 40, "float64",
+                            sinks=(0.5, -math.inf), rate=0.3),
     "bfloat16": WINDOW.but(dtype="bfloat16"),
     "bfloat16-odd-sizes": ALL_KINDS.but(dtype="bfloat16", dim=40, v_dim=19),
     "float16": WINDOW.but(dtype="float16", heads=1, kv_heads=1),
@@ -164,6 +167,11 @@ def problem(case: Case) -> Problem:
     return Problem(args, want, allowed, {"sinks": options.get("sinks")}, work)
 
 
+@cache
+def problem_of(name: str) -> Problem:
+    return problem(CASES[name])
+
+
 # An entry of a captured gradient is a sum over many rows, which nearly cancel. Of a row's addends, about 10 in all,
 # float32 loses 6e-8: in units of 3e-6, this much.
 ROUNDING = 0.2
@@ -221,26 +229,17 @@ def check(case: Case, made: Problem, found: dict) -> None:
         assert worst <= made.allowed[name], f"{name}: off by {worst:.2e}, {made.allowed[name]:.2e} allowed"
 
 
-RARE = (
-    "residues",
-    "short-keys",
-    "softcap",
-    "minus-infinity",
-    "bfloat16-odd-sizes",
-    "dropout-bfloat16",
-    "dim-256",
-    "dim-8",
-    "slots",
-    "table-of-minus-infinity",
-    "float16",
+# cases of one kernel are in one tier: the default run has one of each dtype
+EXHAUSTIVE = {
+    "residues", "empty-rows-and-sinks", "blocks-float64", "dropout", "short-keys", "softcap", "minus-infinity",
+    "bfloat16-odd-sizes", "dropout-bfloat16", "dim-256", "dim-8", "slots", "table-of-minus-infinity", "float16",
     "everything",
-)
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n in RARE else ()) for n in CASES])
+@pytest.mark.parametrize("name", default_only(CASES, *CASES.keys() - EXHAUSTIVE))
 def test_native_gradients_equal_the_reference_and_repeat(name):
-    case = CASES[name]
-    made = problem(case)
+    case, made = CASES[name], problem_of(name)
     found = native_call.backward(*made.args, **made.options)
     assert set(folded(case, made, found)) == set(made.want)
     check(case, made, found)
@@ -265,7 +264,7 @@ def test_a_kernel_of_other_vectors():
 def _variant(variant, name):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)
-    made = problem(CASES[name])
+    made = problem_of(name)
     check(CASES[name], made, native_call.backward(*made.args, **made.options, variant=variant))
 
 
@@ -273,7 +272,7 @@ def _variant(variant, name):
 def test_native_backward_repeats_with_any_number_of_threads(threads):
     """Cut into parts or not: right, and the same bits every time."""
     for name in ("one-head", "all-kinds-one-head", "window"):
-        made = problem(CASES[name])
+        made = problem_of(name)
         found = native_call.backward(*made.args, **made.options, threads=threads)
         check(CASES[name], made, found)
         for _ in range(3):
@@ -284,8 +283,7 @@ def test_native_backward_repeats_with_any_number_of_threads(threads):
 @pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"v", 2}, {0, 1, 4}])
 def test_native_backward_leaves_out_unwanted_gradients(wanted):
     """What is not wanted is left out, and changes nothing."""
-    case = CASES["all-kinds"]
-    made = problem(case)
+    made = problem_of("all-kinds")
     whole = native_call.backward(*made.args, **made.options)
     found = native_call.backward(*made.args, **made.options, wanted=wanted)
     assert set(found) == wanted
@@ -330,8 +328,7 @@ def test_native_gradients_of_random_cases_equal_the_reference(seed):
 
 def test_native_backward_takes_arrays_of_any_strides():
     """Rows' entries are neighbours, everything else may lie anywhere."""
-    case = WINDOW
-    made = problem(case)
+    made = problem_of("window")
     plain = native_call.backward(*made.args, **made.options)
     args = list(made.args)
     for i in (3, 4, 5, 6, 8):
@@ -347,8 +344,7 @@ def test_native_backward_takes_arrays_of_any_strides():
 @pytest.mark.parametrize("name", ["window", "bfloat16", "whole-tiles"])
 def test_nan_where_nobody_looks(name):
     """NaN and infinity in keys and values that a row does not see leave its gradients alone, and vice versa."""
-    case = CASES[name]
-    made = problem(case)
+    case, made = CASES[name], problem_of(name)
     plain = native_call.backward(*made.args, **made.options)
     args = [np.array(x) if isinstance(x, np.ndarray) else x for x in made.args]
     bad = [TO[case.dtype](np.full(1, x)) for x in (np.nan, np.inf)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from support.native import call as native_call
+from support.tiers import default_only
 
 from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp
@@ -51,13 +52,15 @@ class Case:
 
 
 WINDOW = Case("causal & q - k < w", None, {"w": 100}, 1, 4, 2, 300, 300)
+# test_cpp_backward.py and test_cpp_weights.py take this kernel too: the same program, head sizes and tiles
 EVERY_TABLE = Case(
     "doc[q] == doc[k] & q >= k | flag[k] & pair[b, k // 2]",
-    "score * c + bias[h, q - k] + far[k - q + 299] + row[q] * score + col[h, k + 3] + sl[h] + plane[b, h, q, k]",
+    "score * c + bias[h, q - k] + far[k - q + 299] + row[q] * score + col[h, k + 3] + sl[h] + plane[b, h, q, k]"
+    " + z[q // 3, k // 5]",
     {"doc": DOC, "flag": R.random(300) < 0.1, "pair": R.random((2, 150)) < 0.5, "bias": normal(4, 300),
      "far": normal(500), "row": normal(300), "col": normal(4, 290), "sl": normal(4), "plane": normal(2, 4, 300, 300),
-     "c": 0.7},
-    2, 4, 2, 300, 300, 24, 24,
+     "z": normal(100, 60), "c": 0.7},
+    2, 4, 2, 200, 200, 24, 80, tile=(48, 32),
 )  # fmt: skip
 TURNED = {"bias": normal(300, 4).T, "col": normal(290, 4).T}
 BLOCKS = Case("q // w == k // w & (q - k) % d == 0 | k >> 5 == q // 3 % 4", None, {"w": 17, "d": 3}, dim=16)
@@ -74,6 +77,10 @@ RESIDUES = Case(
 )
 # every query sees one interval of keys: those of another block for each 8 queries, of 8 keys with 8 nobody sees between
 BLOCKS_APART = Case("q // 8 * 16 <= k & k < q // 8 * 16 + 8", heads=4, kv_heads=2, q_len=131, kv_len=250, dim=24)
+DROPPED = Case(
+    BLOCKS.mask, "score + x[q, k] * score", BLOCKS.params | {"x": normal(200, 200)}, 1, 2, 2, 200, 200, 40, 24,
+    "float64", rate=0.3, sinks=(0.5, -0.5),
+)  # fmt: skip
 WIDE = Case("(q * 5000000000 + k * 4999999999) % 7 < 4 & q >= k", "score - float((q - k) * 3000000000) * 1e-10")
 CASES = {
     "window": WINDOW,
@@ -84,6 +91,8 @@ CASES = {
     "residues-far-away": RESIDUES.but(mask="window(90) & (q - k) % 7 == r", params={"r": 5},
                                       origin=(0, 0, 3 * 2**33 + 60, 3 * 2**33)),
     "intervals": BLOCKS_APART,
+    "intervals-float16": BLOCKS_APART.but(dtype="float16", v_dim=40),
+    "intervals-bfloat16": BLOCKS_APART.but(dtype="bfloat16"),
     "intervals-float64": BLOCKS_APART.but(dtype="float64"),
     "intervals-by-head": BLOCKS_APART.but(mask="k >= q + 3 * h & k < q + 50 * h"),
     "intervals-of-some-queries": BLOCKS_APART.but(mask="q % 3 > 0 & k >= q"),
@@ -123,6 +132,10 @@ CASES = {
     "float64": Case("q // 16 == k // 16 | q > k + 7", "score + x[q, k] * score", {"x": normal(200, 200)}, 1, 2, 2, 200,
                     200, 40, 24, "float64"),
     "float64-one-query": Case("q >= k", dtype="float64", q_len=1, kv_len=700, dim=20, v_dim=5, origin=(0, 0, 699, 0)),
+    "float64-dropout": DROPPED,
+    "float64-dropout-of-all": DROPPED.but(rate=1.0),
+    "float64-dropout-of-none": DROPPED.but(rate=0.0),
+    "float64-division-by-zero": DROPPED.but(params=DROPPED.params | {"w": 0, "d": 0}),
     "bfloat16": WINDOW.but(dtype="bfloat16"),
     "bfloat16-one-query": WINDOW.but(dtype="bfloat16", q_len=1, kv_len=900, origin=(0, 0, 890, 0), params={"w": 800}),
     "bfloat16-odd-sizes": EVERY_TABLE.but(dtype="bfloat16", dim=41, v_dim=19, tile=(20, 16)),
@@ -202,14 +215,16 @@ def check(made: Problem, found) -> None:
 RARE = ("wide-integers-float64", "dropout-bfloat16", "float64-one-query", "dilated", "heads-differ", "dim-8")
 
 
-MATRIX = (
-    "residues-far-away", "residues-by-head", "no-such-residue", "intervals-float64", "intervals-by-head",
-    "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "group-of-heads", "two-queries-wide-tiles",
+# cases of one kernel are in one tier: the default run has one of each dtype, way to products and kind of lookup
+EXHAUSTIVE = (
+    "residues-far-away", "residues-by-head", "no-such-residue", "intervals", "intervals-bfloat16", "intervals-float64",
+    "intervals-by-head",
+    "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "two-queries-wide-tiles",
     "neighbourhood", "heads-differ-one-query", "softcap", "dim-256", "empty-rows", "everything",
-    "heads-visit-other-tiles", "minus-infinity", "bfloat16-one-query", "bfloat16-odd-sizes", "wide-integers",
-    "many-parts",
+    "heads-visit-other-tiles", "minus-infinity", "bfloat16-odd-sizes", "wide-integers", "blocks", "division-by-zero",
+    "float64", "float16", "dropout", "dropout-of-all",
 )  # fmt: skip
-MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(MATRIX, pytest.mark.exhaustive)
+MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
@@ -226,7 +241,7 @@ def test_threads_change_no_bit(name, threads):
         assert got.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("name", ["window", "one-query", "bfloat16", "bfloat16-one-query", "float16"])
+@pytest.mark.parametrize("name", ["window", "one-query", "bfloat16", "bfloat16-one-query", "intervals-float16"])
 def test_native_forward_takes_arrays_of_any_strides(name):
     """Arrays [batch, length, heads, dim] seen as [batch, heads, length, dim], and with gaps between rows."""
     made = problem(CASES[name])
@@ -261,8 +276,9 @@ def masked_keys(q, k, v):
 SPECIAL = Case("causal & k % 3 != 0", heads=1, kv_heads=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("q_len", [150, 1, 5])
-@pytest.mark.parametrize("score", [None, pytest.param("20 * tanh(score / 20)", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("score", [None, "20 * tanh(score / 20)"])
 def test_masked_scores_do_not_matter(score, q_len):
     case = SPECIAL.but(score=score, q_len=q_len, origin=(0, 0, 150 - q_len, 0))
     made = problem(case, masked_keys)
@@ -270,14 +286,17 @@ def test_masked_scores_do_not_matter(score, q_len):
     check(made, made.run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
-def test_keys_between_intervals_do_not_matter(dtype):
+@pytest.mark.parametrize("q_len", [131, 1])
+@pytest.mark.parametrize(
+    "name", default_only(("intervals", "intervals-float16", "intervals-bfloat16"), "intervals-float16")
+)
+def test_keys_between_intervals_do_not_matter(name, q_len):
     def change(q, k, v):
         for x in (k, v):
             x.reshape(-1, x.shape[-2], x.shape[-1])[:, np.arange(x.shape[-2]) % 16 >= 8] = np.nan
         return q, k, v
 
-    case = BLOCKS_APART.but(dtype=dtype)
+    case = CASES[name].but(q_len=q_len)
     made = problem(case, change)
     made.want = problem(case).want
     check(made, made.run())
@@ -293,7 +312,7 @@ def test_visible_special_numbers(number, q_len):
         q[..., 5] = abs(q[..., 5])
         return q, k, v
 
-    made = problem(SPECIAL.but(q_len=q_len, origin=(0, 0, 150 - q_len, 0)), change)
+    made = problem(WINDOW.but(heads=1, kv_heads=1, q_len=q_len, kv_len=150, origin=(0, 0, 150 - q_len, 0)), change)
     out, lse, top = made.run()
     check(made, (out, lse, top))
     assert np.isnan(out).any() == (number != -np.inf)

@@ -14,6 +14,7 @@ from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
+from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 R = np.random.default_rng(8)
@@ -42,12 +43,15 @@ class Case:
 
 
 PLAIN = Case()
+TABLES = test_cpp_forward.EVERY_TABLE
 BIAS = Case(
     "causal & doc[q] == doc[k]", "score * c + bias[h, q - k] - 0.3 * sl[h] * (q - k) + row[q] * score",
     {"doc": np.sort(R.integers(0, 4, 90)), "bias": R.standard_normal((4, 90)), "sl": R.standard_normal(4), "c": 0.7,
      "row": R.standard_normal(90)},
 )  # fmt: skip
 CASES = {
+    # sizes by which values have the head size of that kernel
+    "every table": Case(TABLES.mask, TABLES.score, TABLES.params, q_len=40, kv_len=80, dim=24, tile=TABLES.tile),
     "itself": Case("k == q", sinks=True),
     "bias": BIAS,
     "plain": PLAIN,
@@ -68,7 +72,7 @@ CASES = {
     "wide": PLAIN.but(dim=200, heads=1, kv_heads=1),
     "tiles": PLAIN.but(tile=(7, 16), dim=8),
 }  # fmt: skip
-QUICK = ("bias",)
+QUICK = ("every table",)
 
 
 class Weights:

@@ -52,14 +52,17 @@ def test_forward_and_backward(name, dtype):
 
 
 @pytest.mark.parametrize("q_len", [1, 3, Q_LEN])
-@pytest.mark.parametrize("name", ["blocks", "blocks with holes"])
-def test_hidden_values_may_be_anything(name, q_len):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*OFTEN.items(), pytest.param("blocks", "float32", marks=pytest.mark.exhaustive)]
+)
+def test_hidden_keys_and_values_may_be_anything(name, dtype, q_len):
     mask, tables = MASKS[name]
     att = fk.compile(mask, backend="native", **tables)
-    q, k, v, _ = arrays("float32", q_len)
+    q, k, v, _ = arrays(dtype, q_len)
     want = att(q, k, v)
     hidden = ~fk.mask(mask, **tables).dense(q_len, KV_LEN).any((0, 1, 2))
     assert hidden.any()
+    k[:, :, torch.from_numpy(hidden)] = float("inf")
     v[:, :, torch.from_numpy(hidden)] = float("nan")
     torch.testing.assert_close(att(q, k, v), want, rtol=0, atol=0)
 

@@ -46,6 +46,7 @@ def test_sums_stay_in_registers(dtype, dim, kind, variant, tmp_path):
     assert not any(found.values()), found
 
 
+@pytest.mark.exhaustive  # as the test above, of which it is a test
 def test_sums_in_memory_are_seen(tmp_path):
     source = Problem(Case(causal, dim=64, v_dim=64, q_len=1, kv_len=40, heads=4, kv_heads=1)).source("forward")
     late = source.replace('_Pragma("GCC unroll 16")', "")

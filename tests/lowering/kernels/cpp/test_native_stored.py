@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from support.attention_cases import shared
 from support.lowering import brute
 from support.native import call as native_call
 from support.native import image as native_image
 
-import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
@@ -23,7 +19,6 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, RATE, SEED, V_SCALE, Geometry, Pages, Target, make_plan, survives
-from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 
@@ -68,6 +63,7 @@ CASES = {
     "decode-large-pages": DECODE.but(page=48, kv_len=336, turned=True, dim=40, v_dim=24, stored="float8_e5m2"),
     "decode-plain-pages": DECODE.but(page=32, stored="", scales=False, q0=np.array([300, 70])),
     "decode-bfloat16": DECODE.but(dtype="bfloat16", kv_heads=4),
+    "decode-bfloat16-plain": DECODE.but(dtype="bfloat16", kv_heads=4, stored="float8_e4m3fn", scales=False),
     "decode-bfloat16-pages": DECODE.but(dtype="bfloat16", stored="", page=16, dim=72, scales=False),
     "decode-float16": DECODE.but(dtype="float16", stored="float8_e4m3fn", kv_heads=1),
     "decode-float64": DECODE.but(dtype="float64", page=16, dim=24, v_dim=20, heads=3, kv_heads=1),
@@ -81,6 +77,7 @@ CASES = {
     "prefill-bfloat16-holes": PREFILL.but(
         mask=causal & (k % 3 > 0), dtype="bfloat16", stored="float8_e4m3fn", page=32
     ),
+    "prefill-bfloat16-int8": PREFILL.but(mask=causal & (k % 3 > 0), dtype="bfloat16", page=32),
     "decode-holes": DECODE.but(mask=causal & (k % 3 > 0), stored="", page=16),
     "window-softcap": PREFILL.but(mask=causal & (q - k < 70), mod=20.0 * function("tanh", score / 20.0), page=16),
     "heads-differ": DECODE.but(mask=causal & (q - k < 100 * (h + 1)), page=16, q_len=3),
@@ -210,7 +207,7 @@ def exact_of(x, dtype):
     return np.asarray(native_call.from_bfloat16(x) if dtype == "bfloat16" else x, np.float64)
 
 
-USUAL = ("decode-bfloat16", "prefill-bfloat16-holes")
+USUAL = ("decode-bfloat16-plain", "prefill-bfloat16-int8")
 HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
 
 
@@ -230,14 +227,17 @@ def test_native_stored_keys_work_on_every_instruction_set(variant, name):
 
 @pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.slow) for v in HERE)])
 @pytest.mark.parametrize(
-    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (EIGHT[0], EIGHT[2]))]
-)
-def test_native_forward_reads_all_256_values_of_8_bits(stored, variant):
+    ("dtype", "stored"),
+    [pytest.param(d, x, marks=() if (d, x) == ("bfloat16", EIGHT[1]) else pytest.mark.exhaustive)
+     for d in ("bfloat16", "float32") for x in EIGHT],
+)  # fmt: skip
+def test_native_forward_reads_all_256_values_of_8_bits(dtype, stored, variant):
     """A query that sees one key gets its value: each of the 256 there are, NaN, infinities, subnormal ones too."""
-    made = Problem(Case(q_len=1, q0=0, kv_len=16, heads=1, kv_heads=1, v_dim=256, stored=stored, scales=False))
-    made.v[0, 0, 0] = np.arange(256, dtype=np.uint8).view(made.v.dtype)
+    case = CASES["decode-bfloat16-plain"].but(batch=1, q0=0, kv_len=16, dtype=dtype, stored=stored)
+    made = Problem(case)
+    made.v[0, :, 0] = np.arange(256, dtype=np.uint8).view(made.v.dtype).reshape(4, 64)
     out, *_ = made.run(variant=variant)
-    np.testing.assert_array_equal(out[0, 0, 0], made.v[0, 0, 0].astype(np.float32))
+    np.testing.assert_array_equal(exact_of(out, dtype)[0, :, 0], made.v[0, :, 0].astype(np.float32))
 
 
 class Watched(native_image.Problem):
@@ -274,52 +274,3 @@ def test_native_stored_kernels_pass_sanitizers(sanitizer, name, tmp_path):
     runner = native_image.program(tmp_path, native_build.compiler(), flags, threads=4)
     found = Watched(made).run(runner, backward=False)
     made.check([found[n] for n in ("out", "lse", "top")])
-
-
-# -- called as users call it ------------------------------------------------------------------------------------------
-
-
-def cached(length, pages):
-    """q, k, v, k_scale, v_scale, the table of pages, and what comes out, heads before tokens."""
-    draw, page = np.random.default_rng(length), 16
-    starts = np.array([length // 2, length - 1], np.int32)
-    q = draw.standard_normal((2, 4, 1, 64)).astype(np.float32)
-    k, v = (draw.integers(-127, 128, (pages, 2, page, 64)).astype(np.int8) for _ in "kv")
-    k_scale, v_scale = (draw.random((pages, 2, page), np.float32) / 100 for _ in "kv")
-    table = draw.permutation(pages)[: 2 * (length // page)].reshape(2, -1).astype(np.int32)
-
-    def laid(x, scale):
-        found = (x * scale[..., None])[table]
-        return found.swapaxes(1, 2).reshape(2, 2, length, 64)
-
-    mask = fk.mask("k <= start[b]", start=starts)
-    want = fk.reference(q, laid(k, k_scale), laid(v, v_scale), mask=mask, layout="bhsd")
-    return (q, k, v, k_scale, v_scale, table), starts, want
-
-
-def test_torch_calls_compile_one_kernel(monkeypatch):
-    """Lengths, pools, tables and values are none of its text's business."""
-    texts = []
-    build = native_torch.library
-    monkeypatch.setattr(native_torch, "library", lambda text: texts.append(text) or build(text))
-    att = fk.compile("causal", backend="cpp")
-    for length, pages in ((96, 14), (160, 20), (48, 50)):
-        arrays, starts, want = cached(length, pages)
-        q, k, v, k_scale, v_scale, table = map(torch.from_numpy, arrays)
-        step = att.at(q="q + start[b]", start=torch.from_numpy(starts))
-        out = step(q, k, v, k_scale=k_scale, v_scale=v_scale, pages=table)
-        np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=4e-6)
-    assert len(set(texts)) == 1
-
-
-def test_native_stored_keys_work_under_jit_and_vmap():
-    arrays, starts, want = cached(96, 14)
-    q, k, v, k_scale, v_scale = (jnp.asarray(x.swapaxes(1, 2)) for x in arrays[:5])
-    att = fk.compile("causal", backend="cpp").at(q="q + start[b]", start=jnp.asarray(starts))
-
-    def call(q, k, v):
-        return att(q, k, v, k_scale=k_scale, v_scale=v_scale, pages=jnp.asarray(arrays[5]))
-
-    again = jax.vmap(call)(*(jnp.stack([x, x]) for x in (q, k, v)))
-    for out in (call(q, k, v), jax.jit(call)(q, k, v), again[0], again[1]):
-        np.testing.assert_allclose(np.asarray(out).swapaxes(1, 2), want, rtol=0, atol=4e-6)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import frisket as fk
 from frisket.dsl.errors import BackendError
+from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.machine import cpp_build as native_build
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -21,8 +23,11 @@ SCARCE = """
 #include <stdint.h>
 #include <stdlib.h>
 extern "C" {
-int64_t left;
-void *scarce_malloc(size_t n) { return left-- > 0 ? malloc(n) : nullptr; }
+int64_t left, largest;
+void *scarce_malloc(size_t n) {
+    if ((int64_t)n > largest) largest = n;
+    return left-- > 0 ? malloc(n) : nullptr;
+}
 void *scarce_calloc(size_t n, size_t m) { return left-- > 0 ? calloc(n, m) : nullptr; }
 void *scarce_realloc(void *p, size_t n) { return left-- > 0 ? realloc(p, n) : nullptr; }
 }
@@ -32,22 +37,42 @@ void *scarce_realloc(void *p, size_t n) { return left-- > 0 ? realloc(p, n) : nu
 """
 
 
-@pytest.fixture
-def scarce(monkeypatch):
-    """`scarce(n)`: libraries built from here on get n allocations each."""
-    real, built = native_build.library, []
+class Scarce:
+    """`self(n)`: libraries built from here on get n allocations each."""
 
-    def library(source, *rest):
-        built.append(real(SCARCE + source, *rest))
-        return built[-1]
+    def __init__(self):
+        self.build, self.built, self.left = native_build.library, [], 0
 
-    def allow(n):
-        for one in built:
+    def library(self, source, *rest):
+        self.built.append(self.build(SCARCE + source, *rest))
+        self(self.left)
+        return self.built[-1]
+
+    def __call__(self, n):
+        self.left = n
+        for one in self.built:
             ctypes.c_int64.in_dll(one, "left").value = n
 
+    def largest(self):
+        """The bytes of the largest allocation since the last call."""
+        numbers = [ctypes.c_int64.in_dll(one, "largest") for one in self.built]
+        most = max(x.value for x in numbers)
+        for x in numbers:
+            x.value = 0
+        return most
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """One for all tests: a program that two of them call finds its kernel without a look at `library`."""
+    return Scarce()
+
+
+@pytest.fixture
+def scarce(libraries, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    monkeypatch.setattr(native_build, "library", library)
-    return allow
+    monkeypatch.setattr(native_build, "library", libraries.library)
+    return libraries
 
 
 def refused(allow, run, match):
@@ -72,7 +97,6 @@ def refused(allow, run, match):
     ],
 )
 def test_native_planner_reports_each_failed_allocation(scarce, text, shape, least):
-    torch = pytest.importorskip("torch")
     table = torch.from_numpy(np.random.default_rng(0).integers(0, 9, shape))
     att = fk.compile(text, backend="cpp")
     made = []
@@ -86,25 +110,43 @@ def test_native_planner_reports_each_failed_allocation(scarce, text, shape, leas
     torch.testing.assert_close(made[0].bounds, made[1].bounds)
 
 
+ENDS = "k < 1 | k >= n - 1"
+
+
+def called(q, k, v):
+    """The result of a kernel that both tests below build, as training calls it: the gradient of `bias` is summed in
+    memory of its own."""
+    att = fk.compile(ENDS, score="score + bias[clamp(q - k, 0, 99)]", n=k.shape[2], backend="cpp")
+    return att(*(x.detach().requires_grad_() for x in (q, k, v)), bias=torch.ones(100, requires_grad=True))
+
+
 @pytest.mark.parametrize(
     "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.exhaustive)]
 )
 def test_native_kernel_reports_each_failed_allocation(scarce, monkeypatch, length):
-    torch = pytest.importorskip("torch")
-    from frisket.runtime.backends.cpp import torch as native_torch
-
     monkeypatch.setattr(native_torch, "library", native_build.library)
-    q, k, v = (torch.randn(1, 2, n, 16 if length > 1 else 24) for n in (length, 200, 200))
-    bias = torch.randn(400, requires_grad=True)  # its gradient is summed in memory of its own
-    att = fk.compile("q + 201 >= k", score="score + bias[q - k + 200]", backend="cpp")  # a kernel of this test alone
+    q, k, v = (torch.randn(1, 2, n, 256 if length > 1 else 24) for n in (length, 200, 200))
     out = []
-
-    def forward():
-        out.append(att(*(x.detach().requires_grad_() for x in (q, k, v)), bias=bias))
-
-    needed = refused(scarce, forward, "ran out of memory")
+    needed = refused(scarce, lambda: out.append(called(q, k, v)), "ran out of memory")
     assert needed >= 2
     assert refused(scarce, lambda: out[-1].sum().backward(retain_graph=True), "ran out of memory") >= 3
+
+
+@pytest.mark.parametrize(("keys", "least", "most"), [(5_000, 74, 80), (24_000, 200, 256)])
+def test_sums_of_parts_take_no_more_than_256_mebibytes(scarce, monkeypatch, keys, least, most):
+    """Eight threads divide a key head into eight parts, which add up all keys each; where they would take more, there
+    are fewer parts."""
+    monkeypatch.setattr(native_torch, "library", native_build.library)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    scarce(10**6)
+    try:
+        out = called(*(torch.randn(1, 1, n, 256) for n in (512, keys, keys)))
+        scarce.largest()
+        out.sum().backward()
+    finally:
+        torch.set_num_threads(threads)
+    assert least << 20 <= scarce.largest() - 64 <= most << 20
 
 
 CHILD = """
@@ -153,35 +195,3 @@ def test_native_code_calls_no_function_that_ends_the_process():
         if words.search(line.split("//")[0])
     }
     assert not found
-
-
-COUNTED = """
-#include <stdint.h>
-#include <stdlib.h>
-extern "C" {
-int64_t largest;
-void *counted_malloc(size_t n) { if ((int64_t)n > largest) largest = n; return malloc(n); }
-}
-#define malloc counted_malloc
-"""
-
-
-@pytest.mark.parametrize(("keys", "least", "most"), [(5_000, 74, 80), (24_000, 200, 256)])
-def test_sums_of_parts_take_no_more_than_256_mebibytes(monkeypatch, keys, least, most):
-    """Eight threads divide a key head into eight parts, which add up all keys each; where they would take more, there
-    are fewer parts."""
-    torch = pytest.importorskip("torch")
-    from frisket.runtime.backends.cpp import torch as native_torch
-
-    built, real = [], native_build.library
-    monkeypatch.setattr(native_torch, "library", lambda x, *rest: built.append(real(COUNTED + x, *rest)) or built[-1])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(8)
-    try:
-        q, k, v = (torch.randn(1, 1, n, 256, requires_grad=True) for n in (512, keys, keys))
-        att = fk.compile("k < 1 | k >= n - 1", n=keys, backend="cpp")
-        out = att(q, k, v)
-        torch.autograd.grad(out.sum(), (q, k, v))
-    finally:
-        torch.set_num_threads(threads)
-    assert least << 20 <= max(ctypes.c_int64.in_dll(x, "largest").value for x in built) - 64 <= most << 20

@@ -1,7 +1,8 @@
 """The JAX operator table against the interpreter, operator by operator."""
 
+from functools import cache
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,19 +37,27 @@ def test_jnp_operator_table_is_complete():
     assert set(expr_jnp.JNP) == set(OPERATORS) == set(TYPES) | {"random"}
 
 
-def expect(root, env, tables=None, rtol=4e-6):
-    want = evaluate(root, env, tables)
-    got = np.asarray(expr_jnp.evaluate(root, env, tables or {}, int64=False, float64=False))
+def values(roots, envs, wide=False):
+    """Of many Exprs, by one program of XLA."""
+
+    def program(envs):
+        return [expr_jnp.evaluate(root, env, {}, int64=wide, float64=wide) for root, env in zip(roots, envs)]
+
+    return [np.asarray(x) for x in jax.jit(program)(envs)]
+
+
+def check(root, env, got):
+    want = evaluate(root, env)
     if root.type is FLOAT:
         with np.errstate(over="ignore"):
             want = want.astype(np.float32)
-        np.testing.assert_allclose(got, want, rtol=rtol, atol=2e-7)
+        np.testing.assert_allclose(got, want, rtol=4e-6, atol=2e-7)
     else:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
-def test_each_operator_means_what_the_interpreter_says(op, types):
+def operator_case(op, types):
+    """(Expr, its variables by name)."""
     names = "xyz"[: len(types)]
     root = build(op, *(var(n, t) for n, t in zip(names, types)))
     env = dict(zip(names, np.meshgrid(*(VALUES[t] for t in types), indexing="ij")))
@@ -62,26 +71,34 @@ def test_each_operator_means_what_the_interpreter_says(op, types):
         env = {n: np.where(abs(x) > 1e9, 12.0, x) if x.dtype != bool else x for n, x in env.items()}
     if op in ("sin", "cos", "tan"):
         env = {n: np.where(abs(x) > 1e9, 12.0, x).astype(np.float32) for n, x in env.items()}
-    env = {n: x.astype(np.float32) if t is FLOAT else x for (n, x), t in zip(env.items(), types)}
-    expect(root, env)
+    return root, {n: x.astype(np.float32) if t is FLOAT else x for (n, x), t in zip(env.items(), types)}
+
+
+@cache
+def values_of_operators():
+    roots, envs = zip(*(operator_case(*case) for case in CASES))
+    return dict(zip(CASES, values(roots, envs)))
+
+
+@pytest.mark.parametrize(("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
+def test_each_operator_means_what_the_interpreter_says(op, types):
+    check(*operator_case(op, types), values_of_operators()[op, types])
 
 
 def test_integer_powers_and_powers_of_two():
-    x = var("x")
-    env = {"x": np.arange(-40, 41)}
-    for n in range(5):
-        expect(build("pow", x, lit(n)), env)
+    x, env = var("x"), {"x": np.arange(-40, 41)}
+    roots = [build("pow", x, lit(n)) for n in range(5)]
     for n in (1, 2, 8, 64, 5, -4, 0):
-        expect(x // n, env)
-        expect(x % n, env)
+        roots += [x // n, x % n]
+    for root, got in zip(roots, values(roots, [env] * len(roots)), strict=True):
+        check(root, env, got)
 
 
 def test_random_is_the_same_bits_everywhere():
     root = make("random", (var("x"), var("y"), lit(7)), None, FLOAT)
     env = {"x": INTS[:, None], "y": INTS[None, :]}
     want = evaluate(root, env)
-    got = np.asarray(expr_jnp.evaluate(root, env, {}, int64=False, float64=False))
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(values([root], [env])[0], want)
 
 
 def test_jnp_lookups_clamp_their_index():
@@ -89,7 +106,7 @@ def test_jnp_lookups_clamp_their_index():
     root = lookup("t", (var("x"), var("y")))
     env = {"x": INTS[:, None], "y": INTS[None, :]}
     want = evaluate(root, env, tables)
-    got = expr_jnp.evaluate(root, env, {"t": jnp.asarray(tables["t"])}, int64=False, float64=False)
+    got = jax.jit(lambda t: expr_jnp.evaluate(root, env, {"t": t}, int64=False, float64=False))(tables["t"])
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
@@ -97,7 +114,6 @@ def test_sixty_four_bits():
     with jax.enable_x64(True):
         x, y = var("x"), var("y", FLOAT)
         env = {"x": np.array([2**40, -(2**40)]), "y": np.array([0.1, 0.7])}
-        got = expr_jnp.evaluate((x << 3) + x // 7, env, {}, int64=True, float64=True)
-        np.testing.assert_array_equal(np.asarray(got), evaluate((x << 3) + x // 7, env))
-        got = expr_jnp.evaluate(build("sin", y), env, {}, int64=True, float64=True)
-        np.testing.assert_allclose(np.asarray(got), np.sin(env["y"]), rtol=1e-14)
+        ints, floats = values([(x << 3) + x // 7, build("sin", y)], [env, env], wide=True)
+        np.testing.assert_array_equal(ints, evaluate((x << 3) + x // 7, env))
+        np.testing.assert_allclose(floats, np.sin(env["y"]), rtol=1e-14)

@@ -80,20 +80,26 @@ def tiles_of(case, root, made, s, down="q"):
     head = "def operands(origin, sizes, slots, tables, batch, heads, q_len, kv_len):\n"
     names |= load(head + "\n".join(f"    {line}" for line in before), **{n: names[n] for n in names if n[0] != "_"})
     exec("\n".join(inside), names)
-    given = names["operands"](
-        g.origin, g.full, list(cases.slots(case, made).values()), list(cases.tables(case, made).values()),
-        g.batch, g.heads, g.q_len, g.kv_len,
-    )  # fmt: skip
+    slots, arrays = list(cases.slots(case, made).values()), list(cases.tables(case, made).values())
     own, other, rows, columns = (g.q_len, g.kv_len, *BLOCK) if down == "q" else (g.kv_len, g.q_len, BLOCK[1], BLOCK[0])
     half = rows // 2 if down == "q" else 64
     order = np.zeros((1, -(-own // rows)))
     wide = np.zeros((g.batch, g.heads, -(-own // rows) * rows, -(-other // columns) * columns), s.dtype)
     wide[:, :, :own, :other] = s if down == "q" else s.swapaxes(2, 3)
-    out = np.zeros(wide.shape, object)
+    tiles = []  # where, and the arguments of the text
     for b_, h_, start, tile in np.ndindex(g.batch, g.heads, wide.shape[2] // half, wide.shape[3] // columns):
-        at = (b_, h_, slice(start * half, (start + 1) * half), slice(tile * columns, (tile + 1) * columns))
         line = slice(start * half, (start + 1) * half)
-        out[at] = np.asarray(names["values"](b_, h_, start * half, line, tile, order, jnp.asarray(wide[at]), *given))
+        at = b_, h_, line, slice(tile * columns, (tile + 1) * columns)
+        tiles.append((at, (b_, h_, start * half, line, tile, order)))
+
+    @jax.jit  # one program for all tiles
+    def of_tiles(wide):
+        given = names["operands"](g.origin, g.full, slots, arrays, g.batch, g.heads, g.q_len, g.kv_len)
+        return [names["values"](*place, wide[at], *given) for at, place in tiles]
+
+    out = np.zeros(wide.shape, object)
+    for (at, _), found in zip(tiles, of_tiles(wide), strict=True):
+        out[at] = np.asarray(found)
     out = out[:, :, :own, :other]
     return out if down == "q" else out.swapaxes(2, 3)
 
@@ -288,7 +294,7 @@ def test_pallas_gpu_forward_equals_the_reference_without_races(name, races):
 @pytest.mark.slow
 def test_pallas_gpu_forward_with_sinks_and_dropout(races):
     case = half("empty-rows", q_len=130, kv_len=70, heads=1, kv_heads=1)
-    sinks = jnp.asarray([0.5])
+    sinks = np.array([0.5], np.float32)
     plain, lse, _ = (np.asarray(x, np.float64) for x in run(case))
     out, with_sink, _ = (np.asarray(x, np.float64) for x in run(case, sinks=sinks))
     np.testing.assert_allclose(with_sink, np.logaddexp(lse, 0.5), rtol=1e-5, atol=1e-5)
@@ -332,7 +338,8 @@ def wide(name, dim, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize(("name", "dim", "dtype"), [
-    ("documents", 128, "float16"), ("holes", 64, "bfloat16"), ("softcap", 256, "bfloat16"),
+    ("documents", 128, "float16"), ("softcap", 256, "bfloat16"),
+    pytest.param("holes", 64, "bfloat16", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_lowers_for_a_gpu(name, dim, dtype):
     assert "mosaic_gpu" in lowered(wide(name, dim, dtype)).mlir_module()

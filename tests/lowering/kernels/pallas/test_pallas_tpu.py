@@ -50,6 +50,7 @@ MORE = {
         tables={"plane": rng.standard_normal((2, 150, 150)).astype(np.float32)},
     ),
     "other-heads": Case(causal & (q - k < 90 * (h + 1)), heads=4, kv_heads=2, q_len=290, kv_len=290),
+    "gqa-empty-rows": CASES["gqa"].but(mask=causal & (k > 20)),
 }  # fmt: skip
 ALL = CASES | MORE
 
@@ -63,7 +64,8 @@ def run(case, made=None, **options):
     )  # fmt: skip
 
 
-OFTEN = "window documents-by-batch gqa empty-rows crop bias-plane relation".split()
+# heads in groups are below: in half precision, with sinks, and where races are looked for
+OFTEN = "window documents-by-batch empty-rows crop bias-plane relation".split()
 
 
 @pytest.mark.parametrize("name", default_only(ALL, *OFTEN))
@@ -111,14 +113,14 @@ def test_pallas_tpu_half_precision_is_near_the_reference(which):
 
 
 @pytest.mark.parametrize(
-    "name", default_only(["gqa", "empty-rows", "softcap", "visible-minus-inf"], "gqa", "empty-rows")
+    "name", default_only(["gqa", "empty-rows", "softcap", "visible-minus-inf", "gqa-empty-rows"], "gqa-empty-rows")
 )
 def test_pallas_tpu_sinks_dropout_and_largest_scores(name):
-    case, rate = CASES[name].but(block=(128, 128)), 0.25
+    case, rate = ALL[name].but(block=(128, 128)), 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
     made = make_plan(case.mask, case.score, limits=dict.fromkeys(ir.COORDINATES, 2.0**14), dropout=True)
     drop = {SEED: 7, RATE: rate}
-    out, lse, top = run(case, made, slots=made.slot_values(drop), sinks=jnp.asarray(sinks))
+    out, lse, top = run(case, made, slots=made.slot_values(drop), sinks=jax.device_put(sinks))
     arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     kept = ir.renamed(made.kept, {s.name: s.source for s in made.slots if s.source})
     given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
@@ -145,7 +147,7 @@ def test_pallas_tpu_forward_has_no_races_or_reads_outside(name, traced):
     made, g = cases.plan(case), cases.geometry(case)
     spans = cases.spans(case)
     if traced == "traced":
-        spans = DeviceSpans(jnp.asarray(spans.bounds), jnp.asarray(spans.count), None, spans.slice_of)
+        spans = DeviceSpans(*map(jax.device_put, (spans.bounds, spans.count)), None, spans.slice_of)
     heads = g.heads // g.kv_heads if name == "gqa" else 1  # of a program
     module = load(pallas_tpu.emit(made, TARGET, g, "float32", together=heads))
     careful = pltpu.InterpretParams(
@@ -182,7 +184,7 @@ def counting(source, seen):
     return load(source.replace(line, line + note), seen=seen)["attention_forward"]
 
 
-@pytest.mark.parametrize("text", MASKS)
+@pytest.mark.parametrize("text", default_only(MASKS, "causal & window(200)", "causal & same(doc)"))
 def test_pallas_tpu_forward_visits_the_visible_tiles(text):
     params = MASKS[text]
     layout = fk.mask(text, **params).layout(700, 700, batch=1, heads=2, block=(128, 128))
@@ -194,7 +196,7 @@ def test_pallas_tpu_forward_visits_the_visible_tiles(text):
     made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *params], 2.0**14))
     g = Geometry(1, 2, 2, 700, 700, 16, 16, 0.25)
     attend = counting(pallas_tpu.emit(made, TARGET, g, "float32"), seen)
-    x = jnp.zeros((1, 700, 2, 16))
+    x = np.zeros((1, 700, 2, 16), np.float32)
     tables = [params[t.source] for t in made.tables]
     slots = list(made.slot_values({}).values())
     walk = pallas_walk.walk(layout.spans, 6)
@@ -229,16 +231,14 @@ def test_pallas_tpu_new_slots_and_tables_do_not_recompile():
 def test_pallas_tpu_takes_traced_tables_in_one_program():
     doc = np.repeat(np.arange(5), 60)
     draw = np.random.default_rng(3)
-    x = [jnp.asarray(draw.standard_normal((1, 300, 2, 16)), jnp.float32) for _ in range(3)]
+    x = [draw.standard_normal((1, 300, 2, 16), np.float32) for _ in range(3)]
 
     attend = fk.compile("causal & same(doc)", backend="pallas-tpu", tile=(128, 128))
     call = jax.jit(lambda q, k, v, doc: attend(q, k, v, doc=doc))
 
-    want = fk.attention(*x, "causal & same(doc)", doc=doc, backend="xla")
-    np.testing.assert_allclose(call(*x, jnp.asarray(doc)), want, atol=2e-6)
-    other = np.repeat(np.arange(3), 100)
-    want = fk.attention(*x, "causal & same(doc)", doc=other, backend="xla")
-    np.testing.assert_allclose(call(*x, jnp.asarray(other)), want, atol=2e-6)
+    for table in (doc, np.repeat(np.arange(3), 100)):
+        want = fk.reference(*x, "causal & same(doc)", doc=table, layout="bshd")
+        np.testing.assert_allclose(call(*x, table), want, atol=2e-6)
     assert call._cache_size() == 1
 
 

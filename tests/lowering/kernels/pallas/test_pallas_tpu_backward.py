@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, Source, causal
 from support.jax import gradients as jax_gradients
-from support.jax.gradients import LEARNED, compare, normal
+from support.jax.gradients import LEARNED, compare, jitted, normal
 from support.kernel_names import unknown_names
 from support.tiers import default_only
 
@@ -42,9 +42,12 @@ MORE = {
 ALL = CASES | LEARNED | MORE
 
 
-def run(case, made=None, block=(128, 128), **options):
+ONE_PROGRAM = jitted(runtime.backward)
+
+
+def run(case, made=None, block=(128, 128), backward=ONE_PROGRAM, **options):
     """{name: gradient} of the kernels, and of the interpreter."""
-    return jax_gradients.run(runtime.backward, case, Target("pallas-tpu", *block), made, Source(case), **options)
+    return jax_gradients.run(backward, case, Target("pallas-tpu", *block), made, Source(case), **options)
 
 
 MASKED = (
@@ -138,7 +141,7 @@ def test_pallas_tpu_hidden_nan_reaches_no_gradient(place):
         given = [np.copy(x) for x in arrays]
         given[place][:, 5] = held
         return runtime.backward(
-            made, Source(case), cases.geometry(case), *map(jnp.asarray, (*given[:3], out, lse, given[3])), None,
+            made, Source(case), cases.geometry(case), *map(jax.device_put, (*given[:3], out, lse, given[3])), None,
             cases.slots(case, made), {}, Target("pallas-tpu", 128, 128), wanted=frozenset("qkv"),
         )  # fmt: skip
 
@@ -152,7 +155,8 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     case = CASES["window"].but(
         score=score + lookup("x", (h,), FLOAT) * score, tables={"x": normal(2)}, dim=24, v_dim=24
     )
-    first, _ = run(case)
+    eager = {"backward": runtime.backward}
+    first, _ = run(case, **eager)
     made = cases.plan(case)
     kernels = [
         runtime._kernel(n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first))[0]
@@ -160,9 +164,9 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     ]
     before = [f._cache_size() for f in kernels]
     assert min(before) > 0
-    compare(*run(case.but(slots={"w": 290})))
+    compare(*run(case.but(slots={"w": 290}), **eager))
     assert [f._cache_size() for f in kernels] == before
-    again, _ = run(case)
+    again, _ = run(case, **eager)
     assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
 
 
@@ -215,7 +219,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
     monkeypatch.setattr(runtime, "load", load)
     runtime._loaded.memo.clear()
     made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
-    x, y, rows = (jnp.zeros(s, jnp.float32) for s in ((1, 500, 4, 16), (1, 500, 2, 16), (1, 4, 500)))
+    x, y, rows = (np.zeros(s, np.float32) for s in ((1, 500, 4, 16), (1, 500, 2, 16), (1, 4, 500)))
 
     class Spans:
         def rows(self, block):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
@@ -28,10 +27,10 @@ ALL = {n: s for n, s in STORED.items() if n not in ("odd pages", "many queries",
 
 
 def run(stored, made, **options):
-    tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
+    tables = {n: jax.device_put(x) for n, x in made.plan.table_values(made.tables).items()}
     case = stored.case.but(block=(128, 128))
     return runtime.forward(
-        made.plan, cases.Source(case), cases.geometry(case), *map(jnp.asarray, (made.q, made.k, made.v)), {}, tables,
+        made.plan, cases.Source(case), cases.geometry(case), *map(jax.device_put, (made.q, made.k, made.v)), {}, tables,
         TARGET, **options,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def steps_of(made, spans, group=1, parts=1):
             static |= {"fold": fold, "parts": group // fold}
     else:
         static |= {"room": made.words.shape[1], "tile_bits": (COLUMNS - 1).bit_length()}
-    tables = [jnp.asarray(x.reshape(-1)) for x in made[1:]]
+    tables = [jax.device_put(x.reshape(-1)) for x in made[1:]]
     each = int(made.steps) + (3 if search else 0)
     places = np.indices((len(spans.slice_of), programs, each)).reshape(3, -1)
     found = jax.jit(jax.vmap(lambda b, h, step: names["locate"](b, h, step, *tables, **static)))(*places)
@@ -82,12 +82,14 @@ def agree(made, spans, group=1, parts=1):
     assert made.steps == longest
 
 
-@pytest.mark.parametrize("anchors", [None, pallas_walk.ANCHORS, 8], ids=str)
-@pytest.mark.parametrize(
-    ("group", "alike"), [(1, False), (2, True), (2, False)], ids=["heads", "folded groups", "groups of different heads"]
-)
-def test_pallas_walk_visits_each_visible_tile_once_in_order(group, alike, anchors, monkeypatch):
+GROUPS = {"heads": (1, False), "folded groups": (2, True), "groups of different heads": (2, False)}
+
+
+@pytest.mark.parametrize("anchors", [None, pytest.param(pallas_walk.ANCHORS, marks=pytest.mark.exhaustive), 8], ids=str)
+@pytest.mark.parametrize("heads", GROUPS)
+def test_pallas_walk_visits_each_visible_tile_once_in_order(heads, anchors, monkeypatch):
     """A word for each step, and steps that are looked up."""
+    group, alike = GROUPS[heads]
     if anchors:
         monkeypatch.setattr(pallas_walk, "ANCHORS", anchors)
         monkeypatch.setattr(pallas_walk, "FLAGS", 32)  # no word has room for them
@@ -124,8 +126,10 @@ def test_steps_beyond_scalar_memory_are_looked_up(monkeypatch):
     assert isinstance(made, TpuWalk)
     assert made.words.size == 1 << (steps - 1).bit_length() < 9 * COLUMNS * 4
     agree(made, spans, parts=4)
-    traced = DeviceSpans(jnp.asarray(spans.bounds), jnp.asarray(spans.count), None, spans.slice_of)
-    assert isinstance(walk(traced, COLUMNS, parts=4), TpuSearch)
+    traced = jax.eval_shape(
+        lambda *found: walk(DeviceSpans(*found, None, spans.slice_of), COLUMNS, parts=4), spans.bounds, spans.count
+    )
+    assert isinstance(traced, TpuSearch)
     monkeypatch.setattr(pallas_walk, "SCALAR_BYTES", 4 * (1 << (steps - 1).bit_length()))
     found = walk(spans, COLUMNS, parts=4)
     assert isinstance(found, TpuSearch)

@@ -1,5 +1,5 @@
-"""Some of every test of Triton's kernels, in as few processes as there are ways to run them: the rest, named by the
-files test_triton_*.py of this folder, is `pytest -m exhaustive`."""
+"""Some of every test of Triton's and Gluon's kernels, in as few processes as there are ways to run them. The rest is
+`pytest -m exhaustive`: the files test_triton_*.py of this folder, and test_gluon_compiled.py."""
 
 from pathlib import Path
 
@@ -44,7 +44,6 @@ INTERPRETED = {
         "few_queries_of_all_heads_in_parts_of_the_keys[3]",
     ),
     "runtime/bench/test_numerics.py": (
-        "errors_keep_their_bound[triton-scores of 100-bfloat16]",
         "errors_keep_their_bound[triton-scores past 65504-float16]",
         "numbers_that_are_not_finite[k-nan-triton]",
         "scores_of_minus_infinity_hide_their_keys[triton]",
@@ -57,7 +56,9 @@ INTERPRETED = {
     "lowering/planner/children/triton_interpreted.py": ("triton_planner_equals_torch_on_written_masks[documents]",),
     "runtime/backends/children/triton_interpreted.py": (
         "graph_of_a_checkpoint",
-        "eager_beside_the_interpreter",
+        "eager_beside_the_interpreter[table and scalar]",
+        "eager_beside_the_interpreter[shared heads]",
+        "eager_beside_the_interpreter[sinks and dropout]",
         "triton_calls_in_an_order_equal_plain_ones[causal & same(doc)]",
     ),
 }
@@ -84,6 +85,11 @@ LONG = {  # that take seconds: for mutants, and exhaustive with all others of th
         "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "lowering/kernels/triton/children/large_scores_interpreted.py": ("weights_in_jax[distance-100000.0]",),
+    "runtime/bench/test_numerics.py": ("errors_keep_their_bound[triton-scores of 100-bfloat16]",),
+    "runtime/backends/children/triton_interpreted.py": (
+        "eager_beside_the_interpreter[window]",
+        "eager_beside_the_interpreter[values of another size]",
+    ),
     "lowering/kernels/triton/children/captured_interpreted.py": (
         "captured_tables_equal_the_reference[plane, of a head]",
     ),
@@ -105,6 +111,10 @@ COMPILED = {
     ),
     "lowering/kernels/triton/children/tiles_compiled.py": (
         "selected_triton_tiles_match_their_compiled_figures[gfx942-64-causal-whole]",
+    ),
+    "lowering/kernels/gluon/children/kernels_compiled.py": (
+        "selected_gluon_kernels_match_their_compiled_figures[64-documents-sm_90]",
+        "selected_gluon_kernels_match_their_compiled_figures[256-alibi-sm_100]",
     ),
 }
 LAUNCHED = {
