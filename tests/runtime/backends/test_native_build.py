@@ -679,7 +679,7 @@ def test_first_jax_call_at_exit_builds_its_kernel(tmp_path):
     code = """
 import atexit, jax, frisket as fk
 x = jax.numpy.ones((1, 150, 2, 16))
-att = fk.compile("causal & window(w)", backend="cpp", w=60)
+att = fk.compile("causal & window(60)", backend="cpp")
 atexit.register(lambda: print(abs(att(x, x, x) - 1).max() < 1e-5))
 """
     given = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "", "FRISKET_CACHE_DIR": str(tmp_path)}

@@ -402,9 +402,14 @@ def exported(given):
     return name, jax.export.export(call, disabled_checks=allowed)(*arrays).serialize(), arrays
 
 
-def test_native_jax_modules_can_be_exported(tmp_path):
-    name, module, arrays = exported(parts())
+def test_native_jax_modules_can_be_exported():
+    _, module, arrays = exported(parts())
     check(CASE, jax.export.deserialize(module).call(*arrays))
+
+
+@pytest.mark.exhaustive
+def test_exported_modules_name_the_kernel_that_is_missing(tmp_path):
+    name, module, _ = exported(parts())
     (tmp_path / "module").write_bytes(module)
     found = child(
         f"""\

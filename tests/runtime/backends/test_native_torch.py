@@ -232,13 +232,16 @@ def test_a_call_runs_on_them(nothing_set):
     assert "frisket_forward" in att.source("cpp", run.q, run.k, run.v)
 
 
+SHAPE = "causal & window({0}) & same({1})", "score + {2} * tanh(score)"
+
+
 def test_a_shape_of_text_is_one_kernel(monkeypatch, nothing_set):
     """Whatever the lengths, names and numbers: right with each, forward and backward."""
     texts = set()
     monkeypatch.setattr(native_torch, "library", lambda text: texts.add(text) or native_build.library(text))
     native_torch._kernel.memo.clear()
-    for cap, window, name in ((50, 200, "doc"), (30, 64, "ids")):
-        att = fk.compile(f"causal & window({window}) & same({name})", f"softcap({cap})", engines=False)
+    for number, window, name in ((50, 200, "doc"), (30, 64, "ids")):
+        att = fk.compile(*(text.format(window, name, number) for text in SHAPE), engines=False)
         for length in (5, 40, 130, 600, 2000):
             q, k, v = (torch.randn(1, 2, length, 16, requires_grad=length < 1000) for _ in range(3))
             given = {name: torch.arange(length) // 90}
@@ -294,5 +297,6 @@ def test_scalars_beyond_comparisons_do_not_recompile(mask, texts):
 def test_literals_of_any_size_are_right_in_one_kernel(dtype, texts):
     q, k, v = torch.randn(3, 1, 2, 70, 16).to(dtype)
     for number in ("50.0", "0.3", "-7.3", "1234.9", "0.1000000001"):
-        fk.compile("causal", f"score + {number} * tanh(score)", engines=False).check(q, k, v)
+        att = fk.compile(*(text.format(60, "doc", number) for text in SHAPE), engines=False)
+        att.check(q, k, v, doc=torch.arange(70) // 30)
     assert len(texts) == 2
