@@ -17,14 +17,14 @@ from frisket.lowering.simplify import canonical
 jax = pytest.importorskip("jax")
 jnp, lax = jax.numpy, jax.lax
 S = 9
-doc = jnp.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
-small = jnp.array([3, 1, 2], dtype=jnp.uint8)
+doc = jnp.asarray(np.array([0, 0, 0, 1, 1, 2, 2, 2, 2], np.int32))
+small = jnp.asarray(np.array([3, 1, 2], np.uint8))
 grid = jnp.asarray(np.random.default_rng(0).normal(size=(S, S)).astype(np.float32))
-cube = jnp.arange(24).reshape(2, 3, 4)
+cube = jnp.asarray(np.arange(24, dtype=np.int32).reshape(2, 3, 4))
 spread = jnp.asarray(np.linspace(-2, 2, S).astype(np.float32))
-seen = grid > 0.3
-steps = jnp.arange(S) ** 2
-width = jnp.int32(4)
+seen = jnp.asarray(np.asarray(grid) > 0.3)
+steps = jnp.asarray(np.arange(S, dtype=np.int32) ** 2)
+width = jnp.asarray(np.int32(4))
 
 
 @jax.custom_jvp

@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 
@@ -15,6 +14,13 @@ from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "aten")
+
+
+def counting(backend):
+    """A backend that counts its graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
 
 
 def arrays(s=24, kv_heads=4, batch=2):
@@ -62,7 +68,7 @@ def window(s, make=create_block_mask, width=9):
 
 
 def test_compiled_flex_attention_has_one_graph_per_mask_type():
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     model = Model()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for s in (24, 40, 64):
@@ -89,7 +95,7 @@ def test_sizes_that_are_known_beside_a_batch_that_varies():
 
 
 def test_flex_attention_itself_compiled():
-    counter = CompileCounterWithBackend("eager")
+    counter = counting("eager")
     compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=True)
     q, k, v = arrays(kv_heads=2)
     slopes, document = torch.rand(4), torch.arange(24) // 5

@@ -16,18 +16,28 @@ FULL = (*LEAD, HEADS, LENGTH, LENGTH)
 
 
 def drawn(*shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
 
 Q, K, V = (drawn(*LEAD, LENGTH, HEADS, DIM) for _ in range(3))
-CAUSAL = nnx.make_causal_mask(jnp.ones((*LEAD, LENGTH)))  # float32, as flax makes it
-REAL = jnp.arange(LENGTH) < jnp.asarray(rng.integers(6, LENGTH, LEAD))[..., None]
-PADDED = nnx.make_attention_mask(jnp.ones((*LEAD, LENGTH)), REAL)
+REAL = np.arange(LENGTH) < rng.integers(6, LENGTH, LEAD)[..., None]
+
+
+@jax.jit
+def masks_of_flax(tokens, real):
+    """float32, as flax makes them."""
+    causal, padded = nnx.make_causal_mask(tokens), nnx.make_attention_mask(tokens, real)
+    return causal, padded, nnx.combine_masks(causal, padded)
+
+
+CAUSAL, PADDED, COMBINED = masks_of_flax(np.ones((*LEAD, LENGTH), np.float32), REAL)
 
 
 def some(*shape):
     """A mask in which everybody sees the first key."""
-    return jnp.asarray(rng.random(shape) < 0.6).at[..., 0].set(True)
+    seen = rng.random(shape) < 0.6
+    seen[..., 0] = True
+    return jnp.asarray(seen)
 
 
 # What the function is made of, what the call brings, and the same for flax.
@@ -37,8 +47,8 @@ CASES = {
     "is_causal": ({"mask": "k != 3"}, {"is_causal": True}, lambda q, k: (q >= k) & (k != 3)),
     "text in the call": ({"mask": "causal"}, {"mask": "window(4)"}, lambda q, k: (q >= k) & (q - k < 4)),
     "make_causal_mask": ({}, {"mask": CAUSAL}, CAUSAL),
-    "combine_masks": ({}, {"mask": nnx.combine_masks(CAUSAL, PADDED)}, CAUSAL * PADDED),
-    "both": ({"mask": "window(5)"}, {"mask": PADDED.astype(bool) | (CAUSAL > 0)}, None),
+    "combine_masks": ({}, {"mask": COMBINED}, np.asarray(CAUSAL) * np.asarray(PADDED)),
+    "both": ({"mask": "window(5)"}, {"mask": jnp.asarray((np.asarray(PADDED) > 0) | (np.asarray(CAUSAL) > 0))}, None),
     "of heads": ({}, {"mask": some(*FULL)}, None),
     "a plane": ({}, {"mask": some(LENGTH, LENGTH)}, None),
     "of one batch axis": ({"mask": "causal"}, {"mask": some(2, 1, 1, 1, LENGTH)}, None),
@@ -53,7 +63,7 @@ def dense(case):
     if wanted is None:
         wanted = call["mask"].astype(bool)
         wanted &= {"both": abs(q - k) < 5, "of one batch axis": q >= k}.get(case, True)
-    return jnp.broadcast_to(wanted(q, k) if callable(wanted) else wanted, FULL)
+    return jnp.asarray(np.broadcast_to(wanted(q, k) if callable(wanted) else wanted, FULL))
 
 
 def with_gradients(attend, **how):

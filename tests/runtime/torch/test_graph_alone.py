@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from support.tiers import default_only
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchRuntimeError
 
 import frisket as fk
 from frisket.flex import create_block_mask, flex_attention
@@ -28,6 +25,9 @@ class Seen:
         self.graphs, self.operators = 0, []
 
     def __call__(self, graph, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
         def inner(traced, _):
             self.operators += [n.target for n in traced.graph.nodes if n.target in (ALONE, SAVING)]
             return make_boxed_func(traced)
@@ -121,7 +121,7 @@ def test_graph_saves_for_backward_if_any_input_learns(learned):
 def test_gradients_by_torch_func_are_never_silently_zero(mode):
     """Dynamo refuses operators inside of torch.func.grad, which looks at gradients without requires_grad."""
     compiled = torch.compile(torch.func.grad(lambda q: CAUSAL(q, q, q).square().sum()), backend="eager", fullgraph=True)
-    with mode(), pytest.raises(TorchRuntimeError, match="functorch transforms"):
+    with mode(), pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="functorch transforms"):
         compiled(drawn()[0])
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from support.tiers import default_only
-from torch._dynamo.testing import CompileCounter
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError, FrisketError
@@ -54,6 +53,13 @@ def results(f, layer, arrays, *rest):
     return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), wanted)
 
 
+def counting():
+    """A backend that counts its graphs."""
+    from torch._dynamo.testing import CompileCounter
+
+    return CompileCounter()
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_layer_in_one_graph(backend):
     layer, arrays = Layer(), qkv()
@@ -83,7 +89,7 @@ def test_two_layers_of_one_class_are_told_apart():
 
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_many_lengths_are_one_graph(dynamic):
-    att, counter = fk.compile("causal & window(9) & q < Q_LEN - 2"), CompileCounter()
+    att, counter = fk.compile("causal & window(9) & q < Q_LEN - 2"), counting()
     run = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, dynamic=dynamic, backend=counter)
     for s in (30, 41, 52, 77):
         arrays = [x.detach() for x in qkv(s)]
@@ -96,7 +102,7 @@ def test_many_lengths_are_one_graph(dynamic):
 
 def test_a_decoding_loop_is_one_graph():
     """Positions are numbers of the graph, not constants."""
-    att, counter = fk.compile("causal & window(9)"), CompileCounter()
+    att, counter = fk.compile("causal & window(9)"), counting()
     q, k, v = (x.detach() for x in qkv())
 
     def step(x, at):
@@ -110,7 +116,7 @@ def test_a_decoding_loop_is_one_graph():
 
 
 def test_documents_and_seeds_change_without_a_new_graph():
-    att, counter = fk.compile("causal & same(doc)", dropout=0.3), CompileCounter()
+    att, counter = fk.compile("causal & same(doc)", dropout=0.3), counting()
     arrays = [x.detach() for x in qkv()]
     run = torch.compile(
         lambda doc, seed: att(*arrays, doc=doc, seed=seed), fullgraph=True, backend=counter, dynamic=True
