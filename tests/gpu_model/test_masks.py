@@ -13,9 +13,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-model.json
 MOST = {"causal": 3.25, "prefix": 2.75, "documents": 3.5, "documents, both sides": 3.5, "dilation by 4": 4.0}
 
 
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_a_mask_takes_few_instructions_a_pair(mask):
-    assert 1.5 < report.mask_cost("ours", mask, 64) <= MOST[mask]
+def test_a_mask_takes_few_instructions_a_pair():
+    assert 1.5 < report.mask_cost("ours", "documents", 64) <= MOST["documents"]
 
 
 @pytest.mark.exhaustive

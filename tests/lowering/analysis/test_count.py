@@ -89,17 +89,17 @@ QUASI_AFFINE = {
 def test_quasi_affine_masks_are_counted_in_pieces(name):
     """Long enough that most queries are not asked."""
     stat: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in range(2):
         case = masks.case(QUASI_AFFINE[name], random.Random(seed))
         if not np.ndim(case.origin[2]):
             case.batch, case.heads = 1, 2
         case.q_len, case.kv_len, case.sizes = 1900 - seed, 900 + 31 * seed, (5, 6, 2100, 1200)
         stat += check(case)
-    assert stat["counted"] == 3
+    assert stat["counted"] == 2
     assert stat["pieces"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_counts_of_random_masks_equal_brute_force(seed):
     rng = random.Random(seed)

@@ -6,6 +6,7 @@ that improve change the numbers, and then the better ones belong here.
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import suppress
 
@@ -118,16 +119,16 @@ ON_INTS = ("neg", "abs", "sign", "add", "sub", "mul", "floordiv", "mod", "min", 
 ON_FLOATS = ("neg", "abs", "add", "sub", "mul", "div", "min", "max", "where", "float", "exp", "log", "sqrt", "tanh",
              "sign")  # fmt: skip
 NESTED = {
-    (INT, 2): (3520592, 27342, 18081, 0),
-    (INT, 3): (3470837, 18081, 13671, 0),
-    (FLOAT, 2): (5680116, 13230, 8820, 51739),
+    (INT, 2): (1480506, 11907, 7497, 0),
+    (INT, 3): (1251784, 7497, 5292, 0),
+    (FLOAT, 2): (2240438, 5292, 3528, 19698),
 }
 
 
 @pytest.mark.parametrize(("type", "depth"), NESTED)
 def test_ranges_of_nested_operators_contain_and_are_no_looser(type, depth, scope):
     rng, found = random.Random(f"{type.value} {depth}"), 0
-    for _ in range(200):
+    for _ in range(80):
         e = number(rng, type, depth)
         with suppress(EvaluationError):  # an end leaves 64 bits
             contains(e, scope)
@@ -207,10 +208,10 @@ def answers(mask: Expr, scope: Scope) -> np.ndarray:
 
 
 DECIDED = {
-    compared: (9604, 10746, 12509, 2139, 9604, 0, 5820, 0, 3558, 0),
-    joined: (7574, 10719, 10836, 2418, 7336, 0, 4333, 11, 2587, 0),
-    bounds: (7219, 11078, 13809, 4967, 7219, 0, 5410, 776, 3409, 439),
-    chosen: (5465, 9625, 9011, 2194, 5415, 0, 3364, 57, 2042, 35),
+    compared: (5984, 3743, 7825, 1309, 5984, 0, 3665, 0, 2239, 0),
+    joined: (3669, 5462, 5181, 1119, 3497, 0, 2121, 4, 1283, 0),
+    bounds: (1983, 6473, 5633, 3114, 1983, 0, 1997, 776, 1114, 439),
+    chosen: (2541, 4625, 3970, 1045, 2527, 0, 1707, 57, 1065, 35),
 }
 
 
@@ -221,12 +222,12 @@ DECIDED = {
 )
 def test_questions_decide_as_often_and_are_right(family, scope):
     rng = random.Random(family.__name__)
-    masks = [family(rng) for _ in range(80)]
+    masks = [family(rng) for _ in range(40)]
     assert tuple(sum(answers(simplify(m) if i % 2 else m, scope) for i, m in enumerate(masks))) == DECIDED[family]
 
 
 def test_negated_comparisons_of_floats_are_answered_right(scope):
     """NaN is on neither side of a comparison. The simplifier would turn some of these round."""
-    pairs = [(x, y) for x in FLOAT_ATOMS for y in (*FLOAT_ATOMS, lit(9.0), lit(-9.0)) if x is not y]
+    pairs = list(itertools.combinations((*FLOAT_ATOMS, lit(9.0), lit(-9.0)), 2))
     found = sum(answers(build("not", build(op, x, y)), scope) for op in RELATIONS for x, y in pairs)
-    assert tuple(found)[:4] == (17264, 17054, 17264, 0)
+    assert tuple(found)[:4] == (14365, 14260, 14365, 0)

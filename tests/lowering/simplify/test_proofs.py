@@ -149,7 +149,7 @@ def test_implications_between_bounds_are_proved():
 
 
 def test_affine_forms_say_the_same():
-    for a, c in sample(rule_cases.INTS, "affine", 60):
+    for a, c in sample(rule_cases.INTS, "affine", 30):
         for e in (a + c, a - c, -a, 3 * a - c, a * c):
             prove_claim(lambda t, e=e: t(e) == t(write(linear(e))), e)
         for op in NEGATE:
@@ -165,7 +165,7 @@ def test_negations_of_bools_are_proved():
 
 def test_intervals_of_ints_are_proved():
     told = 0
-    for a, c in sample(rule_cases.INTS, "intervals", 150):
+    for a, c in sample(rule_cases.INTS, "intervals", 60):
         for e in (
             a,
             build("add", a, c),
@@ -181,14 +181,14 @@ def test_intervals_of_ints_are_proved():
                 told += prove_claim(lambda t, e=e, hi=hi: t(e) <= hi, e)
         if ordered(a, c):
             told += prove_claim(lambda t, a=a, c=c: t(a) >= t(c), a, c)
-    assert told > 100
+    assert told > 60
 
 
 def test_z3_means_what_the_interpreter_means():
     """The translation itself, against the interpreter, on every operator."""
     rng = random.Random("z3")
     for op in sorted(set(z3_terms.BITWISE) | {"floordiv", "mod", "min", "max", "abs", "sign", "mul", "pow"}):
-        for _ in range(30):
+        for _ in range(12):
             node = next(rule_cases.nodes(op, rng))
             if not z3_terms.provable(node) or any(e.op in ("lookup", "segment") for e in walk(node)):
                 continue

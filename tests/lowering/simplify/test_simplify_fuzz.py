@@ -104,7 +104,7 @@ def test_simplification_of_random_expressions_keeps_values(e):
 def test_simplification_works_without_any_single_rule():
     """Without any one rule the rest still settle and keep values; the rule is not counted."""
     rng = random.Random("off")
-    cases = [masks.random_mask(rng, depth=4) for _ in range(6)] + [Everything(rng).of(t, 4) for t in (BOOL, INT, FLOAT)]
+    cases = [masks.random_mask(rng, depth=4) for _ in range(3)] + [Everything(rng).of(t, 4) for t in (BOOL, INT, FLOAT)]
     for name in sorted({r.name for r in RULES}):
         run = Simplifier(tuple(r for r in RULES if r.name != name))
         for e in cases:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import sys
 sys.path.insert(0, {tests!r})
 sys.path.insert(0, {tests!r} + "/runtime/jax")
-from test_jax_transforms import LEARNED, SINKS, VALUES, close, dense, loss_of, ours, qkv, causal
+from test_jax_transforms import LEARNED, SINKS, VALUES, close, loss_of, ours, plain, qkv, causal
 from frisket.dsl.sugar import b, h, k, q, score
 
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -22,7 +22,7 @@ args = qkv(batch=2)
 def results(attend):
     return jax.jit(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3, 4)))(*args, VALUES, SINKS)
 
-wanted = results(dense)
+wanted = results(plain)
 """
 SPLIT = """
 def by_batch(q, k, v, values, sinks):

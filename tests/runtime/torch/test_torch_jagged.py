@@ -90,7 +90,7 @@ def lined(q, k):
     return q - k + k.numel() - q.numel()
 
 
-TEXTS = {  # and the functions of `dense`
+TEXTS = {  # and the functions of `dense_sequence`
     "causal": ("causal", None, lambda b, h, q, k: q >= k, None),
     "positions": (None, "score - 0.002 * q * k * (b + 1)", None, lambda s, b, h, q, k: s - 0.002 * q * k * (b + 1)),
     "both": (
@@ -112,7 +112,7 @@ def test_compiled_attention_is_that_of_every_sequence(name, backend, keys):
     mask, score, *functions = TEXTS[name]
     slopes = {"slopes": SLOPES} if "slopes" in (score or "") else {}
     att, given = fk.compile(mask, score, backend=backend), arrays(keys)
-    want = alone(lambda *one: dense(*functions, *one)[0], given)
+    want = alone(lambda *one: dense_sequence(*functions, *one)[0], given)
     same(run(lambda q, k, v: att(q, k, v, **slopes), given), want)
     same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
 

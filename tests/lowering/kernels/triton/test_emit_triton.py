@@ -211,7 +211,7 @@ def test_triton_computes_rows_before_loops_columns_per_key():
     ]
 
 
-@pytest.mark.parametrize("name", thinned(CASES))
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_triton_forward_names_are_reserved(name):
     case = CASES[name]
     made = plan(case)
@@ -364,8 +364,10 @@ def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
     assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("order", ["forward", "longest-first", "longest-of-all-first"])
+@pytest.mark.parametrize(
+    ("order", "group"),
+    thinned([(order, n) for order in ("forward", "longest-first", "longest-of-all-first") for n in (1, 4)]),
+)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_triton_kernels_read_no_undefined_name(name, order, group):
     made, dim, v_dim, dtype, _ = GOLDEN[name]
