@@ -8,14 +8,9 @@ import pytest
 import torch
 from support.attention_cases import CASES, Case, causal, shared
 from support.lowering import brute
-<<<<<<< HEAD
+from support.tiers import default_only
 from support.torch import gradients as torch_gradients
 from support.torch.gradients import HARD, MODS, learned, window
-=======
-from support.tiers import default_only
-from support.torch import torch_gradients
-from support.torch.torch_gradients import HARD, MODS, learned, window
->>>>>>> cuta
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
