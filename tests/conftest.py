@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # native kernels are optimized less, but exhaustive tests and lowering/kernels/cpp take what users have
     if not exhaustive(config) and "CXX" not in os.environ and shutil.which("g++") and os.access(QUICK, os.X_OK):
         os.environ["CXX"] = str(QUICK)
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if "NATIVE_BUILDS" not in os.environ:  # neither a worker nor a pytest that a test runs
         config.pluginmanager.register(Compiled(), "compiled")
 
 
@@ -100,7 +100,8 @@ class Compiled:
     """Counts what a run compiles, native kernels and XLA programs, and fails it where a file builds too many kernels.
 
     tests/builds.json has the most kernels of each file and of the whole default run; a file that it does not name
-    builds none. A kernel counts where it is built first, so a file has no more in a whole run than alone."""
+    builds none. A kernel counts where it is built first, so a file has no more in a whole run than alone: its number
+    is that of `pytest FILE` without kernels on disk (FRISKET_CACHE_DIR)."""
 
     def __init__(self) -> None:
         descriptor, self.builds = tempfile.mkstemp(prefix="frisket-builds-")
@@ -116,7 +117,7 @@ class Compiled:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         names = Path(self.builds).read_text().splitlines()
         os.unlink(self.builds)
-        counts = Counter(name.partition("::")[0] for name in names)
+        counts = Counter(name.partition("::")[0] or "between tests" for name in names)
         self.total, self.programs = len(names), self.xla() - self.programs
         if exhaustive(session.config):
             return
