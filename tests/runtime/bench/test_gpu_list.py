@@ -137,6 +137,7 @@ def rows(**lengths):
 def stub(tmp_path, monkeypatch):
     """`stub({row: (lines of results, what it lacks)})`: rows are processes that print these."""
     (tmp_path / "stub.py").write_text(STUB)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as --dry does, which leaves it
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "stub.py"))
     monkeypatch.setattr(gpu, "ordered", lambda scale: JOBS)
     monkeypatch.setattr(gpu, "device", lambda: H100)
