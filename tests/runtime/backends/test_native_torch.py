@@ -145,7 +145,8 @@ def test_sums_over_many_tiles_round_once_a_tile(q_len, kv_len):
     of the largest, which `check` took for a bug."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 16, generator=draw) for n in (q_len, kv_len, kv_len))
-    report = fk.compile(None, backend="cpp").check(q, k, v)
+    place = {"origin": (0, 0, kv_len, 0), "sizes": (1, 1, q_len + kv_len, q_len + kv_len)}  # where every key is seen
+    report = fk.compile("causal", backend="cpp").check(q, k, v, **place)
     assert max(report.out, *(ours for ours, _ in report.gradients.values())) < 1.5e-6, report
 
 
@@ -277,8 +278,8 @@ def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
         named.check(q, k, v, n=n)
     assert len(texts) == 2
     for n in (2, 1, 0, -1, -70):
-        named.check(q, k, v, n=n)
-    assert len(texts) == 4
+        named.check(q, k, v, n=n, gradients=False)
+    assert len(texts) == 3
 
 
 @pytest.mark.parametrize(

@@ -205,9 +205,8 @@ def test_jax_forks_share_pages_until_a_write():
     cache = PagedKVCache.create(8, 16, B, 3, G, D, V)
     step = step_of(att)
     pool.allocate("a", 20)
-    cache, _ = step(
-        cache.seat(pool, ["a", None], [20, 0]), *(jnp.asarray(np.repeat(x[:1, :20], B, 0)) for x in (Q, K, VALUES))
-    )
+    new = (np.repeat(x[:1, :20], B, 0) for x in (K, VALUES))
+    cache = jax.jit(PagedKVCache.append)(cache.seat(pool, ["a", None], [20, 0]), *new)
     assert cache.overflowed.tolist() == [False, True]  # a row of no sequence has no page
     pool.fork("a", "b")
     copies = pool.append({"a": 1, "b": 1})
@@ -400,7 +399,7 @@ def test_concatenate_to_cache(dtype):
     np.testing.assert_allclose(
         held[:, :20], K[:, :20] if dtype == "float32" else dequantized(K[:, :20], dtype), rtol=1e-6
     )
-    cache, mask = concatenate_to_cache(cache, K[:, :1], VALUES[:, :1])
+    cache, mask = jax.jit(concatenate_to_cache)(cache, K[:, :1], VALUES[:, :1])
     np.testing.assert_array_equal(mask[:, 0, 0], np.broadcast_to(np.arange(24) < 21, (B, 24)))
     with pytest.raises(fk.ShapeError, match=r"it is \[batch, heads, 1, 24\]"):
         concatenate_to_cache(cache, K[:, :1], VALUES[:, :1], np.ones((1, 1, 1, 20), bool))

@@ -81,7 +81,7 @@ def test_answers_about_written_masks_equal_brute_force(name):
         check(other, e, masks.case(e, rng))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_answers_about_random_masks_equal_brute_force(seed):
     rng = random.Random(seed)
