@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import sys
@@ -161,11 +162,18 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """No item is made of parameters whose tier is left out, a third of all; ids stay those of the whole list."""
+    """One case in N of a test marked `sampled(N)` is in every run, chosen by a hash of its name; the others are
+    exhaustive. No item is made of parameters whose tier is left out; ids stay those of the whole list."""
     yield
+    calls = metafunc._calls
+    if sampled := metafunc.definition.get_closest_marker("sampled"):
+        often = [call for call in calls if not any(mark.name == "exhaustive" for mark in call.marks)]
+        often.sort(key=lambda call: zlib.crc32(call.id.encode()))
+        for call in often[math.ceil(len(often) / sampled.args[0]) :]:
+            call.marks.append(pytest.mark.exhaustive.mark)
     tiers = left_out(metafunc.config)
-    stay = [call for call in metafunc._calls if not any(mark.name in tiers for mark in call.marks)]
-    metafunc._calls = stay or metafunc._calls  # without any, pytest would make an item without parameters
+    stay = [call for call in calls if not any(mark.name in tiers for mark in call.marks)]
+    metafunc._calls = stay or calls  # without any, pytest would make an item without parameters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

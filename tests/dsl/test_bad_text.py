@@ -80,6 +80,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", default_only(HOSTILE, *HOSTILE.keys() - {"commas", "moving", "sum", "tildes", "choices", "minus", "not"})
 )

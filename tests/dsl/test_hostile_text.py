@@ -102,6 +102,7 @@ def everything(text: str) -> None:
         str(error)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", default_only(ACCEPTED, *ACCEPTED.keys() - {"minima", "product", "flags", "floats", "xor", *LIKE_OTHERS})
 )

@@ -211,6 +211,7 @@ def test_torch_is_not_imported_for_a_lambda():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_function_that_imports_torch_itself():
     code = (
         "import frisket as fk\n"

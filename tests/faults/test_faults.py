@@ -25,6 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=550)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", default_only(FAST, "disk-full", "read-only", "sigterm"))
 def test_fault_round_ends_without_a_failure(name):
     line = campaign.one(campaign.FAULTS[name][0], name, SEED, 0)
@@ -33,6 +34,7 @@ def test_fault_round_ends_without_a_failure(name):
     assert not line["failure"], line["failure"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", default_only(kills.FAULTS, "kills"))
 def test_kills_during_a_build_leave_a_usable_cache(name, tmp_path):
     """One round of kills with a stand-in compiler that writes in pieces, or with the real compiler."""

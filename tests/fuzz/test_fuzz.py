@@ -94,6 +94,7 @@ def failures_of(target, cases):
 WITH_MEANING = ["meaning", "layout", "canonical", "front", "simplifier", "exports", "gradients", "answers"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", default_only(WITH_MEANING, "meaning", "layout", "canonical", "simplifier"))
 def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
@@ -109,6 +110,7 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
         test()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "target",
     [
@@ -122,6 +124,7 @@ def test_wrong_rows_of_a_program_fail_the_fuzz_target(target):
         TARGETS[target](Problem("q >= k", {}, rows("#.#", "##.", "###")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "table", "key"),
     [("numpy", numpy_functions.UFUNCS, "minimum"),
@@ -137,6 +140,7 @@ def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkey
     assert len(shortest) < 500
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "part", "wrong"),
     [pytest.param("mod-by-negative", "after", lambda x, n: rules_division.minus(x) % lit(-n.name),
@@ -264,6 +268,7 @@ def test_fuzz_campaign_resumes_where_it_stopped(tmp_path):
         campaign.run("meaning", 4, 300, parts)
 
 
+@pytest.mark.exhaustive
 def test_files_of_a_campaign_in_parts_are_joined(tmp_path, capsys, monkeypatch):
     """Distinct cases of two seeds are counted once, and of a seed that two files tell of."""
     files = [tmp_path / name for name in ("one.jsonl", "two.jsonl", "one-again.jsonl")]

@@ -60,6 +60,7 @@ def test_doors_and_methods_name_the_extra():
         assert line.endswith(f"is not installed: {pip_install(extra)}"), (statement, line)
 
 
+@pytest.mark.exhaustive
 def test_integrations_name_the_extra_of_their_library():
     packages = "transformers", "flax"
     program = PROGRAM.format(hidden={*packages}, statements=[f"import frisket.integrations.{x}" for x in packages])

@@ -42,6 +42,7 @@ def python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=known | {"OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 def test_small_packages_are_asked_for_where_no_folder_is_set(tmp_path):
     """A call of C++ without a cache folder, and one of Triton with it."""
     folder = f"import os; os.environ['FRISKET_CACHE_DIR'] = {str(tmp_path)!r}\n"

@@ -56,6 +56,7 @@ def watched(seconds):
 # -- layouts ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [n if n == "hash" else pytest.param(n, marks=pytest.mark.slow) for n in IRREGULAR])
 def test_irregular_masks_at_a_million_tokens(name, transposed):

@@ -60,6 +60,7 @@ def check(case: masks.Case) -> Counter[str]:
     return Counter(counted=1, pieces=sum(r.pieces is not None for r in found))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_counts_of_written_masks_equal_brute_force(name):
     rng = random.Random(f"count {name}")
@@ -85,6 +86,7 @@ QUASI_AFFINE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", QUASI_AFFINE)
 def test_quasi_affine_masks_are_counted_in_pieces(name):
     """Long enough that most queries are not asked."""

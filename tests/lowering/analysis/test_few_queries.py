@@ -59,6 +59,7 @@ def ready(text):
     return mask, expr, decode_spans(expr, mask.scalars, {n: Table(t) for n, t in mask.tables.items()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", thinned(SOLVED))
 def test_spans_of_few_queries(text):
     mask, expr, made = ready(text)

@@ -20,6 +20,7 @@ MASKS = {
 GRID = Grid(200, 200, (16, 16), *(np.zeros(1, np.int64),) * 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", MASKS)
 @pytest.mark.parametrize(("q_len", "kv_len", "q", "k"), [(200, 200, 0, 0), (90, 333, 100, 3), (333, 50, 3, 280)])
 def test_tiles_are_those_of_the_elements(text, q_len, kv_len, q, k):

@@ -57,6 +57,7 @@ def records(found):
     assert (bounds[..., 1:, 0] >= bounds[..., :-1, 3])[later].all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_layout_of_written_masks_is_exact(name):
     rng = random.Random(name)
@@ -64,6 +65,7 @@ def test_layout_of_written_masks_is_exact(name):
         check(masks.case(masks.written()[name], rng))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [n if n < 35 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(500)])
 def test_layout_of_random_masks_is_exact(seed):
     rng = random.Random(seed)

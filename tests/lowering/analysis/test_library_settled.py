@@ -19,6 +19,7 @@ WIDE = {  # past the budget at a million tokens: the border itself is a share of
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(cases.masks(64)))
 def test_at_four_thousand_tokens(name):
     case = cases.masks(4096)[name]

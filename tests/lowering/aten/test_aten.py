@@ -272,6 +272,7 @@ def test_aten_forward_takes_arrays_of_any_strides():
         check(*run(MASKS[mask], None, SHAPES["gqa"], change=twisted), tolerance=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mod", ["none", "alibi"])
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])

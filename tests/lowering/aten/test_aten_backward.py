@@ -233,6 +233,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["window", "gqa", "mqa", "triangle", "by column, gqa", "pairs", "plane"])
 def test_aten_backward_repeats_bit_for_bit(name, two_threads, monkeypatch):
     monkeypatch.setattr(aten_backward, "BUDGET", 1 << 14)

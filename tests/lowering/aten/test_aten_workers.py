@@ -25,6 +25,7 @@ atexit.register(call, "causal & window(900)")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "before",
     [pytest.param("", id="no pool", marks=pytest.mark.exhaustive), pytest.param("call('causal')", id="a pool")],

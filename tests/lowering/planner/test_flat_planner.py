@@ -98,6 +98,7 @@ EXACT = (
 JNP = ("segments", "tile-map", "nan-bias")  # each has to be compiled: a second or two
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_flat_planner_is_sound_on_written_masks(name):
     rng = random.Random(name)
@@ -123,6 +124,7 @@ def test_documents_are_intervals():
     assert flat.planner(masks.written()["segments"]).seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [n if n < 30 else pytest.param(n, marks=pytest.mark.exhaustive) for n in range(200)])
 def test_flat_planner_is_sound_on_random_masks(seed):
     one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed in (1, 30))
@@ -155,6 +157,7 @@ def one_random_mask(rng, jnp_too=False):
             np.testing.assert_array_equal(Found(case, "jnp", sorted_, room).bounds, found.bounds)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", default_only(["documents", "scattered"], "documents"))
 def test_in_32_bits(name):
     made = {"scattered": eq(lookup("any", (q,)), lookup("any", (k,)))} | masks.written()

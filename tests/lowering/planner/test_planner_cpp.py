@@ -138,6 +138,7 @@ def columns_case(keep, q_len, block):
                       tables={"keep": keep})  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_room_and_records_run_out():
     """One planner, rows of many lengths and pieces, and never enough room."""
     rng = np.random.default_rng(0)
@@ -236,6 +237,7 @@ def written(e):
     return text._CppBody.leaf(None, e, [text.Text(written(a)) for a in e.args]).text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, 2, 31, 4096, 4097, 5000])
 def test_ranges_of_tables(n):
     """Tables short and long, with rows: searched entry by entry, and in blocks."""
@@ -404,6 +406,7 @@ def test_tensors_without_memory_take_the_torch_planner(watched):
     assert not watched
 
 
+@pytest.mark.exhaustive
 def test_tables_of_jax(watched):
     jax = pytest.importorskip("jax")
     att = fk.compile("causal & same(doc)")

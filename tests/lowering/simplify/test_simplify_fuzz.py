@@ -101,6 +101,7 @@ def test_simplification_of_random_expressions_keeps_values(e):
     keeps_values(e, Counter())
 
 
+@pytest.mark.exhaustive
 def test_simplification_works_without_any_single_rule():
     """Without any one rule the rest still settle and keep values; the rule is not counted."""
     rng = random.Random("off")

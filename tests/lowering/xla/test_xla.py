@@ -26,6 +26,7 @@ def run(case, made=None, **changes):
     )[:2]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     default_only(
@@ -100,6 +101,7 @@ def test_xla_sinks_dropout_and_largest_scores(name):
     np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **given), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_heads", [8, 1])
 def test_few_queries_take_wide_chunks(kv_heads):
     last = {"origin": (0, 0, 4090, 0), "sizes": (2, 8, 4096, 4096)}

@@ -31,6 +31,7 @@ def run(case, made=None, spans=None, **options):
     return jax_gradients.run(backward, case, target, made, spans or cases.spans(case), **options)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive if n in CI else pytest.mark.slow) for n in ALL],
@@ -81,6 +82,7 @@ def test_xla_gradients_in_float64_equal_the_reference():
         compare(got, want, 1e-13)
 
 
+@pytest.mark.exhaustive
 def test_xla_gradients_repeat_and_do_not_recompile():
     xla_backward._compiled.memo.clear()
     case = LEARNED["nested"]

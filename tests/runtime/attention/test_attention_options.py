@@ -46,6 +46,7 @@ def test_results_with_options_equal_the_reference(framework, sinks):
         close(a, b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask", "backend"), [
     ("causal", "cpp"), ("q <= k & k < 20", "aten"), ("q <= k & k < 20", "xla"),
     *(pytest.param(*x, marks=pytest.mark.exhaustive)

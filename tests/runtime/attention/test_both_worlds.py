@@ -131,11 +131,13 @@ NAMES = "mask", "mod"
 needs_compiler = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(NAMES, thinned(SPREAD))
 def test_library_pairs_agree_in_torch_and_jax(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(  # the others with their gradients, below
     NAMES, [pytest.param(*p, marks=pytest.mark.exhaustive if i % 6 else ()) for i, p in enumerate(PAIRS[::2])]
 )
@@ -150,6 +152,7 @@ def test_gradients_of_every_mask(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize(
     NAMES, [pytest.param(*p, marks=() if p == SPREAD[1] else pytest.mark.exhaustive) for p in SPREAD]

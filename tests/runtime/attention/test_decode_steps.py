@@ -37,6 +37,7 @@ def compiled(mask, score, backend):
     return fk.compile(mask, score, backend=backend, **{n: x for n, x in TABLES.items() if n in names})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mask", "backend"), CASES)
 def test_decode_steps_equal_the_reference(mask, backend):
     score = MASKS[mask]
@@ -51,6 +52,7 @@ def test_decode_steps_equal_the_reference(mask, backend):
             np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask", "backend"), CASES)
 def test_steps_share_a_plan(mask, backend, monkeypatch):
     att = compiled(mask, MASKS[mask], backend)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import frisket as fk
 
 HEAVY = ("torch", "jax", "triton", "rich", "matplotlib")
@@ -23,6 +25,7 @@ def test_import_registers_operators_with_torch():
     assert run("import torch, frisket; print(torch.ops.frisket.attend.default)").strip() == "frisket.attend.default"
 
 
+@pytest.mark.exhaustive
 def test_jax_arrays_do_not_load_torch():
     found = run(
         "import sys, jax.numpy as jnp, frisket as fk; x = jnp.ones((1, 8, 2, 4));"

@@ -113,6 +113,7 @@ def test_copied_plans_give_the_same_results(kept, flat):
     torch.testing.assert_close(kept(att)(*arrays(), plan=plan), want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [KVCache, RingKVCache])
 def test_copied_caches_continue_independently(kept, make):
     att, cache = fk.compile("causal & window(6)", backend="native"), make(1, 8, 2, 16)
@@ -148,6 +149,7 @@ def test_pickles_do_not_grow_with_earlier_calls(kept):
     assert torch.equal(flex_attention(*arrays(), block_mask=others[3]), flex_attention(*arrays(), block_mask=blocks))
 
 
+@pytest.mark.sampled(3)
 def test_copied_attention_of_jax_gives_the_same_results(kept):
     q, k, v = (jnp.asarray(x.numpy().swapaxes(1, 2)) for x in arrays())
     bias, doc, sinks = (jnp.asarray(x) for x in (np.linspace(0, 1, S, dtype=np.float32), DOC, np.ones(2, np.float32)))

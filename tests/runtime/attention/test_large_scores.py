@@ -113,6 +113,7 @@ def check(case, backend, flash=False, share=1e-7):
             assert x <= 2 * y + floor, f"d{n} at scores of {size}: {x:.1e}, torch {y:.1e}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("itself", "sinks") else pytest.mark.exhaustive) for n in CASES]
@@ -130,6 +131,7 @@ def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
     check(CASES[name], "aten", flash=True, share=aten_backward.LARGE * 2**-24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "case", [Case(), pytest.param(Case(length=700), marks=pytest.mark.exhaustive),
@@ -171,6 +173,7 @@ def errors_of_sinks(case, att, size, seed):
     return ours, theirs, right.norm().item()
 
 
+@pytest.mark.exhaustive
 @NATIVE
 @pytest.mark.skipif(not shutil.which("g++") or cpp_cpu.lacking("avx2") != "", reason="g++ for x86 tunes so")
 @pytest.mark.parametrize("tuned", ["znver3", pytest.param("skylake", marks=pytest.mark.exhaustive)])
@@ -188,6 +191,7 @@ assert torch.equal(dv, dout) and not dq.any() and not dk.any()
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_that_sees_itself_alone_gives_dv_back(backend):
     att = fk.compile("k == q", backend=backend)

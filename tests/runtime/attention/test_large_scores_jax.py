@@ -84,12 +84,14 @@ def check(case: Case, backend: str, size: float, near: float = 4e-6, **how: Any)
         assert np.abs(dv[:, :, 0] - (dout * sums).sum(2)).max() < near
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", thinned(PART))
 def test_weights_of_a_row_sum_to_one_by_xla(name: str, size: float) -> None:
     check(CASES[name], "xla", size)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param("one key", marks=pytest.mark.exhaustive), "affine"])
 def test_weights_of_a_row_sum_to_one_by_pallas_for_tpus(name: str) -> None:
     check(CASES[name], "pallas-tpu", 1e9)

@@ -81,6 +81,7 @@ def given_to(text, length):
     return {name: table for name, table in made.items() if name in fk.mask(text).unbound}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", default_only(WANTED, *[x for x in WANTED if "img" not in x]))
 def test_orders_that_pay(text):
     length, said, gain = WANTED[text]

@@ -44,6 +44,7 @@ def both(text, score=None, **options):
     return plain, fk.compile(text, score, reorder=order, **given, **options), length
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("text", "backend"), [
     pytest.param(*case, marks=() if case[0] == OFTEN[0] or case[1] == "aten" else pytest.mark.exhaustive)
     for case in product(CASES, ["aten", "cpp", "dense"])
@@ -79,6 +80,7 @@ def results_in_jax(attend):
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", default_only(CASES, OFTEN[1]))
 def test_jax_under_jit_and_grad(text):
     plain, att, length = both(text)
@@ -106,6 +108,7 @@ def test_a_model_that_keeps_its_tokens_in_order(text):
     torch.testing.assert_close(order.undo(out), plain(q, k, v), atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", default_only(CASES, *OFTEN))
 def test_graphs_of_torch(text):
     _, att, length = both(text)

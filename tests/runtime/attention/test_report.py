@@ -118,6 +118,7 @@ def test_large_gradients_are_measured_by_their_size():
     assert table[0] < 1e-6  # of a sum over rows of scores times distances
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["library", pytest.param("cpp", marks=[native, pytest.mark.exhaustive])])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_check_looks_at_gradients(framework, backend):
@@ -147,6 +148,7 @@ def test_arrays_that_are_not_finite_are_told_apart_from_a_bug():
     assert "bug" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seeds", [range(48), pytest.param(range(48, 400), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize(
     "backend", [pytest.param("aten", marks=pytest.mark.exhaustive), pytest.param("cpp", marks=native)]

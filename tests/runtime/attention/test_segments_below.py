@@ -12,6 +12,7 @@ import frisket as fk
 OFFSETS = [[-20, -5, 0, 0, 7, 30], [0, 0, 4, 9], [3, 8, 20], [-9, -4], [5, 6, 7, 8]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("off", [*OFFSETS[:2], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OFFSETS[2:])])
 @pytest.mark.parametrize("text", ["segment(off, q - k) == 1", "q >= k & segment(off, k - 9) != segment(off, q)"])
 def test_segments_of_negative_differences_equal_the_reference(off, text):

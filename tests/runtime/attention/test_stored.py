@@ -124,6 +124,7 @@ def close(got: Any, want: np.ndarray, framework: str) -> None:
     np.testing.assert_allclose(turned(np.asarray(got), framework), want, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "framework"),
     [

@@ -134,6 +134,7 @@ def test_calls_after_warm_start_no_compiler(machine):
     assert machine.runs > runs
 
 
+@pytest.mark.exhaustive
 def test_a_call_of_jax_after_warm_starts_no_compiler(machine):
     pytest.importorskip("jax")
     made = fk.warm("causal & window(60)", SHAPE, framework="jax")
@@ -410,6 +411,7 @@ def test_eager_calls_of_jax(behind):
     assert np.array_equal(traced, fk.compile("causal & window(68)", backend="cpp")(q, k, v))
 
 
+@pytest.mark.exhaustive
 def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
     behind.tell("wait", False)
     text, (q, k, v), rng = "causal & same(doc)", qkv(), np.random.default_rng(0)
@@ -447,6 +449,7 @@ def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
     assert all(call() for _ in range(4))
 
 
+@pytest.mark.exhaustive
 def test_cache_steps_agree_while_a_kernel_compiles(behind):
     from frisket.caches.torch import KVCache
 
@@ -481,6 +484,7 @@ while not os.path.exists({runs!r}) and time.monotonic() < end:
 """
 
 
+@pytest.mark.exhaustive
 def test_python_exits_after_the_background_compilation(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))

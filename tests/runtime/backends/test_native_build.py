@@ -178,6 +178,7 @@ def test_threads_compile_a_source_once(cache, compilations):
     assert len({id(x) for x in found}) == 1
 
 
+@pytest.mark.exhaustive
 def test_processes_build_each_kernel_once(tmp_path):
     """The first one builds, the others wait for it: a compiler that counts its runs."""
     counting = tmp_path / "counting"
@@ -673,6 +674,7 @@ def test_a_compiler_that_is_gone_does_not_end_calls(cache, monkeypatch):
         library(source(4))
 
 
+@pytest.mark.exhaustive
 def test_first_jax_call_at_exit_builds_its_kernel(tmp_path):
     """When no further threads start: kernel and bridge are built one after the other."""
     pytest.importorskip("jax")

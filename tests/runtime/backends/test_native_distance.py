@@ -31,6 +31,7 @@ def drawn(q_len, kv_len, dtype=torch.float32, heads=4, kv_heads=4):
     return [torch.randn(s).to(dtype) for s in shapes]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("score", default_only(SCORES, [*SCORES][-1]))  # those of T5 are also below
 def test_native_functions_of_distance_equal_the_reference(score, lengths):

@@ -309,6 +309,7 @@ def assert_same(found, want):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mapped", [*([n] for n in MAPPED), MAPPED], ids=[*MAPPED, "all"])
 def test_native_jax_vmap_equals_single_calls(mapped):
     versions = varied(3)
@@ -424,6 +425,7 @@ def test_exported_modules_name_the_kernel_that_is_missing(tmp_path):
     assert f"No FFI handler registered for {name}" in found
 
 
+@pytest.mark.exhaustive
 def test_devices_of_a_mesh():
     """Heads over four devices, batches over two: everything again in shards, with the types of shard_map checked."""
     found = child(

@@ -62,6 +62,7 @@ def test_native_jax_results_equal_xla_and_the_reference():
         np.testing.assert_allclose(x, exact, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_dropout_draws_what_other_tiers_draw():
     run = {name: fk.compile(MASK, SCORE, backend=name, dropout=0.3) for name in ("cpp", "xla")}
     found = {name: jax.jit(lambda seed, att=att: att(Q, K, V, seed=seed, **VALUES))(9) for name, att in run.items()}
@@ -87,6 +88,7 @@ def test_native_jax_float64_equals_dense():
         close(found, compiled("dense")(q, k, v, **values), 1e-13)
 
 
+@pytest.mark.exhaustive
 def test_documents_that_change_every_step_compile_nothing():
     att = compiled("cpp")
     traces = []
@@ -187,6 +189,7 @@ def test_gradients_of_float64():
         check_grads(lambda x: loss(att, jax.tree.map(jnp.asarray, x), w=9), (learned,), order=1, modes=("rev",))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_gradients_in_half_precision(dtype):
     learned = LEARNED | {n: LEARNED[n].astype(dtype) for n in "qkv"}
@@ -207,6 +210,7 @@ def test_gradients_of_every_example():
     close(jax.jit(jax.vmap(of_example))(many, docs), one_by_one(of_example, many, docs))
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_a_table_under_a_mask_in_64_bits():
     """Where the mask of traced tables needs 64 bits, and the index of the learned table does not."""
 

@@ -242,6 +242,7 @@ def printed():
     return child(THREADS + PLANNING).split()
 
 
+@pytest.mark.exhaustive
 def test_beside_torch_they_are_torchs_own(printed):
     """No more threads are there than torch has anyway."""
     assert printed[0] == "0"

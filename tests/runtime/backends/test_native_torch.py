@@ -94,6 +94,7 @@ def test_native_torch_calls_take_expanded_tensors():
 TABLES = ("relation", "bool-table", "relative-bias", "switch", "origin-by-batch")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", default_only(TABLES, "bool-table", "relative-bias", "origin-by-batch"))
 def test_tables_and_origins(name):
     Run(name).check(backward=name == "relative-bias")
@@ -236,6 +237,7 @@ def test_a_call_runs_on_them(nothing_set):
 SHAPE = "causal & window({0}) & same({1})", "score + {2} * tanh(score)"
 
 
+@pytest.mark.exhaustive
 def test_a_shape_of_text_is_one_kernel(monkeypatch, nothing_set):
     """Whatever the lengths, names and numbers: right with each, forward and backward."""
     texts = set()
@@ -262,6 +264,7 @@ def texts(monkeypatch, nothing_set):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mask", "literal"),
     [
@@ -282,6 +285,7 @@ def test_a_parameter_takes_the_kernels_of_a_literal(mask, literal, texts):
     assert len(texts) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mask", default_only(["(q - k) % n == 0", "(q + n) % 7 >= k % 7", "2 * n + q - k > 5"], "(q + n) % 7 >= k % 7")
 )

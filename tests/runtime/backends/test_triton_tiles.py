@@ -183,6 +183,7 @@ def test_tables_per_position_take_narrow_tiles_elsewhere(mask, score, arch):
     assert max(x.num_stages for x in (made, made.dq, made.dkv)) <= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("score", ["score + t[q, k]", "score + t[0, clamp(q - k, 0, 99)]"])
 @pytest.mark.parametrize(("mask", "dim"), [
     ("causal", 64),

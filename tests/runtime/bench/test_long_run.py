@@ -33,6 +33,7 @@ def test_first_training_steps_equal_eager_up_to_rounding(run, how, short):
     np.testing.assert_allclose([x for x, _ in run(how)][1:], wanted, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_both_frameworks_train_one_model(short):
     pytest.importorskip("optax")
     np.testing.assert_allclose(eager(long_run.by_torch), eager(long_run.by_jax), rtol=1e-5)

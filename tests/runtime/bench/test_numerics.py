@@ -38,6 +38,7 @@ def holds(dtype, backend, title=""):
         pytest.skip("the inputs are past the largest number")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("title", "dtype"),
     [pytest.param(t, d, marks=() if d in EVERY or "65504" in t else pytest.mark.exhaustive)
@@ -53,6 +54,7 @@ def test_errors_keep_their_bound(backend, title, dtype):
     assert gradients is None or gradients <= case.bound[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(BACKENDS == ["triton"], reason="a process of Triton's interpreter has its kernels alone")
 @pytest.mark.parametrize("title", [*SHORT[:5:2], "one key has it all"])
 def test_errors_of_kernels_for_tpus(title):  # one dtype in every run: half a minute of XLA's time
@@ -69,6 +71,7 @@ def test_errors_over_many_keys(backend):
     assert all(error <= bound for error, bound in zip(found, case.bound, strict=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("what", ["k", "v"])

@@ -83,6 +83,7 @@ def wanted(mask, score, params, sinks, dtype="float32", n=T):
     return fk.reference(Q[:, :n], k, v, mask, score, layout="bshd", sinks=sinks, return_lse=True, **params)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("plain", "tables"), ("ring", "sinks")]
@@ -141,6 +142,7 @@ def step_of(att):
     return jax.jit(lambda cache, q, k, v: cache.attention(att, q, k, v)[::-1], donate_argnums=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=EXHAUSTIVE), "int8"])
 def test_a_step_keeps_no_copy_of_the_cache(dtype):
     """Neither of the buffer it appends to, nor of what 8 bits stand for."""
@@ -153,6 +155,7 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
     assert step.as_text().partition("\n")[0].count("-alias)") == len(jax.tree.leaves(cache))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("places", "keys"), [
     (APPENDED, 1024), (ring(256), 256),
     *(pytest.param(places, 1024, marks=pytest.mark.exhaustive) for places in (PADDED, SHARD)),

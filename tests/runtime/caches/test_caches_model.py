@@ -17,12 +17,14 @@ def called(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("frisket.runtime.backends.cpp.decode"), "FEW", 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "dtype"), thinned(KINDS))
 def test_torch_caches_follow_the_model(kind, dtype, called):
     for seed in range(6 if kind == "paged" else 2):
         run(OfTorch, kind, dtype, seed)
 
 
+@pytest.mark.exhaustive
 def test_torch_where_the_pool_is_not_told(called):
     assert sum(run(OfTorch, "paged", "float32", seed, forgetful=True).refused for seed in range(8)) > 4
 

@@ -122,6 +122,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "dtype", "mask"), CASES)
 def test_chunks_and_steps_are_rows_of_the_dense_run(kind, dtype, mask):
     text, score, tables = MASKS[mask]
@@ -260,6 +261,7 @@ def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
         cache.attention(att, *token)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", [pytest.param("cpp", marks=NATIVE), "aten"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_tables_and_numbers_may_be_written_to(backend, inference):

@@ -459,6 +459,7 @@ def test_doctor_on_native_kernels(run, monkeypatch, tmp_path):
     assert "native    off                  no C++ compiler: CXX is" in run("doctor")[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_run_packs_attends_and_reports(run, tmp_path, framework):
     (tmp_path / "a.md").write_text("one " * 40)

@@ -130,6 +130,7 @@ def test_a_backend_that_does_not_run_here(run):
         assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")
 
 
+@pytest.mark.exhaustive
 def test_interpreted_backends_are_checked_where_named(run):
     assert {c.backend for c in chosen("causal")} == {c.backend for c in chosen("causal", "--all")}
     assert {c.backend for c in chosen("causal")} <= {"aten", "xla", "cpp", "sdpa"}

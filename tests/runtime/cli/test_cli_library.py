@@ -54,6 +54,7 @@ def test_library_command_shows_one_entry_in_full(run):
     assert out.endswith("text      def softcap(c) = c * tanh(score / c)\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry", [e for e in library().values() if e.example], ids=lambda e: e.signature)
 def test_examples_show_something(entry):
     made = program(entry.example)

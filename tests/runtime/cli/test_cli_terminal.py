@@ -268,6 +268,7 @@ SECONDS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "line",
     [pytest.param(line, marks=pytest.mark.exhaustive if line.startswith(SECONDS) else ())

@@ -55,6 +55,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("graphs", default_only(["graphs", "no graphs"], "no graphs"))
 @pytest.mark.parametrize("platform", default_only(GONE, "win32"))
 def test_library_calls_run_elsewhere(platform, graphs, tmp_path, monkeypatch):

@@ -176,6 +176,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_arrive_as_they_are(kind):
     table = KINDS[kind]

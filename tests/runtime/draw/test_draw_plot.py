@@ -34,6 +34,7 @@ def colours_at(figure, path, queries, keys, panel=0):
     return np.vectorize("#{:02x}{:02x}{:02x}".format)(*np.moveaxis(found, -1, 0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(
     ("shape", "block", "text"),

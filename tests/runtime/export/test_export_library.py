@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from frisket.dsl.errors import ExportError
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(cases.masks(64), 4))
 def test_library_exports_hold_the_whole_mask(name):
     case = cases.masks(64)[name]

@@ -31,6 +31,7 @@ def square(text: str, n: int = 48, **params):
     return fk.mask(text, **params).layout(n, n, block=16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fine", [8, 3])
 def test_lines_of_a_layout_are_its_rows_and_columns(fine, monkeypatch):
     monkeypatch.setattr(visible, "_FINE", fine)

@@ -33,6 +33,7 @@ def library(monkeypatch):
 ALL = [*(("score", n) for n in SCORES), *(("mask", n) for n in MASKS)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "name"), thinned([x for x in ALL if x[1] not in UNMAPPED]), ids=lambda x: x)
 def test_as_torch_computes_it(kind, name):
     case = score_case(name) if kind == "score" else mask_case(name)
@@ -99,6 +100,7 @@ def test_functions_made_of_others_and_their_derivatives(name):
         torch.testing.assert_close(x.grad, y.grad)
 
 
+@pytest.mark.exhaustive
 def test_on_native_kernels(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     check_gradients(score_case("same table twice"), mask_case("document by batch and head"), torch.float32, 2e-5)

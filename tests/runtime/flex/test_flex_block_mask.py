@@ -24,6 +24,7 @@ def by_batch_and_head(b, h, q, k):
 # -- the lists ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", thinned(torch_masks.masks()), ids=lambda c: c.name)
 def test_lists_of_the_masks_people_write(case):
     batch, heads, q_len, kv_len = case.shape

@@ -86,6 +86,7 @@ def test_a_pytree_of_its_lists_and_tensors():
     assert pytree.tree_map(lambda x: x, listed) == listed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("make", [causal, "causal & k < 100"])
 def test_torchs_own_compiled_attention_reads_it(make):

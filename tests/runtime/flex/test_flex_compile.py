@@ -81,6 +81,7 @@ def test_compiled_flex_attention_has_one_graph_per_mask_type():
     assert [n for n in calls if n] == [1, 1]  # torch's BlockMask is another graph
 
 
+@pytest.mark.exhaustive
 def test_sizes_that_are_known_beside_a_batch_that_varies():
     """Dynamo takes a number for no element of a tuple with a size that varies."""
     cache = torch.randn(2, 4, 16, 8)
@@ -156,6 +157,7 @@ def test_flex_attention_can_be_exported(strict):
     same(program.module()(*given), model(*given))
 
 
+@pytest.mark.exhaustive
 def test_flex_attention_alone_has_a_graph():
     """An integer of the graph inside a score_mod, and what has no values there."""
 

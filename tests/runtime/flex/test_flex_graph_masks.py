@@ -128,6 +128,7 @@ def outside(doc):
 ALWAYS = {"row by a tensor", "mask_mod", "union with a text"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "fullgraph"),
     [
@@ -145,6 +146,7 @@ def test_in_a_compiled_function(name, fullgraph):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_mask_made_of_lists_in_every_forward(fullgraph):
     """modded-nanogpt's pattern: tiles of documents from the tokens at hand, dynamic=False."""
@@ -285,6 +287,7 @@ def test_exported_with_a_mask_made_inside(strict):
     torch.testing.assert_close(program.module()(q, limit), model(q, limit))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_for_any_length(strict):
     """Without `strict`, lengths that a mask or a captured tensor has become those of the example."""

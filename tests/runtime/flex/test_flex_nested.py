@@ -33,6 +33,7 @@ def packed(fn, q_lens, kv_lens, heads):
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", MASKS)
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"), [([7, 20, 1, 12], None), ([7, 20, 1, 12], [9, 5, 30, 4]), ([40, 0, 3, 8], None)]

@@ -55,6 +55,7 @@ def rows_of(dense, index, block):
     return dense.flatten(2, 3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("block", [8, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ((5, 8), 7))])
 def test_parts_have_torchs_lists_and_keep_the_mask(name, block):

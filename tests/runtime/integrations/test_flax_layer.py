@@ -116,6 +116,7 @@ def test_ragged_sequences_in_a_cache():
         np.testing.assert_allclose(found[b, 0], by_hand(model, whole, **VALUES)[0, -1], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_cache_where_jax_promotes_nothing():
     model = layer()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

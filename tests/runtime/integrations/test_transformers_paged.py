@@ -54,6 +54,7 @@ def alone(model, prompt, new=NEW):
     return found, chances
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_batched_requests_get_the_tokens_of_single_ones(name):
     eager, ours = hf_models.pair(name)
@@ -73,6 +74,7 @@ def test_batched_generation_equals_that_of_transformers(theirs):
     torch.testing.assert_close(chances, likely, rtol=0, atol=2e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.exhaustive)])
 def test_transformers_config_sets_mask_and_score_in_batches(name):
     """They speak of positions in a request, wherever its tokens lie."""
@@ -89,6 +91,7 @@ def test_transformers_config_sets_mask_and_score_in_batches(name):
 # -- a step compiles nothing and waits for nothing --------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
 def test_transformers_serving_steps_do_not_recompile(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")

@@ -38,6 +38,7 @@ def values(n):
     return {"w": 20 + 7 * n, "doc": AT // (30 + n)} | dict(zip(("c", "bias"), map(jnp.asarray, numbers)))
 
 
+@pytest.mark.exhaustive
 @NATIVE
 def test_calls_outside_of_jit_compile_once(compiled):
     for n in range(4):
@@ -68,6 +69,7 @@ def test_a_plan_serves_attentions_of_several_tiles():
     assert [task.call.tile for task in tasks] == list(tiles)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["xla", pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_a_jitted_caller_is_traced_once(backend, compiled):
     traces = []

@@ -69,6 +69,7 @@ def test_a_mask_that_captures_a_traced_array_has_no_picture():
     )
 
 
+@pytest.mark.exhaustive
 def test_documents_change_every_step_and_nothing_compiles():
     att, traces = fk.compile("causal & same(doc)", "score + bias[h, q - k]"), []
 

@@ -55,6 +55,7 @@ def exported(function, *args, platforms):
     return jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=ALLOWED)(*args)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("platform", "backend", "call"), [
     ("cpu", NATIVE, ""), ("tpu", "pallas-tpu", "tpu_custom_call"), ("cuda", "pallas-mosaic-gpu", "mosaic_gpu_v2"),
 ])  # fmt: skip
@@ -65,6 +66,7 @@ def test_lowered_platform_decides_the_traced_backend(platform, backend, call, ca
     assert {name for name in CALLS if f"@{name}" in text} == {call} - {""}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("function", [
     attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.exhaustive),
 ])  # fmt: skip

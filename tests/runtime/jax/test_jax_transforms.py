@@ -94,6 +94,7 @@ def results(attend, *args, wrt=(0, 1, 2, 3, 4)):
     return jax.jit(jax.value_and_grad(loss_of(attend), wrt))(*args)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_everything():
     args = *qkv(batch=2), VALUES, SINKS
     want = results(plain, *args)
@@ -206,6 +207,7 @@ def test_vmap_over_heads_of_what_a_mask_tells_apart(mask):
     )
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_keeps_what_it_is_told_to():
     """With out and lse kept, the forward runs once."""
     args, keep = (*qkv(), VALUES, SINKS), jax.checkpoint_policies.save_only_these_names(jax_op.OUT, jax_op.LSE)
@@ -224,6 +226,7 @@ def test_vmap_of_a_mask_that_knows_its_batch_entry():
     close(jax.vmap(attend)(*args)[0], jnp.stack(want))
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_donation_and_export():
     args = *qkv(), VALUES, SINKS
     grad = jax.grad(jax.checkpoint(loss_of(ours())))
@@ -272,6 +275,7 @@ def test_second_gradients_in_jax_are_refused():
         jax.linear_transpose(lambda x: loss(x, *args[1:]), args[0])(1.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["library", "native"])
 def test_gradients_of_numpy_arrays(backend):
     """`jax.grad` hands numpy's arrays on as they are."""

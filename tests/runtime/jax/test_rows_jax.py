@@ -52,6 +52,7 @@ def results(att, q, k, v, **given):
     return forward, jax.jit(jax.grad(loss, (0, 1)))((q, k, v), given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("text", ["q >= k & q % 3 != 1", pytest.param("q >= k", marks=pytest.mark.exhaustive)])
 def test_reordered_jax_results_and_gradients_equal_plain_ones(text, backend, monkeypatch):
@@ -65,6 +66,7 @@ def test_reordered_jax_results_and_gradients_equal_plain_ones(text, backend, mon
     assert bool(moved) == (backend == "xla")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", OFTEN)
 def test_learned_tables_sinks_and_dropout(backend):
     plain, own = both("q >= k", backend, "score + bias[h, q - k + 400]", dropout=0.2)
@@ -74,6 +76,7 @@ def test_learned_tables_sinks_and_dropout(backend):
     close(*(results(f, *qkv, **given) for f in seeded))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", OFTEN)
 def test_reordered_jax_calls_work_under_vmap(backend):
     plain, own = both("q >= k", backend)
@@ -85,6 +88,7 @@ def test_reordered_jax_calls_work_under_vmap(backend):
     close(found, want)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_an_order_reads_rows(monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
@@ -98,6 +102,7 @@ def test_an_order_reads_rows(monkeypatch):
     close(jax.jit(att)(q, k, v), plain(q, k, v))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:backend 'pallas")
 def test_an_order_in_the_interpreter_of_pallas():
     """Arrays are moved around the kernel of a TPU, forward and backward."""

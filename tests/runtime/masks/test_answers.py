@@ -72,6 +72,7 @@ def ask(m: fk.Mask, n: fk.Mask, case: masks.Case, **more) -> tuple[fk.Answer, ..
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_answers_about_written_masks_equal_brute_force(name):
     rng = random.Random(f"answers {name}")

@@ -31,6 +31,7 @@ def names(e):
     return {*scalars, *tables}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_layout_figures_equal_the_dense_mask(name):
     rng = random.Random(f"layout {name}")
@@ -143,6 +144,7 @@ def test_a_tile_is_explained():
     assert str(together) == "empty: q < k, k < 129 - q are never true together here"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(masks.written()))
 def test_explained_tile_is_of_the_stated_kind(name):
     rng = random.Random(f"tile {name}")

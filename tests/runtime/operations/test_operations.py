@@ -303,6 +303,7 @@ TEXT, MOD = "causal & window(w) | sinks(2)", "score + slope[h] * (k - q)"
 VALUES = {"w": 17, "slope": np.array([0.1, 0.2, 0.3, 0.4], np.float32)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_operators_give_the_attention_of_the_reference(name):
     if fk.backends().get(name.removeprefix("frisket-"), ""):

@@ -112,6 +112,7 @@ def long_masks():
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(long_masks()))
 def test_a_million_tokens_on_64_ranks_are_balanced(name):
     """Less than 1.05 of the mean, no more bytes than the share of a full ring, and no work that grows with pairs."""

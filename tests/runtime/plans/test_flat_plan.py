@@ -41,6 +41,7 @@ def dense(mask, q=Q, **params):
     return fk.reference(*(np.asarray(x) for x in (q, K, V)), mask, layout="bshd", **params)
 
 
+@pytest.mark.exhaustive
 def test_documents_that_change_every_step():
     """One compilation serves them all, sorted or not."""
     att, traced = fk.compile("causal & same(doc)", tile=(64, 32)), []
@@ -77,6 +78,7 @@ def test_masks_with_traced_parameters(mask):
         close(got, exact)
 
 
+@pytest.mark.exhaustive
 def test_score_tables_may_be_traced_too():
     """The mask alone decides the layout; without a traced table in it the host does."""
     bias = RNG.standard_normal((2, S)).astype(np.float32)
@@ -177,6 +179,7 @@ def test_tables_that_are_written_to_after_they_were_planned(how):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize("made", [torch.tensor, jnp.asarray])
 def test_wider_tables_after_a_plan_of_narrow_ones(made):
@@ -215,6 +218,7 @@ def tiles(spans, columns):
     return grid[spans.slice_of]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("convert", "backend"), [(torch.from_numpy, None), (torch.from_numpy, "library"), (jnp.asarray, None)]
 )
@@ -350,6 +354,7 @@ LARGE = [("torch", "aten", n) for n in ("int32", "int64", "uint32")]
 LARGE += [pytest.param("torch", "cpp", "int64", marks=NATIVE), pytest.param("jax", "cpp", "uint32", marks=NATIVE)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("framework", "backend", "dtype"), LARGE)
 def test_entries_past_the_largest_that_kernels_expect(framework, backend, dtype):
     """A flat plan of tables on the host sees that entries, or what the mask makes of them, need 64 bits."""
@@ -365,6 +370,7 @@ def test_entries_past_the_largest_that_kernels_expect(framework, backend, dtype)
         np.testing.assert_array_equal(np.asarray(out)[0, 0] > 0, seen)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
 @pytest.mark.parametrize("flat", [None, True])
 def test_ids_at_both_ends_of_int64(backend, flat):
@@ -424,6 +430,7 @@ FAR_NUMBERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize("text", default_only(FAR_NUMBERS, "window(w)"))
 def test_traced_numbers_may_be_any_that_their_dtype_holds(text):
@@ -496,6 +503,7 @@ IN_JAX = [("document(x)", "jax", "int8"), ("same(x)", "jax", "int32"), ("documen
 DTYPES = ["int8", "uint8", "int32", "int64", "uint32"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask", "framework", "dtype"), [
     # JAX compiles each: some of int32, and int8 of offsets
     pytest.param(*case, marks=() if case in IN_JAX or case[1] == "torch" else pytest.mark.exhaustive)

@@ -42,6 +42,7 @@ def grown(calls: int, leak: str = "") -> tuple[float, float]:
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux counts memory so")
 
 
+@pytest.mark.exhaustive
 @linux
 @pytest.mark.parametrize("calls", [400, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_calls(calls):

@@ -60,6 +60,7 @@ TIERS = [("aten", n) for n in CASES] + [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("backend", "name"), TIERS)
 def test_public_torch_gradients_pass_gradcheck(backend, name):
     """Of out and lse, in q, k, v, sinks and what the score mod learns."""
@@ -76,6 +77,7 @@ def test_public_torch_gradients_pass_gradcheck(backend, name):
     assert gradcheck(run, (*qkv(**shape), *values.values()), fast_mode=True, nondet_tol=0.0)
 
 
+@pytest.mark.exhaustive
 def test_a_mutant_fails_gradcheck(monkeypatch):
     from frisket.runtime.torch import autograd as torch_autograd
 
@@ -262,6 +264,7 @@ def test_tensor_changed_before_the_backward_raises():
         out.sum().backward()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["q", "k", "dout"])
 def test_torch_hidden_nan_reaches_no_gradient(where, backend):
@@ -343,6 +346,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_is_linear():
     """8,192 tokens: inputs, output and gradients are 1 MB each; scores would be 512 MB."""
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)

@@ -93,6 +93,7 @@ UNSORTED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", default_only(UNSORTED, "causal & same(doc)"))
 def test_tables_in_any_order_make_few_plans_of_the_host(text, monkeypatch):
     att, calls = fk.compile(text, engines=False), []
@@ -159,6 +160,7 @@ def test_views_of_one_storage():
     assert right(att, doc=torch.from_numpy(documents()).flip(0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("doc", [
     np.arange(S) // 3 % 7,  # documents that return
     (np.arange(S) // 9) << 32,  # the low 32 bits are equal
@@ -188,6 +190,7 @@ def test_planner_handles_changing_lengths():
             att(Q, K, V, doc=documents(100))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", default_only([
     "causal & doc[b, q] == doc[b, k]", "causal & doc[q] == doc[k] & k < n[b]", "doc[q] >= doc[k] & window(40)",
     "doc[q] % 3 == doc[k] % 3", "causal & doc[doc[q]] == doc[k]", "k < doc[b]",

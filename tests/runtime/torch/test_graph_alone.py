@@ -68,6 +68,7 @@ ALONE_IN = {call: SAVING if OLD and call == "flex" else ALONE for call in CALLS}
 ELSEWHERE = ("dropout", "layout", "function")  # in graphs of test_torch_compile.py too
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("call", "mode"),
     [*((call, torch.no_grad) for call in CALLS if call not in ELSEWHERE), ("values", torch.inference_mode),
@@ -85,6 +86,7 @@ def test_results_are_those_of_the_eager_call(call, mode):
     assert seen.operators == [ALONE_IN[call]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", ["values", "flex"])
 def test_with_gradients_the_graph_is_another(call):
     seen, run = Seen(), CALLS[call]
@@ -102,6 +104,7 @@ def test_with_gradients_the_graph_is_another(call):
 LEARNED = ("q", "k", "v", "sinks", "values", "captured")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("learned", default_only(LEARNED, "q", "sinks", "values", "captured"))
 def test_graph_saves_for_backward_if_any_input_learns(learned):
     seen, given = Seen(), dict(zip("qkv", drawn(), strict=True), sinks=torch.rand(4), values=torch.rand(4))

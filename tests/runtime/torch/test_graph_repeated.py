@@ -40,6 +40,7 @@ def prepared_anew(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -84,6 +85,7 @@ def test_strides_and_signs(monkeypatch):
     torch.testing.assert_close(operator(att, (torch._neg_view(-q), k, v)), operator(att, (q, k, v)), rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_repeated_graph_calls_take_other_shapes_and_dtypes():
     att = attention()
     warm(att, drawn())
@@ -133,6 +135,7 @@ def test_numbers_tables_and_seeds_are_not_kept():
         torch.testing.assert_close(found, dropped(*arrays, seed=int(s)), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("needed", [(True, True, True), (False, True, False), (True, False, True)])
 def test_repeated_graph_gradients_equal_new_ones(needed, monkeypatch, prepared_anew):
     arrays = [x.requires_grad_(n) for x, n in zip(drawn(), needed, strict=True)]

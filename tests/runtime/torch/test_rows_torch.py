@@ -75,6 +75,7 @@ def held(got, want, dtype, scale=1.0):
     torch.testing.assert_close(got.to(want.dtype), want, atol=scale * atol, rtol=scale * rtol)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("seen", "size", "dtype"),
     [pytest.param(*x, marks=() if x in OFTEN else pytest.mark.exhaustive) for x in CASES],
@@ -105,6 +106,7 @@ def test_native_row_tables_work_on_every_instruction_set(variant, monkeypatch, t
     assert len(list(tmp_path.glob("native/*.so"))) > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides_score_mods_sinks_and_dropout(layout):
     """Gradients of tables by query, by key, by distance and by entry; a tile's rows lie apart."""

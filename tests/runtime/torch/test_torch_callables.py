@@ -19,6 +19,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask", "score"), PAIRS)
 def test_as_flex_attention_computes_it(mask, score):
     hide, change = mask_case(mask), score_case(score)

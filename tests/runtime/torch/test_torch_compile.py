@@ -60,6 +60,7 @@ def counting():
     return CompileCounter()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_layer_in_one_graph(backend):
     layer, arrays = Layer(), qkv()
@@ -70,6 +71,7 @@ def test_a_layer_in_one_graph(backend):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_two_layers_of_one_class_are_told_apart():
     """Their forward is one code: a graph made of one mask must not serve the other."""
 
@@ -139,6 +141,7 @@ def test_seeds_are_drawn_in_the_graph_as_outside():
     assert not torch.equal(found[0][0], found[0][1])
 
 
+@pytest.mark.exhaustive
 def test_results_in_a_graph():
     att = fk.compile("causal & q > 0")
     q, k, v = (x.detach() for x in qkv())
@@ -335,6 +338,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", default_only(PLANNED, "plan", "BlockMask"))
 def test_planning_runs_between_two_graphs(name):
     """Dynamo does not compile the analysis, which is numpy's and in part another thing in torch."""

@@ -104,6 +104,7 @@ TEXTS = {  # and the functions of `dense_sequence`
 OFTEN = [("both", "library", LENGTHS), ("both", "library", KEYS), ("both", "native", KEYS)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "backend", "keys"), [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
     for case in product(TEXTS, ("library", "native"), (LENGTHS, KEYS))

@@ -107,6 +107,7 @@ def results(call, given):
     return *found, *torch.autograd.grad(sum(x.square().sum() for x in found[:1]), given)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "name"), PAIRS)
 def test_recorded_functions_give_the_results_of_the_call(way, name):
@@ -148,6 +149,7 @@ def called(q, k, v):
     return PLAIN(q, k, v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", ["real", "symbolic", "jit"])
 def test_a_step_of_a_cache(way):
@@ -332,6 +334,7 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "moved"),
     [pytest.param(n, moved, marks=pytest.mark.exhaustive if moved and n not in "kv" else ())
@@ -378,6 +381,7 @@ def test_a_cotangent_without_memory_is_refused(score):
         torch.autograd.grad(out, q, torch.nn.Parameter(one))
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_a_cache_with_tensors_without_memory():
     att, outs = fk.compile("causal", ALIBI), []
     q, k, v = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(0))

@@ -55,6 +55,7 @@ def test_repeated_calls_give_the_bits_of_the_first(dtype):
     repeated(attention(), drawn(dtype=dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape", [{"q_len": 1}, {"kv_heads": 2}, {"v_dim": 24}, {"q_len": 70, "kv_len": 90}, {"heads": 1, "kv_heads": 1}]
 )
@@ -142,6 +143,7 @@ def same(have, want):
     torch.testing.assert_close(have, want, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [*((kind, "bhsd") for kind in KINDS), ("plan, lse", "bshd"),
@@ -355,6 +357,7 @@ def generic(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",

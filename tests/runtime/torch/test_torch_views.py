@@ -11,6 +11,7 @@ from frisket.caches.torch import KVCache, RingKVCache
 from frisket.flex import create_block_mask, flex_attention
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_torch_views_give_the_results_of_copies(backend, kind):
@@ -44,6 +45,7 @@ def test_tables_that_are_captured_or_decide_what_is_seen(backend):
     same(lambda t: torch.tensor(fk.reference(q.numpy(), k.numpy(), v.numpy(), sinks=t, layout="bhsd")), torch.ones(2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_stored_keys_and_their_scales(backend):
     q, k, v = torch.randn(1, 2, 4, 16), *torch.randint(-99, 99, (2, 3, 2, 16, 16), dtype=torch.int8)
@@ -53,6 +55,7 @@ def test_stored_keys_and_their_scales(backend):
     same(lambda a, b, p: att(q, k, v, k_scale=a, v_scale=b, pages=p, origin=(0, 0, 28, 0)), *scales, pages)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "make"),
     [(torch.int8, KVCache), (torch.float32, RingKVCache),

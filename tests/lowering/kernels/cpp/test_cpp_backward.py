@@ -237,6 +237,7 @@ EXHAUSTIVE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", default_only(CASES, *CASES.keys() - EXHAUSTIVE))
 def test_native_gradients_equal_the_reference_and_repeat(name):
     case, made = CASES[name], problem_of(name)

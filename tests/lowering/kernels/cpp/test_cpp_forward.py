@@ -227,6 +227,7 @@ EXHAUSTIVE = (
 MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in CASES])
 def test_native_forward_equals_the_reference(name):
     made = problem(CASES[name])

@@ -48,6 +48,7 @@ def six(case):
     return case.but(precision="bf16x6") if case.dtype == "float32" else case
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
@@ -59,6 +60,7 @@ def test_matrix_unit_forward_equals_the_reference(name, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
@@ -70,6 +72,7 @@ def test_matrix_unit_backward_equals_the_reference(name, variant):
     test_cpp_backward.check(case, made, native_call.backward(*made.args, **made.options, variant=variant))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", of("bfloat16", test_native_stored.CASES, "prefill-bfloat16-holes"))
 def test_matrix_unit_reads_stored_keys_and_values(name, variant):
@@ -124,6 +127,7 @@ FEW = test_cpp_forward.Case("k < n[b]", None, {"n": np.array([192])}, heads=12, 
                             v_dim=40, dtype="bfloat16", tile=(96, 128))  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("heads", "q_len"), [(2, 80), (12, 1)])
 def test_hidden_values_beside_visible_ones(heads, q_len, variant):
@@ -264,6 +268,7 @@ def test_infinity_in_a_cotangent(variant):
     np.testing.assert_allclose(found["v"][0, 1], made.want["v"][0, 1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_few_rows_read_no_page_before_the_first(variant):
     """The last key is that of the first page of a pool, and a page ends before it. A vector of keys that are not there
@@ -316,6 +321,7 @@ OF_BYTES = {
 OFTEN = {"float32": "eight rows", "bfloat16": "odd sizes and holes, bfloat16"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
@@ -327,6 +333,7 @@ def test_few_rows_beside_int8(name, variant):
     made.check(made.run(variant=variant))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bytes_are_as_near_as_vectors(variant):
     """Also where one channel is much larger than the others, as models have."""
@@ -410,6 +417,7 @@ def test_software_has_the_bits_of_the_unit(name):
         assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("objdump"), reason="left out: no objdump here")
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -211,6 +211,7 @@ USUAL = ("decode-bfloat16-plain", "prefill-bfloat16-int8")
 HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES])
 def test_native_forward_reads_stored_keys_and_values(name):
     made = Problem(CASES[name])

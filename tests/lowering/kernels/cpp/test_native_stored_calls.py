@@ -33,6 +33,7 @@ def cached(length, pages):
     return (q, k, v, k_scale, v_scale, table), starts, want
 
 
+@pytest.mark.exhaustive
 def test_torch_calls_compile_one_kernel(monkeypatch):
     """Lengths, pools, tables and values are none of its text's business."""
     texts = []

@@ -60,6 +60,7 @@ def both(names, more=()):
     return [pytest.param(n, marks=marks.get(n, pytest.mark.slow)) for n in MATRIX]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", both(SLICE[:1]))
 @pytest.mark.parametrize("variant", default_only(HERE, *[v for v in ("avx2",) if v in HERE]))
 def test_native_kernels_run_on_every_instruction_set(variant, name):
@@ -81,6 +82,7 @@ def missing(*programs):
 ARM = ("aarch64-linux-gnu-g++",)
 
 
+@pytest.mark.exhaustive
 @missing(*ARM, "qemu-aarch64-static")
 @pytest.mark.parametrize("name", both(SLICE[:1], SLICE[1:]))
 def test_native_kernels_run_on_neon_in_an_emulator(name, tmp_path):
@@ -106,6 +108,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sanitizers")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sanitizer", "name"),
     [

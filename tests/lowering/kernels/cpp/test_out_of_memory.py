@@ -88,6 +88,7 @@ def refused(allow, run, match):
     raise AssertionError("it never had enough")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "shape", "least"),
     [
@@ -120,6 +121,7 @@ def called(q, k, v):
     return att(*(x.detach().requires_grad_() for x in (q, k, v)), bias=torch.ones(100, requires_grad=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "length", [pytest.param(200, id="rows"), pytest.param(1, id="one query", marks=pytest.mark.exhaustive)]
 )
@@ -176,6 +178,7 @@ print(planned(64)[1].sum())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit is not kept")
 def test_a_process_that_may_have_no_more():
     found = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=True)

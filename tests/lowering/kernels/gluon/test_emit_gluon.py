@@ -49,6 +49,7 @@ def test_golden_gluon_forward_of_hopper_and_blackwell(name, golden):
     ast.parse(text)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", [TARGET, BLACKWELL], ids=lambda target: target.arch)
 @pytest.mark.parametrize("name", thinned(CASES))
 def test_gluon_text_of_each_case_parses_and_fits_lines(name, target):

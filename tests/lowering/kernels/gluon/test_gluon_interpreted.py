@@ -43,6 +43,7 @@ def test_gluon_document_masks_equal_the_reference(name, on):
     check(case, *run(case, arch=on))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned(CASES))
 def test_gluon_cases_equal_the_reference(name, on):
     case = half(CASES[name], on)
@@ -127,6 +128,7 @@ def test_gluon_closed_form_bounds_equal_the_reference(name, origin, on):
 LONG = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700), origin=(0, 0, 500, 0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("seed", "stages"), [  # each once a run
     pytest.param(seed, stages, marks=() if stages == seed + 1 else pytest.mark.exhaustive)
     for seed in range(4) for stages in range(1, 5)
@@ -146,6 +148,7 @@ def test_names_of_triton_3_6(monkeypatch, on):
     check(case, *run(case, arch=on))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "softcap"])
 def test_gluon_selected_cases_on_blackwell(name):
     case = half(CASES[name], "sm_100")

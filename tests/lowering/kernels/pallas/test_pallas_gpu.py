@@ -337,6 +337,7 @@ def wide(name, dim, dtype="bfloat16"):
     return CASES[name].but(dim=dim, v_dim=dim, dtype=dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dim", "dtype"), [
     ("documents", 128, "float16"), ("softcap", 256, "bfloat16"),
     pytest.param("holes", 64, "bfloat16", marks=pytest.mark.exhaustive),

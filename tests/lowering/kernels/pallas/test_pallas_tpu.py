@@ -68,6 +68,7 @@ def run(case, made=None, **options):
 OFTEN = "window documents-by-batch empty-rows crop bias-plane relation".split()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", default_only(ALL, *OFTEN))
 def test_pallas_tpu_cases_equal_the_reference(name):
     case = ALL[name].but(block=(128, 128))
@@ -103,6 +104,7 @@ HALVES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("which", default_only(sorted(HALVES), "gqa bfloat16", "softcap float16"))
 def test_pallas_tpu_half_precision_is_near_the_reference(which):
     name, dtype = which.split()
@@ -184,6 +186,7 @@ def counting(source, seen):
     return load(source.replace(line, line + note), seen=seen)["attention_forward"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", default_only(MASKS, "causal & window(200)", "causal & same(doc)"))
 def test_pallas_tpu_forward_visits_the_visible_tiles(text):
     params = MASKS[text]

@@ -150,6 +150,7 @@ def test_pallas_tpu_hidden_nan_reaches_no_gradient(place):
         np.testing.assert_allclose(found[name], right[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     """A window of another length has another number of steps."""
     case = CASES["window"].but(

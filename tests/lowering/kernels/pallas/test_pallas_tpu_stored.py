@@ -35,6 +35,7 @@ def run(stored, made, **options):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", default_only(ALL, "small pages", "no end"))
 def test_pallas_tpu_reads_each_storage_format(name):
     stored = ALL[name]

@@ -136,6 +136,7 @@ def test_steps_beyond_scalar_memory_are_looked_up(monkeypatch):
     agree(found, spans)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize(("group", "alike"), [(1, False), (2, True), (2, False)])
 def test_traced_spans_make_the_same_tables(group, alike, search, monkeypatch):

@@ -364,6 +364,7 @@ def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
     assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("order", "group"),
     thinned([(order, n) for order in ("forward", "longest-first", "longest-of-all-first") for n in (1, 4)]),

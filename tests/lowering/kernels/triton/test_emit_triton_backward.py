@@ -70,6 +70,7 @@ def test_triton_backward_falls_back_to_pointers_per_dtype():
     assert not square(target).descriptors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned([*CASES, *MODS], 4))
 def test_triton_backward_names_are_reserved(name):
     made = replace(plan({**CASES, **MODS}[name]), kept=None)

@@ -66,6 +66,7 @@ def called(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("lse", "dynamic"), thinned([(False, False), (False, True), (True, True), (True, False)]))
 def test_sdpa_in_a_graph(lse, dynamic, called):
     """No graph break; results and gradients are those of library calls; the engine runs once."""
@@ -86,6 +87,7 @@ def test_sdpa_in_a_graph(lse, dynamic, called):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("engine", "mask", "deterministic"),

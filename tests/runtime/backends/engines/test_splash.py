@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mask", "score", "lengths", "given", "dtype"), [
     pytest.param(*case, dtype, marks=() if case is WHOLE else pytest.mark.exhaustive)
     for dtype in ("float32", "bfloat16") for case in CASES
