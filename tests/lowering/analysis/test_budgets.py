@@ -133,6 +133,7 @@ def test_a_budget_is_a_setting():
     assert found[0].steps < found[1].steps < found[2].steps
 
 
+@pytest.mark.exhaustive
 def test_masks_nested_deeper_than_pythons_stack():
     mask = fk.mask("causal")
     for i in range(350):

@@ -240,6 +240,7 @@ def test_words_for_a_wrong_framework():
         Settings.read({"FRISKET_COMPILE": "later"})
 
 
+@pytest.mark.exhaustive
 def test_emit_build_makes_the_kernels_that_calls_load(machine, capsys):
     command = ["emit", "causal & window(60)", "--build", "--q-len", "200", "--head-dim", "16"]
     first, again = [(main([*command, "--json"]), json.loads(capsys.readouterr().out))[1] for _ in range(2)]

@@ -248,5 +248,6 @@ def test_beside_torch_they_are_torchs_own(printed):
     assert printed[0] == "0"
 
 
+@pytest.mark.exhaustive
 def test_a_child_plans_while_a_thread_of_its_parent_does(printed):
     assert printed[1] == "0"

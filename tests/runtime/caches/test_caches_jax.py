@@ -293,6 +293,7 @@ def test_rings_ask_how_far_back_a_mask_sees():
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["trees", *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("plain", "paged"))])
 def test_jax_cache_attends_to_trees_of_drafts(kind):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""

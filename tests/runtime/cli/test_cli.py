@@ -320,6 +320,7 @@ def test_emit_takes_tile_heads_dtype_and_architecture(run):
     assert amd != nvidia
 
 
+@pytest.mark.exhaustive
 def test_emit_reports_what_kernels_take(run, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     argv = "emit causal --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()

@@ -402,7 +402,7 @@ def test_a_page_without_tables_explains_tiles(shown, monkeypatch):
     assert page.text("#verdict") == "hidden"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 100_000), (100_000, 1), (3, 5)])
 def test_layout_page_draws_very_long_and_small_shapes(shown, q_len, kv_len):
     page = shown(fk.mask("(q + k) % 5 > 1").layout(q_len, kv_len))

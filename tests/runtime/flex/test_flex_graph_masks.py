@@ -220,6 +220,7 @@ def test_a_mask_that_leaves_its_graph():
     assert str(found.mask) == str(made(doc).mask)
 
 
+@pytest.mark.exhaustive
 def test_block_mask_statistics_run_between_graphs():
     _, doc, _ = data(0)
     compiled = torch.compile(lambda doc: made(doc).sparsity() + doc.sum(), backend="eager")
@@ -229,6 +230,7 @@ def test_block_mask_statistics_run_between_graphs():
         torch.compile(lambda doc: str(made(doc).layout), backend="eager", fullgraph=True)(doc)
 
 
+@pytest.mark.exhaustive
 def test_jagged_masks_in_a_graph():
     def forward(x):
         return ours.flex_attention(x, x, x, block_mask=ours.create_nested_block_mask(causal, 1, 1, x, BLOCK_SIZE=16))

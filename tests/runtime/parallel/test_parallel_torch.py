@@ -23,7 +23,7 @@ from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 
 
-OFTEN = "window documents by-head empty-rows relative-bias dropout".split()  # the others are exhaustive
+OFTEN = "window by-head dropout".split()  # the others are exhaustive
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,7 @@ def test_layers_that_share_a_plan_equal_the_reference():
     close(jax.jit(layers(att, 2))(Q, K, V, DOCS[2]), want)
 
 
+@pytest.mark.exhaustive
 def test_plans_are_pytrees():
     """A plan leaves one jitted function and enters another, and a scan closes over it."""
     att = fk.compile("causal & same(doc)")
@@ -129,6 +130,7 @@ def test_plans_are_pytrees():
     close(attend(Q, again), attend(Q, plan))
 
 
+@pytest.mark.exhaustive
 def test_a_table_per_batch_entry_by_vmap():
     att = fk.compile("causal & same(doc)")
     each = jax.jit(jax.vmap(lambda q, k, v, doc: att(q[None], k[None], v[None], doc=doc)[0]))
@@ -136,6 +138,7 @@ def test_a_table_per_batch_entry_by_vmap():
     close(out, dense("causal & ids[b, q] == ids[b, k]", ids=np.stack(DOCS[2:4])))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [pytest.param(100, marks=pytest.mark.exhaustive), np.array([100, 50])])
 def test_origins_and_crops(start):
     """Positions are global, whoever plans."""
@@ -179,7 +182,7 @@ def test_tables_that_are_written_to_after_they_were_planned(how):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(reason()), reason="no compiler")
 @pytest.mark.parametrize("made", [torch.tensor, jnp.asarray])
 def test_wider_tables_after_a_plan_of_narrow_ones(made):

@@ -56,6 +56,7 @@ def test_changed_tables_make_no_plan_of_the_host(monkeypatch):
     assert not calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["causal & same(doc)", "causal & doc[b, q] == doc[b, k]",
                                   pytest.param("doc[q] >= doc[k]", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_planner_reads_the_ends_of_sorted_tables(text):

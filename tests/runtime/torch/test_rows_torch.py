@@ -106,7 +106,7 @@ def test_native_row_tables_work_on_every_instruction_set(variant, monkeypatch, t
     assert len(list(tmp_path.glob("native/*.so"))) > 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides_score_mods_sinks_and_dropout(layout):
     """Gradients of tables by query, by key, by distance and by entry; a tile's rows lie apart."""

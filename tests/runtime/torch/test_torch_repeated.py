@@ -173,6 +173,7 @@ def test_calls_with_more_than_arrays(kind, layout, asked):
         assert first.ne(before).any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mask", "score", "values"),
     [("causal & window(n)", None, (1, True)), ("causal", "score + max(min(1.0 / n, 1.0), -1.0) * k", (0.0, -0.0, 1))],

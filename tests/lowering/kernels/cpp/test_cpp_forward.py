@@ -234,6 +234,7 @@ def test_native_forward_equals_the_reference(name):
     check(made, made.run())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [1, 3, 8])
 @pytest.mark.parametrize("name", ["window", "many-parts", "bfloat16"])
 def test_threads_change_no_bit(name, threads):
@@ -242,6 +243,7 @@ def test_threads_change_no_bit(name, threads):
         assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["window", "one-query", "bfloat16", "bfloat16-one-query", "intervals-float16"])
 def test_native_forward_takes_arrays_of_any_strides(name):
     """Arrays [batch, length, heads, dim] seen as [batch, heads, length, dim], and with gaps between rows."""

@@ -143,6 +143,7 @@ def test_hidden_values_beside_visible_ones(heads, q_len, variant):
     test_cpp_forward.check(made, made.run(variant=variant))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.exhaustive), 40])
 @pytest.mark.parametrize("tile", [pytest.param((12, 48), marks=pytest.mark.exhaustive), (96, 128)])
@@ -255,6 +256,7 @@ def test_gradients_of_float32_that_terms_do_not_hold(factor, changed, mask, vari
         assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_infinity_in_a_cotangent(variant):
     """An infinite dO stays infinite in dV, where every row sees every key."""
@@ -348,6 +350,7 @@ def test_bytes_are_as_near_as_vectors(variant):
         assert one <= 1.2 * other
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_weights_beside_a_large_one_whose_value_is_zero(dtype, variant):
@@ -358,6 +361,7 @@ def test_small_weights_beside_a_large_one_whose_value_is_zero(dtype, variant):
     made.check(made.run(variant=variant))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("factor", [0, 2.0**-120, 2.0**-100, 2.0**40, np.nan])
 @pytest.mark.parametrize("of", ["q", "v_scale"])

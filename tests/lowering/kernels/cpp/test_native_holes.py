@@ -25,6 +25,7 @@ MASKS = {
     "the last key": ("blocks[q // 16, k // 16] | k == 332", {"blocks": BLOCKS[2]}),
 }
 OFTEN = {"blocks with holes": "float32", "the last key": "bfloat16"}
+FIRST = ("blocks with holes", "float32")  # the one whose gradients every run takes
 LIMIT = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 3e-3}
 
 
@@ -36,7 +37,7 @@ def arrays(dtype, q_len=Q_LEN, seed=0):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(n, d, marks=() if OFTEN.get(n) == d else pytest.mark.exhaustive) for n in MASKS for d in LIMIT],
+    [pytest.param(n, d, marks=() if (n, d) == FIRST else pytest.mark.exhaustive) for n in MASKS for d in LIMIT],
 )
 def test_forward_and_backward(name, dtype):
     mask, tables = MASKS[name]

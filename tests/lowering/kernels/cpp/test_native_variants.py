@@ -125,6 +125,7 @@ def watched(sanitizer):
     return "-O1", "-g1", "-march=native", *SANITIZERS[sanitizer]
 
 
+@pytest.mark.exhaustive
 def test_a_sanitizer_sees_a_wrong_kernel(folder):
     case, more = MATRIX["plain"]
     wrong = Problem(case, **more)
@@ -149,6 +150,7 @@ def disassembled(library, objdump="objdump"):
     return subprocess.run([objdump, "-d", library], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.sampled(2)
 @missing("objdump")
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("variant", default_only([v for v in WANTED if v in HERE], *{"avx2"} & {*HERE}))

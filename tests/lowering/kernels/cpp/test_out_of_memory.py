@@ -134,6 +134,7 @@ def test_native_kernel_reports_each_failed_allocation(scarce, monkeypatch, lengt
     assert refused(scarce, lambda: out[-1].sum().backward(retain_graph=True), "ran out of memory") >= 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("keys", "least", "most"), [(5_000, 74, 80), (24_000, 200, 256)])
 def test_sums_of_parts_take_no_more_than_256_mebibytes(scarce, monkeypatch, keys, least, most):
     """Eight threads divide a key head into eight parts, which add up all keys each; where they would take more, there

@@ -187,12 +187,14 @@ def test_without_a_fault(monkeypatch):
     check(CASE, *run(CASE))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 3))])
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(monkeypatch, name, seed):
     check_seen(monkeypatch, CASE, seed, *FAULTS[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 2))])
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_faults_on_blackwell_are_seen(monkeypatch, name, seed):

@@ -43,23 +43,14 @@ INTERPRETED = {
         "jax_triton_gradients_equal_the_reference[softcap]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]",
     ),
-    "runtime/bench/test_numerics.py": (
-        "errors_keep_their_bound[triton-scores past 65504-float16]",
-        "numbers_that_are_not_finite[k-nan-triton]",
-        "scores_of_minus_infinity_hide_their_keys[triton]",
-    ),
     "lowering/kernels/triton/children/bytes_interpreted.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
     "lowering/kernels/triton/children/large_scores_interpreted.py": (
         "weights_in_torch[one key-1e+30]",
         "weights_in_torch[affine-100000.0]",
     ),
-    "lowering/planner/children/triton_interpreted.py": ("triton_planner_equals_torch_on_written_masks[documents]",),
     "runtime/backends/children/triton_interpreted.py": (
-        "graph_of_a_checkpoint",
         "eager_beside_the_interpreter[table and scalar]",
-        "eager_beside_the_interpreter[shared heads]",
         "eager_beside_the_interpreter[sinks and dropout]",
-        "triton_calls_in_an_order_equal_plain_ones[causal & same(doc)]",
     ),
 }
 LONG = {  # that take seconds: for mutants, and exhaustive with all others of their files
@@ -85,8 +76,16 @@ LONG = {  # that take seconds: for mutants, and exhaustive with all others of th
         "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
     ),
     "lowering/kernels/triton/children/large_scores_interpreted.py": ("weights_in_jax[distance-100000.0]",),
-    "runtime/bench/test_numerics.py": ("errors_keep_their_bound[triton-scores of 100-bfloat16]",),
+    "runtime/bench/test_numerics.py": (
+        "errors_keep_their_bound[triton-scores of 100-bfloat16]",
+        "errors_keep_their_bound[triton-scores past 65504-float16]",
+        "numbers_that_are_not_finite[k-nan-triton]",
+        "scores_of_minus_infinity_hide_their_keys[triton]",
+    ),
     "runtime/backends/children/triton_interpreted.py": (
+        "graph_of_a_checkpoint",
+        "triton_calls_in_an_order_equal_plain_ones[causal & same(doc)]",
+        "eager_beside_the_interpreter[shared heads]",
         "eager_beside_the_interpreter[window]",
         "eager_beside_the_interpreter[values of another size]",
     ),
@@ -94,6 +93,7 @@ LONG = {  # that take seconds: for mutants, and exhaustive with all others of th
         "captured_tables_equal_the_reference[plane, of a head]",
     ),
     "lowering/planner/children/triton_interpreted.py": (
+        "triton_planner_equals_torch_on_written_masks[documents]",
         "triton_planner_equals_torch_on_random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
@@ -118,10 +118,6 @@ COMPILED = {
     ),
 }
 LAUNCHED = {
-    "runtime/integrations/children/serving_launched.py": (
-        "continuous_batching_steps_do_not_recompile",
-        "steps_of_vllm",
-    ),
     "runtime/plans/children/flat_device_launched.py": (
         "device_plans_read_no_value_on_the_host[causal & same(doc)]",
         "changed_lengths_compile_nothing",
