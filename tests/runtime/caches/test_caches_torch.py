@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from support.lowering.effort import at_most
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.caches import PagePool
@@ -626,6 +627,7 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "names"), [("float32", "k"), ("float32", "v"), ("int8", "kv")])
 def test_native_code_refuses_buffers_of_unequal_length(dtype, names):
     """What had fewer places than the keys was written past its end."""

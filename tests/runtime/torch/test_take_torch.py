@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
@@ -91,6 +92,7 @@ def test_gradients_of_jax_are_gathered():
     np.testing.assert_allclose(mapped[0], jax.jit(gradient)(q), atol=1e-6)
 
 
+@needs_compiler
 def test_results_of_native_kernels_are_in_huge_pages(monkeypatch):
     """First calls, calls like one before, and gradients; small results are left alone."""
     asked = []
