@@ -10,9 +10,9 @@ import numpy as np
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
 from frisket.grammar.memo import memo, remember
+from frisket.lowering.pipeline import Stages
 from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
-from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named

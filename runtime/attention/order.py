@@ -15,10 +15,8 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
-from frisket.lowering.orders.candidates import Candidate, candidates
-from frisket.lowering.orders.digits import closed, position
-from frisket.lowering.orders.folded import folded
-from frisket.lowering.orders.graph import by_graph
+from frisket.lowering.orders.candidates import Candidate, candidates, closed, position
+from frisket.lowering.orders.graph import by_graph, folded
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.layouts.facts import Counts
 from frisket.runtime.machine.integers import counting

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import remember
 from frisket.lowering.kernels.cpp.tiles import tiles
+from frisket.lowering.pipeline import Stages
 from frisket.lowering.plan import Geometry
-from frisket.lowering.stages import Stages
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl.errors import BudgetError
 
 if TYPE_CHECKING:
-    from frisket.lowering.analysis.reach import Lookup
+    from frisket.lowering.analysis.decide import Lookup
     from frisket.lowering.analysis.table import TableFacts
 
     from .tiling import Tiling

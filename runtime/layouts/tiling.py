@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import SIZES, TRUE, Expr, uses
-from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
+from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
-from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.rows import Solved
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope

@@ -34,7 +34,7 @@ from .answers import Answer
 from .layout import Layout, make_layout
 
 if TYPE_CHECKING:
-    from frisket.lowering.analysis.reach import Lookup
+    from frisket.lowering.analysis.decide import Lookup
 
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"

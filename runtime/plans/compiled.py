@@ -15,8 +15,8 @@ from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, substitute, walk
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
+from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.decode import DecodeSpans, decode_spans
-from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.kernels.cpp.tiles import FEW

@@ -14,7 +14,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.sugar import eq
 from frisket.grammar.memo import memo
-from frisket.lowering.analysis.facts import sees_itself
+from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.layout import grid_of, swap
 from frisket.lowering.analysis.table import Table

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.sums import BITS
+from frisket.lowering.aten.captured import BITS
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import captured as emit
-from frisket.lowering.kernels.triton.dscores import weights
+from frisket.lowering.kernels.triton.cotangents import weights
 from frisket.lowering.plan import Geometry, SpanSource, Target
-from frisket.lowering.xla import fold as xla_fold
+from frisket.lowering.xla.captured import folded as xla_folded
 
 from . import grids as triton_grids
 from .jax_call import JaxTritonCall
@@ -104,10 +104,10 @@ def folded(
     arrays = {n: jnp.asarray(x) for n, x in tables.items()}
     with jax.enable_x64(True):
         made = list(buffers)
-        return xla_fold.folded(made, [buffers[x] for x in made], geometry, slots, arrays, int64=int64, add=fixed)
+        return xla_folded(made, [buffers[x] for x in made], geometry, slots, arrays, int64=int64, add=fixed)
 
 
-# -- fixed point, as `lowering/aten/sums.py`; 64 bits are there whether or not JAX has them otherwise ------
+# -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------
 
 
 def units(total: Array) -> Array:
