@@ -30,7 +30,7 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
-from frisket.runtime.layouts.checks import check_lengths
+from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
@@ -42,8 +42,7 @@ from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
 from frisket.runtime.torch.spec import spec_of
 
-from .checking import interpreted, learned_values, report, report_gradients, report_later
-from .report import Report
+from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
 NOWHERE: Origin = (0, 0, 0, 0)
 KEPT = 32  # plans of an attention, and places it was moved to

@@ -18,7 +18,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, candidates, closed, position
 from frisket.lowering.orders.graph import by_graph, folded
 from frisket.runtime.calls.rows import Rows
-from frisket.runtime.layouts.facts import Counts
+from frisket.runtime.layouts.tiling import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask

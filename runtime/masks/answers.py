@@ -28,7 +28,7 @@ from frisket.lowering.analysis.tiles import Grid, Scope, Spent
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs
-from frisket.runtime.layouts.checks import check_lengths, check_reach
+from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.bound import BoundExpr, separated
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.plan import Origin, Sizes
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw.terminal import draw
-from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Tiling, check_lengths, check_reach
 from frisket.runtime.machine.leave import outside
 
 if TYPE_CHECKING:

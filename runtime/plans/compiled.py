@@ -25,7 +25,7 @@ from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.ends import Fact, facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.layouts.checks import check_lengths, check_reach, place_of
+from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import names_of, short_tables
 from frisket.runtime.masks.layout import Layout

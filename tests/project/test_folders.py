@@ -21,7 +21,6 @@ FAMILIES = {
     ("runtime/machine", "cpp"),
     ("runtime/parallel", "jax"),
     ("runtime/parallel", "torch"),
-    ("runtime/plans", "device"),
     ("runtime/plans", "run"),
 }
 SOURCES = ("grammar", "dsl", "lowering", "runtime")
