@@ -34,9 +34,8 @@ from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call, results
-from frisket.runtime.plans.device import FlatPlan, device_plan, divided
+from frisket.runtime.plans.device import CallPlan, FlatPlan, device_plan, divided
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend

@@ -13,7 +13,7 @@ from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
-    from frisket.runtime.plans.base import CallPlan
+    from frisket.runtime.plans.device import CallPlan
 
 
 class Availability(dict[str, str]):

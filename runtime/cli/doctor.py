@@ -14,7 +14,7 @@ from rich.text import Text
 
 import frisket
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
-from frisket.runtime.backends.engines.costs import CHECKED, COSTS
+from frisket.runtime.backends.engines.proof import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, choose, here
 from frisket.runtime.bench.machine import cpu_name
 from frisket.runtime.bench.packed import installed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
 from .compiled import UNDRAWN, holds, limits_of
-from .host import FEW_TILES
+from .host import FEW_TILES, Plan
 from .run import check_sorted, kernel_tables, on_host, source, spans
 from .run_triton import SpanRequest
 
@@ -478,3 +478,6 @@ def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
                     f"`{n!r}` asks a traced table of offsets for something other than a position\n"
                     "  give the offsets as values of the host, or the segment of every position as a table"
                 )
+
+
+CallPlan: TypeAlias = Plan | FlatPlan

@@ -15,7 +15,7 @@ from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 
 if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+    from frisket.runtime.plans.device import CallPlan
 
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"

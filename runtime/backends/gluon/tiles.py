@@ -30,7 +30,7 @@ from frisket.runtime.backends.triton.rows import row_parts
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 
 if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+    from frisket.runtime.plans.device import CallPlan
 
 SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions hand to each other
 STAGES = 4  # at most: more of them wait for nothing

@@ -48,7 +48,7 @@ from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+    from frisket.runtime.plans.device import CallPlan
 
 Window = Literal["short", "medium", "long"]
 Reads = Literal["axis", "distance", "each"]
