@@ -4,8 +4,9 @@ For a conjunction of such bounds and a row of queries `q0..q1`, the keys that so
 and so are the keys that every query sees: four formulas, no search. For a disjunction the intervals of its terms
 (and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
 
-Where the keys of a row of tiles are not one interval per term (documents of queries beside documents of keys,
-windows from a table), the intervals of its queries are written down and united. O(queries x terms), no tiles.
+Terms that bound the keys of each query in any order are laid out query by query. Where the keys of a row of tiles are
+not one interval per term (documents of queries beside documents of keys, windows from a table), the intervals of its
+queries are written down and united. O(queries x terms), no tiles.
 """
 
 from __future__ import annotations

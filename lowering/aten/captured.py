@@ -1,8 +1,8 @@
 """Gradients of captured tables and scalars: `dm * weight` of every piece, summed as `lowering.derive` says.
 
-On the CPU one thread adds in order. On a device threads add with atomics in any order, so there numbers are added in
-fixed point: integers give one sum in any order. The unit is a power of two, chosen on the device from the sum of all
-magnitudes, so that no sum leaves 64 bits:
+Many values are added to places of a table with the same bits on every run. On the CPU one thread adds in order. On a
+device threads add with atomics in any order, so there numbers are added in fixed point: integers give one sum in any
+order. The unit is a power of two, chosen on the device from the sum of all magnitudes, so that no sum leaves 64 bits:
 
     unit <= 2**-60 * sum(|values|);  the error of a place is at most a unit for every value added to it
 

@@ -8,8 +8,8 @@
 >>> [str(c) for c in candidates(grid, {}, 1024)]
 ['tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 32 x 32', 'remainders by 32']
 
-A position of an image of 256 columns has the digits (column, row): `p % 256` and `p // 256`. Cut each in two, and it
-has four: the place in a tile of 8 x 8 and the tile's own. An order that lists the same digits in another sequence
+Some are permutations of the digits of a position. A position of an image of 256 columns has the digits (column, row):
+`p % 256` and `p // 256`. Cut each in two, and it has four: the place in a tile of 8 x 8 and the tile's own. An order that lists the same digits in another sequence
 visits tile after tile; one that lists the remainder by 4 last visits the positions of each remainder together. So
 strides, dilations and tiles of any number of axes are one thing, and each has a closed form in `//`, `%`, `*` and `+`.
 

@@ -15,8 +15,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
-from frisket.runtime.machine.bound import BoundExpr, separated
-from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
+from frisket.runtime.machine.parameters import BoundExpr, as_value, names_of, own_state, separated, with_learned
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, only, score
 
 from .stored_kv import Stored

@@ -9,8 +9,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import COORDINATES, renamed, substitute, var
-from frisket.runtime.machine.bound import BoundExpr, Origin, position
-from frisket.runtime.machine.parameters import as_value, digest, names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, digest, names_of, position
 
 from .program import CallProgram
 

@@ -15,7 +15,7 @@ import jax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from frisket.runtime.sharding.fit import fitting, names_of
+from frisket.runtime.sharding.mesh import fitting, names_of
 
 from .call import SHARD
 from .task import AXES, NOWHERE, Task

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from frisket.runtime.sharding.fit import fitting
+from frisket.runtime.sharding.mesh import fitting
 
 from .reverse import reverse_only
 

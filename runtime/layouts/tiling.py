@@ -1,4 +1,7 @@
-"""Tiling: which tiles of keys each tile of queries reads, how many, and why."""
+"""Tiling: which tiles of keys each tile of queries reads, how many, and why.
+
+Inputs are checked first: lengths, origins and tiles that make sense, and tables as long as they are read.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
-from frisket.runtime.machine.bound import BoundExpr, separated
+from frisket.runtime.machine.parameters import BoundExpr, separated
 
 if TYPE_CHECKING:
     from .mask import Mask

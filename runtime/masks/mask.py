@@ -25,9 +25,8 @@ from frisket.dsl.types import BOOL
 from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
-from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import as_value, names_of, traced, with_learned
+from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, names_of, traced, with_learned
 
 from . import answers
 from .answers import Answer

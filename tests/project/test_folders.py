@@ -19,7 +19,6 @@ FAMILIES = {
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),
-    ("runtime/parallel", "jax"),
     ("runtime/parallel", "torch"),
     ("runtime/plans", "run"),
 }

@@ -1,4 +1,4 @@
-"""Writes the Triton forward kernel of a LoopPlan.
+"""Writes the Triton forward kernel of a LoopPlan, and the kernels that combine parts of a row in their order.
 
 One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
 keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base

@@ -1,6 +1,7 @@
 """Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
 
-A `DecodeCall` has the rest of a call ready: to run it is one call of the spans' C++ planner, and one of the kernel.
+A `DecodeCall` has the rest of a call ready: to run it is one call of the spans' C++ planner, and one of the kernel. A
+call like one before (`repeat`) changes only addresses and strides of its record.
 """
 
 from __future__ import annotations

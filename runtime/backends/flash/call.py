@@ -29,7 +29,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends import flash
 from frisket.runtime.backends.engines.proof import EngineCall
-from frisket.runtime.export.fa4 import BlockSparseTensors
+from frisket.runtime.export.tile_lists import BlockSparseTensors
 
 from .tiles import INSTEAD, target
 

@@ -1,4 +1,4 @@
-"""Runs calls on FlashAttention 4, on torch tensors."""
+"""Runs calls on FlashAttention 4, `flash_attn.cute`, whose arrays are [batch, length, heads, dim], on torch tensors."""
 
 from __future__ import annotations
 

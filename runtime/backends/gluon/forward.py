@@ -1,4 +1,7 @@
-"""Runs the Gluon forward on torch tensors. Their TMA descriptors are made on the host."""
+"""Runs the Gluon forward on torch tensors. Their TMA descriptors are made on the host.
+
+Resources that kernels take of a GPU come from compiling them ahead of time: no device is needed.
+"""
 
 from __future__ import annotations
 
