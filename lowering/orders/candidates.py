@@ -9,9 +9,10 @@
 ['tiles of 4 x 8, 8 x 8, 8 x 16 in a grid of 32 x 32', 'remainders by 32']
 
 Some are permutations of the digits of a position. A position of an image of 256 columns has the digits (column, row):
-`p % 256` and `p // 256`. Cut each in two, and it has four: the place in a tile of 8 x 8 and the tile's own. An order that lists the same digits in another sequence
-visits tile after tile; one that lists the remainder by 4 last visits the positions of each remainder together. So
-strides, dilations and tiles of any number of axes are one thing, and each has a closed form in `//`, `%`, `*` and `+`.
+`p % 256` and `p // 256`. Cut each in two, and it has four: the place in a tile of 8 x 8 and the tile's own. An order
+that lists the same digits in another sequence visits tile after tile; one that lists the remainder by 4 last visits the
+positions of each remainder together. So strides, dilations and tiles of any number of axes are one thing, and each has
+a closed form in `//`, `%`, `*` and `+`.
 
 >>> from frisket.dsl.sugar import q
 >>> by_remainder = (OrderDigit(4, 4), OrderDigit(1, 4))  # of 16 positions: p // 4 runs fastest, p % 4 slowest

@@ -24,8 +24,7 @@ from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.program import CallProgram, check_used, moved
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax

@@ -22,8 +22,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.program import CallProgram, moved
 from frisket.runtime.calls.request import Request
 from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.cpp_cpu import best

@@ -39,7 +39,7 @@ from .arrays import narrowed, placed
 from .call import JaxCall
 from .platforms import quickest
 from .primitives import bound
-from .reverse import reverse_only
+from .take import reverse_only
 from .task import Task
 
 if TYPE_CHECKING:

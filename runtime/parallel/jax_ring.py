@@ -36,7 +36,7 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.jax.arrays import narrowed
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import bound
-from frisket.runtime.jax.reverse import reverse_only
+from frisket.runtime.jax.take import reverse_only
 from frisket.runtime.jax.task import Task
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import divided
