@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,12 @@ from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import Solved
-from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.table import Table, TableFacts
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
 from frisket.runtime.machine.parameters import own_state, short_tables
-
-if TYPE_CHECKING:
-    from frisket.lowering.analysis.table import TableFacts
-
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
