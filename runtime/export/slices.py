@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
-from frisket.lowering.engines.packing import packing
+from frisket.lowering.engines.flags import packing
 from frisket.runtime.layouts.tiling import Tiling
 
 from .visible import ANY, VisibleRuns, lines, listed, why

@@ -42,8 +42,7 @@ from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import divided
 from frisket.runtime.sharding.mesh import split_as
 
-from .deal import Deal, Variant, check_variant
-from .schedule import Step, steps
+from .deal import Deal, Step, Variant, check_variant, steps
 from .shards import AT, ShardAttention, ShardPlace, ShardTable, check_covered, check_names, check_sides, on_shard
 
 Split: TypeAlias = Mapping[str, int | tuple[int, ...]] | None
