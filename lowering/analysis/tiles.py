@@ -6,7 +6,7 @@ settled by witnesses (a true and a false point prove PARTIAL), then by looking a
 All of it is paid from one budget, in steps (`dsl.work`): one operator at one position or rectangle. Past it, what is
 open is PARTIAL. Steps depend on the mask and the grid alone, so every machine finds the same layout.
 
-Tiles are cut at periods of `// n` and `% n`: inside a piece, rows, columns and frames of an image are plain numbers,
+Tiles are cut at periods of `// n` and `% n`. Inside a piece, rows, columns and frames of an image are plain numbers,
 so ranges are exact that over the whole tile would be unbounded.
 """
 

@@ -12,8 +12,8 @@ together. scipy orders them; where it is not installed there is no such order.
 >>> next(ways)[0].places(8).tolist()
 [2, 3, 4, 5, 6, 7, 0, 1]
 
-A mask in such an order is read at positions that stand in an array: parts that depend on one position become tables,
-and tables that are read by a query and a key are put in the order of the positions.
+A mask in such an order is read at positions that stand in an array. Parts that depend on one position become tables.
+Tables that are read by a query and a key are put in the order of the positions.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> import numpy as np

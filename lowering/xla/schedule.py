@@ -3,7 +3,7 @@
 A *body* is a fixed number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static
 size while the trip counts are data: other values in a mask's tables do not recompile.
 
-Of traced spans nothing is listed in advance, since how many steps a row takes is a value: step i of a row finds the
+Of traced spans nothing is listed in advance, since how many steps a row takes is a value. Step i of a row finds the
 segment it falls in by comparing i with the running number of steps.
 """
 

@@ -4,10 +4,10 @@ Only the platform that is lowered is traced. Between `..._p` and `..._shard_p` t
 is what calls bind, the second what a device has of it.
 
 Batch entries and heads go over the devices of a mesh without a gather, heads as far as groups that share keys stay
-whole; lengths, sizes of heads, tables and numbers are on every device.
+whole. Lengths, sizes of heads, tables and numbers are on every device.
 Scales of stored keys go with the keys; of a pool of pages every device of a batch has all pages, of its own heads.
 
-`jax.vmap` puts instances beside one another in one call where the mask cannot tell, otherwise it takes them in turn:
+`jax.vmap` puts instances beside one another in one call where the mask cannot tell, otherwise it takes them in turn.
 `jax.vmap` of the executors themselves would run every row as often as the longest and gather every slice.
 """
 

@@ -6,7 +6,7 @@ version and on this device (its own `arguments`), and it has run there and is fa
 reason. An engine that takes masks as code and tiles answers the first three by itself (`engine_of_plans`).
 
 `COSTS` is a committed table of where an engine is faster than the generated kernels, with its sources, in the order of
-speed: of engines that win, the one with the first row runs. `CHECKED` are the platforms on which each engine was
+speed. Of engines that win, the one with the first row runs. `CHECKED` are the platforms on which each engine was
 compared with float64 under frisket. Nothing is measured while a program runs, so the same call on the same versions
 takes the same engine.
 """
