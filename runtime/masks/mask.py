@@ -24,17 +24,16 @@ from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
 from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
-from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.machine.bound import BoundExpr, Origin
+from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import as_value, names_of, traced, with_learned
+from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, names_of, traced, with_learned
 
 from . import answers
 from .answers import Answer
 from .layout import Layout, make_layout
 
 if TYPE_CHECKING:
-    from frisket.lowering.analysis.reach import Lookup
+    from frisket.lowering.analysis.decide import Lookup
 
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"

@@ -23,7 +23,7 @@ from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
 from frisket.runtime.machine.settings import Settings
 
 from . import run_cpp, run_triton
-from .place import SpanRequest, on_device
+from .run_triton import SpanRequest, on_device
 
 Array = Any
 

@@ -16,8 +16,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.bound import BoundExpr
-from frisket.runtime.machine.parameters import is_tensor
+from frisket.runtime.machine.parameters import BoundExpr, is_tensor
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:

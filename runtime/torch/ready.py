@@ -23,9 +23,8 @@ from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
-from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
-from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.device import CallPlan, FlatPlan
 from frisket.runtime.plans.run import kernel_tables
 from frisket.runtime.plans.run_cpp import DTYPES, Prepared, function
 

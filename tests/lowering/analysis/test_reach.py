@@ -16,8 +16,8 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import SIZES, TRUE, Expr, build, lookup, substitute, walk
 from frisket.dsl.sugar import k, q, where
 from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.decide import lookups
 from frisket.lowering.analysis.layout import grid_of
-from frisket.lowering.analysis.reach import lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.dense import coordinates

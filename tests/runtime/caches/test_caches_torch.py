@@ -13,7 +13,7 @@ from frisket.caches import PagePool
 from frisket.dsl.errors import BackwardError
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import compiled as bind
-from frisket.runtime.plans import device_static as flat_laid
+from frisket.runtime.plans import device as flat_laid
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
