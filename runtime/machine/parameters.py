@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import Expr
-from frisket.dsl.program import type_of
+from frisket.dsl.program import entries_of, type_of
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 
 from .leave import outside
@@ -76,11 +76,8 @@ def as_value(name: str, value: Any) -> Any:
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
     check_plain(name, value)
-    if is_tensor(value):
-        value = value.detach().cpu()
-        narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
-        value = (value.float() if narrow else value).resolve_neg().numpy()
-    elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
+    value = entries_of(value)
+    if not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
         try:
             value = np.asarray(value)
         except ValueError as error:
