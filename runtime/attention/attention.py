@@ -9,6 +9,7 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
+from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
 from frisket.lowering.pipeline import Stages
 from frisket.lowering.pipeline import stages as all_stages
@@ -440,6 +441,7 @@ class Attention:
 
     @counting
     @usual_promotion()
+    @outside_transforms()
     def check(
         self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
@@ -448,7 +450,9 @@ class Attention:
         """Compare a call and its gradients, for random cotangents, with the float64 reference. Gradients are of q, k,
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
-        live = live_of(k_scale, v_scale, pages)
+        live = live_of(*map(unwrapped, (k_scale, v_scale, pages)))
+        q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
+        params = dict(zip(params, values, strict=True))
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))

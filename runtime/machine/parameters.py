@@ -28,7 +28,7 @@ from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
 from frisket.dsl.library import definitions
 from frisket.dsl.notebook import table
-from frisket.dsl.program import Declared, Parsed, check_names, read, type_of
+from frisket.dsl.program import Declared, Parsed, check_names, entries_of, read, type_of
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 
@@ -86,11 +86,8 @@ def as_value(name: str, value: Any) -> Any:
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
     check_plain(name, value)
-    if is_tensor(value):
-        value = value.detach().cpu()
-        narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
-        value = (value.float() if narrow else value).resolve_neg().numpy()
-    elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
+    value = entries_of(value)
+    if not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
         try:
             value = np.asarray(value)
         except ValueError as error:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
+from frisket.dsl.program import entries_of
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
@@ -310,7 +311,7 @@ def device_plan(
 def _more(x: Any) -> int:
     """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
-    x = np.asarray(x.resolve_neg() if is_tensor(x) else x) if seen else x
+    x = np.asarray(entries_of(x)) if seen else x
     most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
     return 1 << (most - 1).bit_length() if most >= FAR else 0
 

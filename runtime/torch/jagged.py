@@ -166,7 +166,7 @@ def ragged_of(q: Tensor, k: Tensor) -> Ragged:
 def _check_alike(k: Tensor, v: Tensor) -> None:
     import torch
 
-    wrong = "k and v hold sequences of other lengths\n  every key has one value"
+    wrong = "k and v hold sequences of other lengths: every key has one value"  # one line: inductor writes it into C++
     if not torch.compiler.is_compiling():
         if not _alike(k, v):
             raise ShapeError(wrong)

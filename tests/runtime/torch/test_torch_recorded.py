@@ -75,6 +75,7 @@ WAYS = {
     "export": lambda f, x: torch.export.export(Module(f), tuple(x)).module(),
     "strict export": lambda f, x: torch.export.export(Module(f), tuple(x), strict=True).module(),
     "compile": lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True),
+    "inductor": lambda f, x: torch.compile(f, fullgraph=True),
 }
 # what says no, and the words
 REFUSED = {
@@ -82,8 +83,10 @@ REFUSED = {
     ("fx", "flex"): "query is a Proxy\n  .* make_fx, torch.export or torch.compile",
     ("strict export", "planned"): "leave out `plan`",
     ("compile", "planned"): "leave out `plan`",
+    ("inductor", "planned"): "leave out `plan`",
     ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("compile", "entry of a lambda"): "takes a mask and a score mod as texts",
+    ("inductor", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("export", "entry of a lambda"): "make it outside, and use it there",
 }
 OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
@@ -92,6 +95,8 @@ OFTEN = ("plain", "numpy", "learned", "planned")
 
 
 def in_every_run(way, name):
+    if way == "inductor":
+        return False
     return name == "numpy" or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
 
 
