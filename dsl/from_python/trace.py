@@ -39,6 +39,7 @@ from .user_line import fail
 
 Kind = Literal["mask", "score"]
 ORDER = ("score", *COORDINATES)
+MEANING = {"score": "score", "b": "batch entry", "h": "head", "q": "query", "k": "key"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def trace(
     fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False, by_place: bool = False
 ) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place.
+    All four coordinates in another order than flex_attention's are an error: names and places would differ.
     `valueless`: captured torch tensors have a shape and a dtype, and no values to look at. `by_place`: bind four or
     five arguments by place whatever their names, as torch does."""
     if not callable(fn):
@@ -141,21 +143,33 @@ def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
         if n not in fixed and (p.default is p.empty or n in ORDER) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]  # fmt: skip
     if free and set(free) <= set(ORDER):
+        by_place = [n for n in free if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY]
+        if set(COORDINATES) <= set(by_place) and (pairs := _swapped(by_place)):
+            raise TraceError(
+                f"{_named(fn)} takes {', '.join(by_place)}\n"
+                f"  by name, {', '.join(f'`{n}` is the {MEANING[n]}' for n, _ in pairs)}\n"
+                f"  by place, as flex_attention reads it, {', '.join(f'`{n}` is the {MEANING[p]}' for n, p in pairs)}\n"
+                f"  write the parameters in the order {', '.join(ORDER[-len(by_place) :])}"
+            )
         return {n: n for n in free}
     taken = ", ".join(free) or "no arguments"
     if len(free) == 5 or (len(free) == 4 and kind != "score"):
-        placed = dict(zip(free, ORDER[-len(free) :], strict=True))
-        for name, place in placed.items():
-            if name in ORDER and name != place:
+        for name, place in _swapped(free):
+            if name in ORDER:
                 raise TraceError(
                     f"{_named(fn)} takes {taken}; by place `{name}` would be `{place}`, since not all are named among "
                     "b, h, q, k (and score)"
                 )
-        return placed
+        return dict(zip(free, ORDER[-len(free) :], strict=True))
     raise TraceError(
         f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), or take "
         f"{'' if kind == 'score' else 'four (b, h, q, k) or '}five (score, b, h, q, k) by place"
     )
+
+
+def _swapped(names: list[str]) -> list[tuple[str, str]]:
+    """(name, coordinate at its place in flex_attention's order) of every parameter where the two differ."""
+    return [(n, place) for n, place in zip(names, ORDER[-len(names) :], strict=True) if n != place]
 
 
 def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:

@@ -304,8 +304,8 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
     >>> mask(lambda q, k: (q >= k) & (abs(q - k) < 256)) == mask("causal & window(256)")
     True
 
-    A function is one of b, h, q and k, or of some of them by these names; a `mask_mod` of torch, a function of
-    `jax.numpy`. `params` are numbers and arrays, of numpy, torch or JAX, for the names that the text does not
+    A function takes b, h, q and k in this order, or some of them by these names in any order; a `mask_mod` of torch, a
+    function of `jax.numpy`. `params` are numbers and arrays, of numpy, torch or JAX, for the names that the text does not
     define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
     `ParameterError` for a value that does not fit its name.
     """
