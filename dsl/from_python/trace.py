@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +33,7 @@ from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
+from .closure import is_foreign, names_read
 from .numpy_functions import BUILTINS, TracedTable, element
 from .symbol import Symbol, shown, symbol_of, what_is
 from .user_line import fail
@@ -221,8 +222,6 @@ def _result(fn: Callable[..., Any], kind: Kind, result: Any) -> Expr:
 
 # -- the copy of the user's function ----------------------------------------------------------------
 
-LIBRARIES = frozenset({"numpy", "torch", "jax", "jaxlib", "frisket", "builtins", *sys.stdlib_module_names})
-
 
 @dataclass
 class _Tracer:
@@ -267,7 +266,7 @@ class _Tracer:
     def function(self, fn: FunctionType) -> Any:
         if id(fn) in self.copies:
             return self.copies[id(fn)]
-        library = (fn.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+        library = is_foreign(fn)
         if library and not fn.__closure__:
             return fn
         cells = tuple(CellType() for _ in fn.__closure__ or ())  # of a library too: and_masks holds the user's masks
@@ -276,7 +275,7 @@ class _Tracer:
         vars(copy).update(vars(fn))
         self.copies[id(fn)] = copy
         self.kept.append(fn)
-        for name in () if library else _global_names(fn.__code__):
+        for name in () if library else names_read(fn.__code__):
             if name in scope:
                 scope[name] = self.value(scope[name], name)
         for cell, old, name in zip(cells, fn.__closure__ or (), fn.__code__.co_freevars):
@@ -315,11 +314,6 @@ class _Tracer:
         if isinstance(value, FunctionType | functools.partial | MethodType):
             return self.copied(value)
         return value
-
-
-def _global_names(code: CodeType) -> set[str]:
-    """The names that the code, and functions written inside it, may read from the module."""
-    return set(code.co_names).union(*(_global_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _autograd_function(value: Any) -> type[Any] | None:

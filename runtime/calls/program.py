@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
-from frisket.runtime.machine.bound import BoundExpr, separated
+from frisket.runtime.machine.bound import BoundExpr, Origin, separated
 from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, only, score
 
@@ -64,9 +65,26 @@ class CallProgram:
         return {n: x for p in self.parts for n, x in p.tables.items()}
 
     @property
+    def origin(self) -> Origin:
+        """What is known of the names of all parts."""
+        return reduce(or_, (p.origin for p in self.parts), Origin())
+
+    @property
     def captured(self) -> dict[str, Any]:
         """The tensors and arrays themselves that functions captured, by the names of their copies."""
         return {n: x for p in self.parts for n, x in p.origin.captured.items()}
+
+    @property
+    def rereads(self) -> bool:
+        """Whether functions captured arrays that are read again at every call."""
+        return any(p.origin.paths or p.origin.inside for p in self.parts)
+
+    def fixed(self) -> CallProgram:
+        """A program over the captured arrays as they are now, which are not read again."""
+        if not self.rereads:
+            return self
+        now = self.changed(lambda p: p.now())
+        return now.changed(lambda p: type(p)(p.expr, p.params, replace(p.origin, paths={}, inside=())))
 
     @cached_property
     def learnable(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import COORDINATES, renamed, substitute, var
-from frisket.runtime.machine.bound import BoundExpr, Origin, position
+from frisket.runtime.machine.bound import BoundExpr, position
 from frisket.runtime.machine.parameters import as_value, digest, names_of
 
 from .program import CallProgram
@@ -33,15 +33,12 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
             taken.add(others[n])
     values = {**own, **{others.get(n, n): x for n, x in given.items()}}
     change = {var(n): renamed(e, others) for n, e in found.items()}
-    declared = {n: d for p in program.parts for n, d in p.origin.declared.items()}
-    captured = program.captured
+    origin = program.origin
 
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
         names = names_of(e)
-        known = ({n: x for n, x in source.items() if n in names} for source in (values, declared, captured))
-        mine, told, caught = known
-        return type(p)(e, mine, Origin(declared=told, captured=caught))
+        return type(p)(e, {n: x for n, x in values.items() if n in names}, origin.renamed({n: n for n in names}))
 
     places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
