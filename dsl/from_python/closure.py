@@ -1,9 +1,10 @@
-"""What a function reaches, by closure, globals, defaults, attributes and calls, and the path to each value.
+"""Finds what a function reads, by closure, globals, defaults, attributes and calls, and the path to each value.
 
->>> class Layer: bias = None
->>> layer, table = Layer(), [1.0, 2.0]
->>> layer.bias = table
->>> (path,) = paths_to(lambda score, q: score + layer.bias[q], [table])[id(table)]
+>>> from types import SimpleNamespace
+>>> def score_mod(layer):
+...     return lambda score, q: score + layer.bias[q]
+>>> layer = SimpleNamespace(bias=[1.0, 2.0])
+>>> (path,) = paths_to(score_mod(layer), [layer.bias])[id(layer.bias)]
 >>> layer.bias = [3.0, 4.0]
 >>> path.read(), str(path)
 ([3.0, 4.0], 'layer.bias')
@@ -48,7 +49,7 @@ class Path:
         return Path(self.root, (*self.steps, (attribute, name)), self.text + more)
 
     def read(self) -> Any:
-        """What the path leads to now. Dynamo reads this code too, and guards what it reads."""
+        """Follow the path again. Dynamo reads this code too, and guards what it reads."""
         x = self.root
         for attribute, name in self.steps:
             if name == RAW and not x._trace_state.is_valid():

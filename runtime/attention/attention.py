@@ -141,8 +141,19 @@ class Attention:
         return {**(self._tables if name == "constants" else self._shared), **replaced, **learned}
 
     def now(self, but: Collection[str] = ()) -> Attention:
-        """This attention, or one over the arrays that its functions would read now, where one was replaced. Learned
-        tensors are read by each call of either. Arrays in `but` stay: a call brings them."""
+        """Attention over the arrays that its functions would read now: this one, unless an array was replaced. Learned
+        tensors are read by each call of either. Arrays in `but` stay: a call brings them.
+
+        >>> import torch, frisket as fk
+        >>> def same(layer):
+        ...     return lambda q, k: layer.doc[q] == layer.doc[k]
+        >>> layer = torch.nn.Module()
+        >>> layer.doc = torch.tensor([0, 0, 1])
+        >>> att = fk.compile(same(layer))
+        >>> layer.doc = torch.tensor([0, 1, 1])
+        >>> att.now().mask.dense(1, 3).astype(int)
+        array([[[[1, 0, 0]]]])
+        """
         arrays = [(n, old, read_again(n, paths)) for n, old, paths in self._copied if n not in but]
         if all(x is old for _, old, x in arrays):
             return self
@@ -152,17 +163,17 @@ class Attention:
             stay = {*but, *(n for n, *_ in self._flowing)}
             program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
             same = program.parts == self.program.parts and not is_traced
-            kept = self if same else self.over(program), arrays
+            kept = self if same else self._over(program), arrays
             if not is_traced:
                 remember(self._moved, key, kept, KEPT)  # with the arrays: no other array has their id then
         return kept[0]
 
-    def over(self, program: CallProgram) -> Attention:
+    def _over(self, program: CallProgram) -> Attention:
         """Another program with the same options."""
         state = self.__reduce__()[2]
         return type(self)(program, *state[1:])
 
-    def check_current(self, plan: CallPlan) -> None:
+    def _check_current(self, plan: CallPlan) -> None:
         """Raise where a plan holds an array that the attention's function captured, and another is there now."""
         for n, x in plan.captured.items():
             if read_again(n, self.paths[n]) is not x:
@@ -239,7 +250,7 @@ class Attention:
         """
         if self.rereads:
             if plan is not None:
-                self.check_current(plan)
+                self._check_current(plan)
             if not in_graph(q) and (now := self.now(params)) is not self:
                 return now(
                     q, k, v, plan=plan, seed=seed, sinks=sinks, return_lse=return_lse, return_max=return_max,
@@ -544,7 +555,7 @@ class Attention:
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         if self.rereads:  # inside the pullback of a check no variable of flax can be read
-            return self.over(self.program.fixed()).check(
+            return self._over(self.program.fixed()).check(
                 q, k, v, plan=plan, seed=seed, sinks=sinks, gradients=gradients, origin=origin, sizes=sizes,
                 layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
             )  # fmt: skip

@@ -66,7 +66,7 @@ class CallProgram:
 
     @property
     def origin(self) -> Origin:
-        """What is known of the names of all parts."""
+        """Facts known of the names of all parts."""
         return reduce(or_, (p.origin for p in self.parts), Origin())
 
     @property

@@ -139,7 +139,19 @@ class BoundExpr:
         return type(self)(self.expr, {**self.params, **params}, origin)
 
     def now(self: Self, but: Collection[str] = ()) -> Self:
-        """The same over the arrays that its function would read now, if one was replaced since; those in `but` stay."""
+        """An expression over the arrays that its function would read now: this one, unless an array was replaced.
+        Arrays in `but` stay.
+
+        >>> import torch, frisket as fk
+        >>> def same(layer):
+        ...     return lambda q, k: layer.doc[q] == layer.doc[k]
+        >>> layer = torch.nn.Module()
+        >>> layer.doc = torch.tensor([0, 0, 1])
+        >>> mask = fk.mask(same(layer))
+        >>> layer.doc = torch.tensor([0, 1, 1])
+        >>> mask.dense(1, 3).astype(int), mask.now().dense(1, 3).astype(int)
+        (array([[[[1, 1, 0]]]]), array([[[[1, 0, 0]]]]))
+        """
         o = self.origin
         read = {n: read_again(n, paths) for n, paths in o.paths.items() if paths and n not in but}
         new = {n: x for n, x in read.items() if x is not o.captured[n]}

@@ -98,7 +98,7 @@ def test_replaced_tensors_reach_native_kernels_and_check():
     assert close(layer(X.double()), dense(layer, X.double()))
 
 
-def test_replaced_tensors_of_masks_and_score_mods_are_read_by_attention():
+def test_attention_reads_replaced_tensors_of_masks_and_scores():
     layer = Layer(backend="aten")
     mask, score = fk.mask(layer.seen), fk.score(lambda score, h, q, k: score + layer.bias[h, q - k])
     for change in (lambda layer: None, replaced_by_name, replaced_by_a_state):
@@ -307,7 +307,7 @@ def test_learned_tensors_out_of_reach_are_refused():
     assert close(out, fk.attention(X, X, X, "causal", SCORE, backend="aten", bias=bias))
 
 
-def test_replaced_values_that_are_part_of_the_expression_are_refused():
+def test_replaced_values_inside_an_expression_are_refused():
     holder = Holder()
     holder.register_buffer("lens", torch.tensor([3, 5]))
     att = fk.compile(lambda b, h, q, k: (q >= k) & (q - k < holder.lens.max()), backend="aten")
