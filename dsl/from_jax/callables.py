@@ -9,21 +9,17 @@ JAX is imported by the caller who wrote the function, never by frisket first.
 
 from __future__ import annotations
 
-import dis
-import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from frisket.dsl.errors import TraceError
+from frisket.dsl.from_python.closure import reached
 from frisket.dsl.from_python.numpy_functions import Naming
 from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, raised_at
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import memo
 
 from .arrays import scalar
 from .jaxpr import Reader
@@ -36,7 +32,7 @@ from .written import replaced
 def reaches_jax(fn: Any) -> bool:
     """Whether a function uses JAX: a module, function or array of it is in its closure, globals, defaults, or those
     of the functions it calls. A global counts only if the code reads it."""
-    return "jax" in sys.modules and any(_is_jax(v) for _, v in captured(fn))
+    return "jax" in sys.modules and any(_is_jax(x) for _, x, _ in reached(fn))
 
 
 def _is_jax(value: Any) -> bool:
@@ -53,83 +49,6 @@ def raised_in_jax(error: BaseException) -> bool:
             return True
         at = at.tb_next
     return False
-
-
-# How far to look: values, elements of one container, and objects inside objects (a module's settings, no more).
-MOST, LONGEST, DEEPEST = 5000, 256, 2
-
-
-def captured(fn: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a function reaches by closure, globals, defaults, attributes and calls, nearest first."""
-    seen: dict[int, Any] = {}
-    waiting = deque([("", fn, 0)])
-    while waiting and len(seen) < MOST:
-        name, value, depth = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield name, value
-        if isinstance(value, list | tuple | dict):
-            if len(value) <= LONGEST:
-                items = value.items() if isinstance(value, dict) else ((name, v) for v in value)
-                waiting.extend((str(n), v, depth) for n, v in items)
-        elif isinstance(value, FunctionType | MethodType | partial) or hasattr(value, "__wrapped__"):
-            waiting.extend((n or name, v, depth) for n, v in _called_by(value))
-        elif depth < DEEPEST:
-            waiting.extend((n, v, depth + 1) for n, v in _attributes(value))
-
-
-def _called_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """The objects a function reads, and the function it wraps."""
-    if isinstance(fn, partial):
-        yield "", fn.func
-        yield from zip(_argument_names(fn.func), fn.args)
-        yield from fn.keywords.items()
-    elif isinstance(fn, MethodType):
-        yield "", fn.__func__
-        yield "", fn.__self__
-    elif isinstance(fn, FunctionType):
-        if not _is_jax(fn) and (fn.__module__ or "").split(".")[0] not in _QUIET:
-            yield from _read_by(fn)
-    else:  # jax.jit(f)
-        yield "", fn.__wrapped__
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    of_torch = any(c.__module__.startswith("torch.") for c in type(value).__mro__)
-    if of_torch or isinstance(value, ModuleType | type) or not isinstance(getattr(value, "__dict__", None), dict):
-        return  # of torch: a tensor, or a torch.nn.Module, which may hold thousands of them
-    yield from ((n, v) for n, v in vars(value).items() if not n.startswith("__"))
-    if isinstance(method := inspect.getattr_static(type(value), "__call__", None), FunctionType):
-        yield "", method
-
-
-_QUIET = frozenset({"numpy", "torch", "frisket", *sys.stdlib_module_names}) - {"__main__"}
-
-
-def _read_by(fn: FunctionType) -> Iterator[tuple[str, Any]]:
-    for n, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
-        try:
-            yield n, cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
-    defaults = fn.__defaults__ or ()
-    count = fn.__code__.co_argcount
-    yield from zip(fn.__code__.co_varnames[count - len(defaults) : count], defaults)
-    yield from (fn.__kwdefaults__ or {}).items()
-
-
-@memo(4096)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _global_names(c)]
-    return tuple(dict.fromkeys([*own, *inner]))
-
-
-def _argument_names(fn: Any) -> tuple[str, ...]:
-    code = getattr(fn, "__code__", None)
-    return code.co_varnames[: code.co_argcount] if isinstance(code, CodeType) else ()
 
 
 # -- tracing ----------------------------------------------------------------------------------------
@@ -156,7 +75,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     if result.shape:
         size = "x".join(map(str, result.shape))
         raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
-    arrays = [(n, v) for n, v in captured(fn) if n and hasattr(v, "shape") and hasattr(v, "dtype")]
+    arrays = [(n, x) for n, x, _ in reached(fn) if n and hasattr(x, "shape") and hasattr(x, "dtype")]
     reader = Reader(naming, arrays, replaced)
     consts = [reader.constant(c) for c in closed.consts]
     (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in given])

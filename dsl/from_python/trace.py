@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -33,12 +33,14 @@ from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
+from .closure import is_foreign, names_read
 from .numpy_functions import BUILTINS, TracedTable, element
 from .symbol import Symbol, shown, symbol_of, what_is
 from .user_line import fail
 
 Kind = Literal["mask", "score"]
 ORDER = ("score", *COORDINATES)
+MEANING = {"score": "score", "b": "batch entry", "h": "head", "q": "query", "k": "key"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def trace(
     fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False, by_place: bool = False
 ) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place.
+    All four coordinates in another order than flex_attention's are an error: names and places would differ.
     `valueless`: captured torch tensors have a shape and a dtype, and no values to look at. `by_place`: bind four or
     five arguments by place whatever their names, as torch does."""
     if not callable(fn):
@@ -141,21 +144,33 @@ def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
         if n not in fixed and (p.default is p.empty or n in ORDER) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]  # fmt: skip
     if free and set(free) <= set(ORDER):
+        by_place = [n for n in free if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY]
+        if set(COORDINATES) <= set(by_place) and (pairs := _swapped(by_place)):
+            raise TraceError(
+                f"{_named(fn)} takes {', '.join(by_place)}\n"
+                f"  by name, {', '.join(f'`{n}` is the {MEANING[n]}' for n, _ in pairs)}\n"
+                f"  by place, as flex_attention reads it, {', '.join(f'`{n}` is the {MEANING[p]}' for n, p in pairs)}\n"
+                f"  write the parameters in the order {', '.join(ORDER[-len(by_place) :])}"
+            )
         return {n: n for n in free}
     taken = ", ".join(free) or "no arguments"
     if len(free) == 5 or (len(free) == 4 and kind != "score"):
-        placed = dict(zip(free, ORDER[-len(free) :], strict=True))
-        for name, place in placed.items():
-            if name in ORDER and name != place:
+        for name, place in _swapped(free):
+            if name in ORDER:
                 raise TraceError(
                     f"{_named(fn)} takes {taken}; by place `{name}` would be `{place}`, since not all are named among "
                     "b, h, q, k (and score)"
                 )
-        return placed
+        return dict(zip(free, ORDER[-len(free) :], strict=True))
     raise TraceError(
         f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), or take "
         f"{'' if kind == 'score' else 'four (b, h, q, k) or '}five (score, b, h, q, k) by place"
     )
+
+
+def _swapped(names: list[str]) -> list[tuple[str, str]]:
+    """(name, coordinate at its place in flex_attention's order) of every parameter where the two differ."""
+    return [(n, place) for n, place in zip(names, ORDER[-len(names) :], strict=True) if n != place]
 
 
 def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
@@ -207,8 +222,6 @@ def _result(fn: Callable[..., Any], kind: Kind, result: Any) -> Expr:
 
 # -- the copy of the user's function ----------------------------------------------------------------
 
-LIBRARIES = frozenset({"numpy", "torch", "jax", "jaxlib", "frisket", "builtins", *sys.stdlib_module_names})
-
 
 @dataclass
 class _Tracer:
@@ -253,7 +266,7 @@ class _Tracer:
     def function(self, fn: FunctionType) -> Any:
         if id(fn) in self.copies:
             return self.copies[id(fn)]
-        library = (fn.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+        library = is_foreign(fn)
         if library and not fn.__closure__:
             return fn
         cells = tuple(CellType() for _ in fn.__closure__ or ())  # of a library too: and_masks holds the user's masks
@@ -262,7 +275,7 @@ class _Tracer:
         vars(copy).update(vars(fn))
         self.copies[id(fn)] = copy
         self.kept.append(fn)
-        for name in () if library else _global_names(fn.__code__):
+        for name in () if library else names_read(fn.__code__):
             if name in scope:
                 scope[name] = self.value(scope[name], name)
         for cell, old, name in zip(cells, fn.__closure__ or (), fn.__code__.co_freevars):
@@ -301,11 +314,6 @@ class _Tracer:
         if isinstance(value, FunctionType | functools.partial | MethodType):
             return self.copied(value)
         return value
-
-
-def _global_names(code: CodeType) -> set[str]:
-    """The names that the code, and functions written inside it, may read from the module."""
-    return set(code.co_names).union(*(_global_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _autograd_function(value: Any) -> type[Any] | None:

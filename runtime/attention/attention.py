@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal, overload
+from collections.abc import Callable, Collection
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.from_python.closure import read_again
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
@@ -32,7 +34,7 @@ from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
+from frisket.runtime.machine.parameters import kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call, results
 from frisket.runtime.plans.device import CallPlan, FlatPlan, device_plan, divided
@@ -43,8 +45,19 @@ from frisket.runtime.torch.spec import spec_of
 
 from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 NOWHERE: Origin = (0, 0, 0, 0)
 KEPT = 32  # plans of an attention, and places it was moved to
+
+
+def of_now(method: Method) -> Method:
+    """A method of the attention over the arrays that its functions would read now."""
+
+    @wraps(method)
+    def method_of_now(self: Attention, *args: Any, **keywords: Any) -> Any:
+        return method(self.now(keywords) if self.rereads else self, *args, **keywords)
+
+    return method_of_now  # type: ignore[return-value]
 
 
 class Attention:
@@ -76,19 +89,94 @@ class Attention:
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
-        self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, and `jagged`
-        learned = {n: x for n, x in program.captured.items() if learns(x)}
-        self.learned = {n: x for n, x in learned.items() if n in program.learnable}
-        self.traced = {n: x for n, x in program.captured.items() if traced(x)}  # by JAX, of functions
-        self.spec = spec_of(program, self.options, self.learned)
-        self.constants: dict[str, Any] = {**program.tables, **self.learned}
-        self.inputs: dict[str, Any] = {**shared(program.tables), **self.learned}  # of graphs that Dynamo makes
+        self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
+        self.captured = program.captured
+        self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
+        learned = {n: x for n, x in self.captured.items() if learns(x)}
+        flowing = {n: x for n, x in learned.items() if n in program.learnable}
+        self.spec = spec_of(program, self.options, flowing)
+        self.paths = program.origin.paths
+        if unreachable := [n for n, paths in self.paths.items() if not paths]:
+            raise ParameterError(
+                f"`{unreachable[0]}` is learned, and frisket cannot tell where its function reads it: a tensor that "
+                f"replaces it would be missed\n  give it to the call under this name: att(q, k, v, ...), or read it "
+                "as an attribute or an entry"
+            )
+        inside = [("", x, paths) for p in program.parts for x, paths in p.origin.inside]
+        self._flowing = [(n, x, self.paths.get(n)) for n, x in flowing.items()]
+        self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
+        self._tables, self._shared = program.tables, shared(program.tables)
+        self.rereads = program.rereads
+        if not self.rereads:
+            self.learned: dict[str, Any] = flowing
+            self.constants: dict[str, Any] = {**self._tables, **flowing}
+            self.inputs: dict[str, Any] = {**self._shared, **flowing}  # of graphs that Dynamo makes
         both = [e for e in program.exprs if e is not None]
-        self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
+        self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - flowing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program and the options; a copy prepares its calls again."""
-        return Attention, (self.program, self.options)
+        return _blank, (type(self),), (self.program, self.options)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        type(self).__init__(self, *state)
+
+    def __getattr__(self, name: str) -> Any:
+        """`learned`, `constants` and `inputs` of an attention whose functions captured arrays: the arrays that these
+        functions would read now. Other attentions have them as attributes."""
+        if name not in ("learned", "constants", "inputs"):
+            raise AttributeError(f"an attention has no `{name}`", name=name, obj=self)
+        learned = {n: read_again(n, paths) if paths else x for n, x, paths in self._flowing}
+        if name == "learned":
+            return learned
+        replaced = {}
+        for n, x, paths in self._copied:
+            if (y := read_again(n, paths)) is not x:
+                if not n:
+                    raise ParameterError(part_of_expression(paths[0]))
+                replaced[n] = y
+        return {**(self._tables if name == "constants" else self._shared), **replaced, **learned}
+
+    def now(self, but: Collection[str] = ()) -> Attention:
+        """Attention over the arrays that its functions would read now: this one, unless an array was replaced. Learned
+        tensors are read by each call of either. Arrays in `but` stay: a call brings them.
+
+        >>> import torch, frisket as fk
+        >>> def same(layer):
+        ...     return lambda q, k: layer.doc[q] == layer.doc[k]
+        >>> layer = torch.nn.Module()
+        >>> layer.doc = torch.tensor([0, 0, 1])
+        >>> att = fk.compile(same(layer))
+        >>> layer.doc = torch.tensor([0, 1, 1])
+        >>> att.now().mask.dense(1, 3).astype(int)
+        array([[[[1, 0, 0]]]])
+        """
+        arrays = [(n, old, read_again(n, paths)) for n, old, paths in self._copied if n not in but]
+        if all(x is old for _, old, x in arrays):
+            return self
+        key = ("now", *((n, id(x)) for n, _, x in arrays))
+        kept: tuple[Attention, Any] | None = self._moved.get(key)
+        if kept is None:
+            stay = {*but, *(n for n, *_ in self._flowing)}
+            program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
+            same = program.parts == self.program.parts and not is_traced
+            kept = self if same else self._over(program), arrays
+            if not is_traced:
+                remember(self._moved, key, kept, KEPT)  # with the arrays: no other array has their id then
+        return kept[0]
+
+    def _over(self, program: CallProgram) -> Attention:
+        """Another program with the same options."""
+        state = self.__reduce__()[2]
+        return type(self)(program, *state[1:])
+
+    def _check_current(self, plan: CallPlan) -> None:
+        """Raise where a plan holds an array that the attention's function captured, and another is there now."""
+        for n, x in plan.captured.items():
+            if read_again(n, self.paths[n]) is not x:
+                raise ParameterError(
+                    f"the plan holds `{self.paths[n][0]}`, which has been replaced since\n  make another with `plan`"
+                )
 
     @property
     def mask(self) -> Any:
@@ -157,6 +245,14 @@ class Attention:
         Hidden entries of stored k, v and scales may hold anything. Other values of scales and pages neither plan nor
         compile again. Calls on stored keys have no gradients.
         """
+        if self.rereads:
+            if plan is not None:
+                self._check_current(plan)
+            if not in_graph(q) and (now := self.now(params)) is not self:
+                return now(
+                    q, k, v, plan=plan, seed=seed, sinks=sinks, return_lse=return_lse, return_max=return_max,
+                    origin=origin, sizes=sizes, layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
+                )  # fmt: skip
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
             if not in_graph(q):
@@ -304,6 +400,7 @@ class Attention:
 
     @counting
     @usual_promotion()
+    @of_now
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
         sizes: Sizes | None = None, flat: bool | None = None, **params: Any,
@@ -326,9 +423,13 @@ class Attention:
         framework = framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, device_of(x, framework)) if given else ""
         if given and RECORDS[backend].loads:  # planned by the call, whose tiles are known
-            return self._kept_plan(g, host, given)
-        block = self._flat_block(backend, x, g) if given else None
-        return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
+            found = self._kept_plan(g, host, given)
+        else:
+            block = self._flat_block(backend, x, g) if given else None
+            found = self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
+        if self.rereads:
+            found.captured = {n: read_again(n, paths) for n, paths in self.paths.items() if n not in params}
+        return found
 
     def _flat_block(self, backend: str, x: Any, g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
@@ -393,6 +494,7 @@ class Attention:
         return self.stages(*shape, backend=backend, **sizes).source
 
     @counting
+    @of_now
     def stages(
         self, q: Any = None, k: Any = None, v: Any = None, *, q_len: int = 4096, kv_len: int | None = None,
         batch: int = 1, heads: int = 1, kv_heads: int | None = None, head_dim: int = 64, v_dim: int | None = None,
@@ -450,6 +552,11 @@ class Attention:
         """Compare a call and its gradients, for random cotangents, with the float64 reference. Gradients are of q, k,
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
+        if self.rereads:  # inside the pullback of a check no variable of flax can be read
+            return self._over(self.program.fixed()).check(
+                q, k, v, plan=plan, seed=seed, sinks=sinks, gradients=gradients, origin=origin, sizes=sizes,
+                layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
+            )  # fmt: skip
         live = live_of(*map(unwrapped, (k_scale, v_scale, pages)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))
@@ -463,6 +570,11 @@ class Attention:
             found = report(call, *self.run(call)[:2])
         found.require()
         return found
+
+
+def _blank(kind: type[Attention]) -> Attention:
+    """One whose state follows: a module that it reads may hold it, and is pickled between the two."""
+    return object.__new__(kind)
 
 
 @memo(2)

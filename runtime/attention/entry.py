@@ -19,7 +19,7 @@ from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
-from frisket.runtime.machine.parameters import as_value, is_tensor, learns, traced
+from frisket.runtime.machine.parameters import BoundExpr, as_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
@@ -148,13 +148,16 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
         if (found := _compiled.get(text)) is not None:
             return found  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
+    if not isinstance(mask, BoundExpr | Program) and not isinstance(score, BoundExpr):
+        program = program.fixed()  # functions are traced at every call
     if any(traced(x) or (is_tensor(x) and x.grad_fn) for x in program.captured.values()):  # of the current graph
         return Attention(program, options)
     learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: their values change
     rest = program.without(learned.keys() & program.learnable)  # a mask keeps the values it was made with
-    key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
+    paths = tuple(x for p in program.parts for x in (*p.origin.paths.values(), *p.origin.inside))
+    key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()), *map(id, paths))
     kept: Attention | None = _compiled.get(key)
-    return kept or _compiled.put(key, Attention(program, options), learned)
+    return kept or _compiled.put(key, Attention(program, options), (learned, paths))
 
 
 def _kind(x: Any) -> tuple[Any, ...]:

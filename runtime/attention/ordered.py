@@ -80,7 +80,8 @@ class OrderedAttention(Attention):
             self._fixed = order, *self._in_order(program, order)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedAttention, (self.program, self.options, self.order)
+        make, kind, state = super().__reduce__()
+        return make, kind, (*state, self.order)
 
     @counting
     def order_of(self, q_len: int, kv_len: int, device: str = "cpu", **params: Any) -> Order:

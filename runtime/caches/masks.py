@@ -101,7 +101,7 @@ def placed(att: Attention, places: Places) -> Attention:
     if key not in att.ready:
         att.ready[key] = _placed(att, places)
     made: Attention = att.ready[key]
-    return made
+    return made.now() if made.rereads else made
 
 
 def _placed(att: Attention, places: Places) -> Attention:

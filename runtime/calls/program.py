@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import count
+from operator import or_
 from typing import Any
 
 from numpy.typing import NDArray
@@ -74,9 +75,26 @@ class CallProgram:
         return {n: x for p in self.parts for n, x in p.tables.items()}
 
     @property
+    def origin(self) -> Origin:
+        """Facts known of the names of all parts."""
+        return reduce(or_, (p.origin for p in self.parts), Origin())
+
+    @property
     def captured(self) -> dict[str, Any]:
         """The tensors and arrays themselves that functions captured, by the names of their copies."""
         return {n: x for p in self.parts for n, x in p.origin.captured.items()}
+
+    @property
+    def rereads(self) -> bool:
+        """Whether functions captured arrays that are read again at every call."""
+        return any(p.origin.paths or p.origin.inside for p in self.parts)
+
+    def fixed(self) -> CallProgram:
+        """A program over the captured arrays as they are now, which are not read again."""
+        if not self.rereads:
+            return self
+        now = self.changed(lambda p: p.now())
+        return now.changed(lambda p: type(p)(p.expr, p.params, replace(p.origin, paths={}, inside=())))
 
     @cached_property
     def learnable(self) -> frozenset[str]:
@@ -199,15 +217,12 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
             taken.add(others[n])
     values = {**own, **{others.get(n, n): x for n, x in given.items()}}
     change = {var(n): renamed(e, others) for n, e in found.items()}
-    declared = {n: d for p in program.parts for n, d in p.origin.declared.items()}
-    captured = program.captured
+    origin = program.origin
 
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
         names = names_of(e)
-        known = ({n: x for n, x in source.items() if n in names} for source in (values, declared, captured))
-        mine, told, caught = known
-        return type(p)(e, mine, Origin(declared=told, captured=caught))
+        return type(p)(e, {n: x for n, x in values.items() if n in names}, origin.renamed({n: n for n in names}))
 
     places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)

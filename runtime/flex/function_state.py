@@ -11,20 +11,17 @@ from abc import ABC
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
 import torch
 
-from frisket.dsl.from_python.trace import LIBRARIES
-from frisket.grammar.memo import memo
+from frisket.dsl.from_python.closure import MODULE_PARTS, is_foreign, names_read
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 REFLECTION = """getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv
 is_grad_enabled is_inference_mode_enabled is_autocast_enabled get_default_dtype get_num_threads""".split()
-FOREIGN = LIBRARIES - {"__main__"}
 STATELESS = (object, ModuleType, SimpleNamespace, Generic, Protocol, ABC)  # foreign, with all they hold in `__dict__`
-PARTS = ("_parameters", "_buffers", "_modules")  # where a torch.nn.Module keeps its attributes
 UNNAMED = frozenset({"__call__", "forward", "_forward_hooks", "_forward_pre_hooks"})  # read by a call of an object
 QUIET = ("__repr__", "__str__", "__setattr__", "__delattr__")  # special methods that read nothing for a score
 Names = frozenset[str]
@@ -64,7 +61,7 @@ class _StateReader:
             return kind, x
         if kind is FunctionType:
             return self.function(x, names)
-        if isinstance(x, type | ModuleType) and _foreign(x):
+        if isinstance(x, type | ModuleType) and is_foreign(x):
             return x
         if isinstance(x, BuiltinFunctionType | Enum):  # of an object, as `held.get` is
             return x, self.each((x._value_, kind) if isinstance(x, Enum) else (x.__self__,), names)
@@ -75,7 +72,7 @@ class _StateReader:
         if kind is functools.partial:
             return kind, self.value(x.func, names), tuple(x.keywords), self.each((*x.args, *x.keywords.values()), names)
         if kind is MethodType:
-            mine = names | (_names(x.__func__.__code__) if type(x.__func__) is FunctionType else names)
+            mine = names | (names_read(x.__func__.__code__) if type(x.__func__) is FunctionType else names)
             return self.value(x.__func__, names), self.value(x.__self__, mine)
         if isinstance(x, type | ModuleType):
             return x, self.members(x, {} if isinstance(x, type) else vars(x), names)
@@ -85,11 +82,11 @@ class _StateReader:
         return tuple([self.value(x, names) for x in values])
 
     def function(self, fn: FunctionType, names: Names) -> Any:
-        library = _foreign(fn)
+        library = is_foreign(fn)
         if (library and not fn.__closure__) or (fn, names) in self.seen:
             return fn
         self.seen.add((fn, names))
-        names = names | (mine := _names(fn.__code__))
+        names = names | (mine := names_read(fn.__code__))
         if not mine.isdisjoint(REFLECTION) or not names.isdisjoint(vars(fn)):
             raise UnknownState
         said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
@@ -102,9 +99,9 @@ class _StateReader:
     def members(self, x: Any, held: Mapping[str, Any] | None, names: Names) -> Any:
         """An object, class or module by the attributes and methods that the code reads."""
         cls = x if isinstance(x, type) else type(x)
-        library = any(_foreign(c) for c in cls.__mro__ if c not in STATELESS and c is not torch.nn.Module)
-        strange = not _foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
-        own = [vars(c) for c in cls.__mro__ if not _foreign(c)]
+        library = any(is_foreign(c) for c in cls.__mro__ if c not in STATELESS and c is not torch.nn.Module)
+        strange = not is_foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
+        own = [vars(c) for c in cls.__mro__ if not is_foreign(c)]
         if held is None or strange or any({"__getattr__", "__getattribute__"} & of.keys() for of in (*own, held)):
             raise UnknownState
         special = {n for of in own for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
@@ -112,21 +109,10 @@ class _StateReader:
         if (id(x), names) in self.seen:
             return id(x)
         self.seen.add((id(x), names))
-        parts = [held, *(held[p] for p in PARTS if p in held and isinstance(x, torch.nn.Module))]
+        parts = [held, *(held[p] for p in MODULE_PARTS if p in held and isinstance(x, torch.nn.Module))]
         read = names.union(*parts[1:], (n for n in held if n[0] != "_")) if library else names  # by code of its own
         said = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
         return tuple(said), tuple([self.value(m, names) for m in methods])
-
-
-def _foreign(x: Any) -> bool:
-    """Whether a class, function or module is of a library: those do not change between calls."""
-    return (x.__name__ if isinstance(x, ModuleType) else x.__module__ or "").partition(".")[0] in FOREIGN
-
-
-@memo(1024)
-def _names(code: CodeType) -> Names:
-    """Every name that the code, and functions written inside it, read from modules and objects."""
-    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
@@ -139,7 +125,9 @@ def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tup
         methods = tuple(x for n in sorted(found) for x in found[n])
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
-        more = names.union(*(_names(x.__code__) for x in methods if isinstance(x, FunctionType) and not _foreign(x)))
+        more = names.union(
+            *(names_read(x.__code__) for x in methods if isinstance(x, FunctionType) and not is_foreign(x))
+        )
         if more == names:
             return names, methods
         names = more

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, Span
+from frisket.dsl.from_python.closure import Path, read_again
 from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
 from frisket.dsl.library import definitions
@@ -191,11 +193,41 @@ class Origin:
     declared: Mapping[str, Declared] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     captured: Mapping[str, Any] = field(default_factory=dict)  # a function's own arrays, by the names of their copies
+    paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)  # to those arrays; none to one out of reach
+    inside: tuple[tuple[Any, tuple[Path, ...]], ...] = ()  # arrays whose values are in the expression
 
     @property
     def names(self) -> Origin:
         """Facts known of the names, for an expression made of this one."""
-        return Origin(declared=self.declared, captured=self.captured)
+        return replace(self, source=None, sites=(), notes=())
+
+    def renamed(self, names: Mapping[str, str]) -> Origin:
+        """Facts known of those names that are keys, under their new names."""
+        declared, captured, paths = (
+            {names[n]: x for n, x in facts.items() if n in names}
+            for facts in (self.declared, self.captured, self.paths)
+        )
+        return replace(self.names, declared=declared, captured=captured, paths=paths)
+
+    def paths_in_copies(self, memo: Mapping[int, Any]) -> dict[str, tuple[Path, ...]]:
+        """The paths from objects that are copied already, and those from modules of torch to learned tensors. A copy of
+        a mask copies no other object of the user's; it has its own copies of arrays."""
+        ways = {n: tuple(path.from_object() for path in paths) for n, paths in self.paths.items()}
+        of_module = {n for n, x in self.captured.items() if learns(x)}
+        return {
+            n: paths for n, paths in ways.items()
+            if all(id(path.root) in memo or (n in of_module and hasattr(path.root, "_parameters")) for path in paths)
+        }  # fmt: skip
+
+    def __or__(self, other: Origin) -> Origin:
+        """The facts of both, for an expression made of two."""
+        paths: dict[str, dict[Any, Path]] = {}
+        for name, ways in (*self.paths.items(), *other.paths.items()):
+            paths.setdefault(name, {}).update({(id(path.root), path.steps): path for path in ways})
+        return Origin(
+            declared={**self.declared, **other.declared}, captured={**self.captured, **other.captured},
+            paths={n: tuple(ways.values()) for n, ways in paths.items()}, inside=self.inside + other.inside,
+        )  # fmt: skip
 
 
 class BoundExpr:
@@ -254,8 +286,35 @@ class BoundExpr:
         """An expression with more parameters bound; a new value replaces an old one."""
         if not params:
             return self
-        kept = {n: x for n, x in self.origin.captured.items() if n not in params}
-        return type(self)(self.expr, {**self.params, **params}, replace(self.origin, captured=kept))
+        rest = self.origin.renamed({n: n for n in self.origin.captured if n not in params})
+        origin = replace(self.origin, captured=rest.captured, paths=rest.paths)
+        return type(self)(self.expr, {**self.params, **params}, origin)
+
+    def now(self: Self, but: Collection[str] = ()) -> Self:
+        """An expression over the arrays that its function would read now: this one, unless an array was replaced.
+        Arrays in `but` stay.
+
+        >>> import torch, frisket as fk
+        >>> def same(layer):
+        ...     return lambda q, k: layer.doc[q] == layer.doc[k]
+        >>> layer = torch.nn.Module()
+        >>> layer.doc = torch.tensor([0, 0, 1])
+        >>> mask = fk.mask(same(layer))
+        >>> layer.doc = torch.tensor([0, 1, 1])
+        >>> mask.dense(1, 3).astype(int), mask.now().dense(1, 3).astype(int)
+        (array([[[[1, 1, 0]]]]), array([[[[1, 0, 0]]]]))
+        """
+        o = self.origin
+        read = {n: read_again(n, paths) for n, paths in o.paths.items() if paths and n not in but}
+        new = {n: x for n, x in read.items() if x is not o.captured[n]}
+        inside = tuple((read_again("it", paths), paths) for _, paths in o.inside)
+        for (old, paths), (x, _) in zip(o.inside, inside, strict=True):
+            if x is not old and digest(as_value("it", x)) != digest(as_value("it", old)):
+                raise ParameterError(part_of_expression(paths[0]))
+        if not new and all(x is old for (x, _), (old, _) in zip(inside, o.inside, strict=True)):
+            return self
+        values = {n: x for n, x in {**self.params, **new}.items() if not traced(x)}
+        return type(self)(self.expr, values, replace(o, captured={**o.captured, **new}, inside=inside))
 
     def require_bound(self) -> None:
         """Raise `ParameterError` unless every parameter has a value."""
@@ -302,20 +361,32 @@ class BoundExpr:
         return hash(self._identity)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold copies of arrays. Learned tensors stay the ones of their module, and are read from it again."""
         o = self.origin
         rows = _flattened((self.expr, *(e for _, e in o.sites)))
-        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes)
-        learned = {n: x for n, x in o.captured.items() if learns(x)}  # a copy of a model reads its own
-        return _restored, (type(self), rows, {**self.params, **learned}, origin)
+        learned = {n: x for n, x in o.captured.items() if learns(x)}
+        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes, o.paths_in_copies({}))
+        return _blank, (type(self),), (rows, {**self.params, **learned}, origin)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        rows, params, (source, spans, declared, notes, ways) = state
+        root, *sites = _unflattened(rows)
+        origin = Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes, paths=ways)
+        BoundExpr.__init__(self, root, params, origin)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        o = self.origin
+        kept = o.paths_in_copies(memo)
+        captured = {n: x for n, x in o.captured.items() if n in kept or learns(x)}
+        inside = [(x, paths) for x, paths in o.inside if all(id(path.from_object().root) in memo for path in paths)]
+        arrays, ways, inside = deepcopy((captured, kept, inside), memo)
+        origin = replace(o, captured=arrays, paths=ways, inside=tuple(inside))
+        return type(self)(self.expr, {**self.params, **{n: x for n, x in arrays.items() if learns(x)}}, origin)
 
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
         """One expression made of both, with different bindings of one name kept apart."""
         left, right = separated(self, other)
-        origin = Origin(
-            declared={**right.origin.declared, **left.origin.declared},
-            captured={**right.origin.captured, **left.origin.captured},
-        )
-        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, origin)
+        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, right.origin | left.origin)
 
     def at(self: Self, **coordinates: Any) -> Self:
         """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
@@ -330,13 +401,24 @@ class BoundExpr:
         return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
 
 
+def part_of_expression(path: Path) -> str:
+    """The message for an array that was replaced and whose values a trace looked at."""
+    return (
+        f"`{path}` has been replaced since its function was traced, and its values are part of the traced expression\n"
+        "  make the mask, score mod or attention again; lookups, `x[q]`, are read at every call"
+    )
+
+
 def separated(left: Self, right: Self) -> tuple[Self, Self]:
     """Two expressions whose names mean one thing: a name bound differently on the right gets a number."""
     mine, theirs = names_of(left.expr), names_of(right.expr)
     taken = {*mine, *theirs}
     for name in sorted(mine.keys() & theirs.keys()):
         a, b = left.params.get(name), right.params.get(name)
-        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b):
+        x, y = left.origin.captured.get(name), right.origin.captured.get(name)
+        apart = x is not y and any(learns(z) for z in (x, y))  # equal values now, others after a step of training
+        apart = apart or (x is not y and name in left.origin.paths and name in right.origin.paths)
+        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b) and not apart:
             continue
         number = 2
         while f"{name}_{number}" in taken:
@@ -352,11 +434,9 @@ def separated(left: Self, right: Self) -> tuple[Self, Self]:
 
 
 def renamed(one: Self, old: str, new: str) -> Self:
-    params, declared, captured = (
-        {new if n == old else n: x for n, x in values.items()}
-        for values in (one.params, one.origin.declared, one.origin.captured)
-    )
-    return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared, captured=captured))
+    names = {n: new if n == old else n for n in (*names_of(one.expr), *one.origin.declared)}
+    params = {names[n]: x for n, x in one.params.items()}
+    return type(one)(ir.renamed(one.expr, {old: new}), params, one.origin.renamed(names))
 
 
 def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
@@ -391,10 +471,13 @@ def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int
     return rows, [place[r] for r in roots]
 
 
-def _restored(kind: type[BoundExpr], rows: Any, params: dict[str, Any], origin: tuple[Any, ...]) -> BoundExpr:
+def _unflattened(rows: tuple[list[tuple[Any, ...]], list[int]]) -> list[Expr]:
     nodes: list[Expr] = []
     for op, args, name, type_ in rows[0]:
         nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
-    root, *sites = (nodes[i] for i in rows[1])
-    source, spans, declared, notes = origin
-    return kind(root, params, Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes))
+    return [nodes[i] for i in rows[1]]
+
+
+def _blank(kind: type[BoundExpr]) -> BoundExpr:
+    """One whose state follows: a module that it reads may hold it, and is pickled between the two."""
+    return object.__new__(kind)

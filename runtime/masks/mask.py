@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.from_python.closure import paths_to
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
@@ -26,7 +27,7 @@ from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, names_of, traced, with_learned
+from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, learns, names_of, traced, with_learned
 
 from . import answers
 from .answers import Answer
@@ -303,9 +304,9 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
     >>> mask(lambda q, k: (q >= k) & (abs(q - k) < 256)) == mask("causal & window(256)")
     True
 
-    A function is one of b, h, q and k, or of some of them by these names; a `mask_mod` of torch, a function of
-    `jax.numpy`. `params` are numbers and arrays, of numpy, torch or JAX, for the names that the text does not
-    define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
+    A function takes b, h, q and k in this order, or some of them by these names in any order; a `mask_mod` of torch, a
+    function of `jax.numpy`. `params` are numbers and arrays, of numpy, torch or JAX, for the names that the text does
+    not define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
     `ParameterError` for a value that does not fit its name.
     """
     if isinstance(what, Mask):
@@ -358,7 +359,10 @@ def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -
     found = trace(fn, kind)
     kept = {n: x for n, x in found.tables.items() if n not in params}
     values = {n: x for n, x in kept.items() if not traced(x)}
-    return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes)
+    at = paths_to(fn, [x for x in (*kept.values(), *found.read) if not isinstance(x, np.ndarray)])
+    paths = {n: at.get(id(x), ()) for n, x in kept.items() if id(x) in at or learns(x)}
+    inside = tuple((x, at[id(x)]) for x in found.read if id(x) in at)
+    return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes, paths=paths, inside=inside)
 
 
 def load(path: str | Path, **params: Any) -> Program:

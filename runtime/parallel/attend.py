@@ -30,7 +30,7 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
             "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
             "frisket.compile(mask).at(**order.coordinates)"
         )
-    framework = framework_of(q)
+    att, framework = att.now(more) if att.rereads else att, framework_of(q)
     if framework == "torch":
         from . import torch_ring
 

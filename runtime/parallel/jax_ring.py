@@ -503,7 +503,7 @@ def shard_of(
     host, given = divided({**att.traced, **params}, None, att.program.learnable, "jax")
     given |= {n: host.pop(n) for n in split if n in host}
     check_names(att.program, {**host, **given}, split)
-    program = att.program.without(given).bind(host)
+    program = att.program.without(given).bind(host).fixed()
     arrays = {n: jnp.asarray(x) for n, x in given.items()}
     return Shard(Attention(program, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -105,6 +106,7 @@ class FlatPlan:
     On a GPU Python reads no values: planning may be part of a CUDA graph, whose replays plan from the tables then."""
 
     on_device = True
+    captured: Mapping[str, Any] = MappingProxyType({})  # arrays that the attention's functions captured, as they were
 
     def __init__(self, key: PlanKey, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
         self.key, self.given = key, values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from frisket.dsl.ir import Expr
@@ -40,6 +41,7 @@ class Plan:
     on_device = by_table = False
     common, planner = None, ""  # of plans on a device
     options = Options()  # of the attention that made it
+    captured: Mapping[str, Any] = MappingProxyType({})  # arrays that its functions captured, as they were
 
     def __init__(
         self, program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,

@@ -13,7 +13,8 @@ import pytest
 import frisket
 from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.from_jax.callables import captured, reaches_jax
+from frisket.dsl.from_jax.callables import reaches_jax
+from frisket.dsl.from_python.closure import reached
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.show import show
 
@@ -92,7 +93,7 @@ def test_captures_of_an_object_are_searched_one_level_deep():
         value.inner = Trainer.__new__(Trainer)
         value = value.inner
     value.doc = doc
-    names = [n for n, _ in captured(lambda q, k: q < chain.width)]
+    names = [n for n, *_ in reached(lambda q, k: q < chain.width)]
     assert "far" in names
     assert len(names) < 100
 

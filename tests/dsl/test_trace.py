@@ -162,6 +162,40 @@ def test_functions_of_a_wrong_form_are_refused(fn, kind, message):
     assert str(caught.value).startswith(message)
 
 
+class WithExchangedQueriesAndKeys:
+    def __call__(self, b, h, k, q):
+        return q >= k
+
+
+ORDERS = [
+    (lambda h, b, q, k: (q >= k) & (h < 1), "`h` is the head, `b` is the batch entry",
+     "`h` is the batch entry, `b` is the head"),
+    (lambda b, h, k, q: q >= k, "`k` is the key, `q` is the query", "`k` is the query, `q` is the key"),
+    (functools.partial(lambda n, b, h, k, q: q >= k + n, 1), "`k` is the key", "`k` is the query"),
+    (functools.partial(lambda b, h, k, q, n: q >= k + n, n=1), "`k` is the key", "`k` is the query"),
+    (WithExchangedQueriesAndKeys(), "`k` is the key", "`k` is the query"),
+    (lambda b, h, k, q, score: score + q - k, "`score` is the score", "`b` is the score"),
+    (lambda score, b, h, k, q: score + q - k, "`k` is the key, `q` is the query", "`k` is the query, `q` is the key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "by_name", "by_place"), ORDERS)
+def test_four_coordinates_in_another_order_show_both_readings(fn, by_name, by_place):
+    with pytest.raises(TraceError, match="write the parameters in the order (score, )?b, h, q, k") as caught:
+        trace(fn)
+    _, names, places, _ = str(caught.value).splitlines()
+    assert by_name in names and "by name" in names
+    assert by_place in places and "by place, as flex_attention reads it" in places
+
+
+@pytest.mark.parametrize("fn", [
+    lambda k, q: q >= k, lambda k, q, b: q >= k, lambda *, k, q, h, b: q >= k, lambda b, h, q, k=0: q >= k,
+    functools.partial(lambda h, b, k, q: q >= k, h=0),
+])  # fmt: skip
+def test_parameters_by_name_alone_come_in_any_order(fn):
+    assert trace(fn).expr is parse_expression("q >= k")
+
+
 def test_arguments_by_place_and_constants():
     assert trace(lambda a, x, i, j: i >= j).expr is parse_expression("q >= k")
     assert trace(lambda s, a, x, i, j: s * 2.0).expr is parse_expression("score * 2.0")

@@ -1,0 +1,110 @@
+"""Captured JAX arrays and flax variables that are replaced after the attention was made."""
+
+import copy
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import frisket as fk  # noqa: E402
+from frisket.dsl.errors import ParameterError  # noqa: E402
+
+jnp = jax.numpy
+S = 8
+X = jax.random.normal(jax.random.key(0), (1, S, 2, 4))
+
+
+def drawn(seed=1):
+    return jax.random.normal(jax.random.key(seed), (2, S))
+
+
+def dense(bias, doc):
+    return fk.attention(X, X, X, "causal & same(doc)", "score + bias[h, q - k]", backend="xla", doc=doc, bias=bias)
+
+
+def close(x, y):
+    return np.allclose(x, y, atol=1e-5)
+
+
+class Layer:
+    def __init__(self):
+        self.bias, self.doc = jnp.zeros((2, S)), jnp.arange(S) // 4
+        self.att = fk.compile(
+            lambda q, k: (q >= k) & (self.doc[q] == self.doc[k]),
+            lambda score, h, q, k: score + self.bias[h, q - k],
+            backend="xla",
+        )
+
+    def __call__(self, bias=None, doc=None):
+        self.bias, self.doc = self.bias if bias is None else bias, self.doc if doc is None else doc
+        return self.att(X, X, X)
+
+
+def test_replaced_arrays_are_read_by_the_next_jax_call():
+    layer = Layer()
+    for bias, doc in ((None, None), (drawn(), None), (None, jnp.arange(S) // 2), (drawn(2), jnp.arange(S) // 3)):
+        assert close(layer(bias, doc), dense(layer.bias, layer.doc))
+    copied = copy.deepcopy(layer)
+    assert close(copied(drawn(3)), dense(drawn(3), layer.doc))
+    assert close(layer(), dense(drawn(2), layer.doc))
+
+
+def test_attributes_that_a_transform_traces_get_gradients():
+    layer, bias, doc = Layer(), drawn(), jnp.arange(S) // 2
+    assert close(jax.jit(layer)(bias, doc), dense(bias, doc))
+    grad = jax.grad(lambda b: layer(b, doc).sum())(bias)
+    expected = jax.grad(lambda b: dense(b, doc).sum())(bias)
+    assert close(grad, expected) and np.any(expected)
+    assert close(layer(bias, doc), dense(bias, doc))
+
+
+@pytest.fixture(scope="module")
+def model():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.bias, self.doc = nnx.Param(jnp.zeros((2, S))), nnx.Variable(jnp.arange(S) // 4)
+            self.att = fk.compile(
+                lambda q, k: (q >= k) & (self.doc[q] == self.doc[k]),
+                lambda score, h, q, k: score + self.bias[h, q - k],
+                backend="xla",
+            )
+
+        def __call__(self, **params):
+            return self.att(X, X, X, **params)
+
+    return Model()
+
+
+def test_flax_variables_are_read_by_the_next_call(model):
+    nnx = pytest.importorskip("flax.nnx")
+
+    assert close(model(), dense(model.bias[...], model.doc[...]))
+    model.bias.set_value(drawn())
+    assert close(model(), dense(drawn(), model.doc[...]))
+    model.doc = nnx.Variable(jnp.arange(S) // 2)
+    assert close(model(), dense(drawn(), jnp.arange(S) // 2))
+    nnx.update(model, nnx.state({"bias": nnx.Param(drawn(2))}))
+    assert close(model(), dense(drawn(2), jnp.arange(S) // 2))
+    assert model.att.check(X, X, X).good
+
+
+def test_flax_variables_of_another_trace_are_refused(model):
+    nnx = pytest.importorskip("flax.nnx")
+
+    message = "is a flax variable of another trace: .*\n  give the array to the call"
+    for transform in (nnx.jit, nnx.grad, lambda f: jax.jit(lambda m: f(model))):
+        with pytest.raises(ParameterError, match=message):
+            transform(lambda m: m().sum())(model)
+    given = nnx.grad(lambda m: m(bias=m.bias[...], doc=m.doc[...]).sum())(model)
+    expected = jax.grad(lambda b: dense(b, model.doc[...]).sum())(model.bias[...])
+    assert close(given["bias"][...], expected)
+
+
+def test_flax_layers_made_in_a_trace_read_their_variables(model):
+    nnx = pytest.importorskip("flax.nnx")
+
+    make = type(model)
+    assert close(nnx.jit(lambda: make()())(), dense(jnp.zeros((2, S)), jnp.arange(S) // 4))
