@@ -16,7 +16,7 @@ from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.machine.bound import BoundExpr, separated
-from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
+from frisket.runtime.machine.parameters import as_value, names_of, offsets_of, own_state, with_learned
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, only, score
 
 from .stored_kv import Stored
@@ -75,6 +75,11 @@ class CallProgram:
             return frozenset()
         seen = set() if self.mask is None else names_of(self.mask.expr).keys()
         return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
+
+    @cached_property
+    def offsets(self) -> dict[str, str]:
+        """The tables that hold offsets of segments, as `offsets_of` tells them."""
+        return {n: of for p in self.parts for n, of in offsets_of(p.expr).items()}
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
         """A program with more parameters bound; a name nobody uses is an error."""

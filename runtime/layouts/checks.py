@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.dsl.ir import SIZES, Expr, conj, var
-from frisket.lowering.analysis.layout import analyse, bind_in_part
+from frisket.dsl.ir import SIZES, TRUE, Expr, conj, make, var
+from frisket.lowering.analysis.layout import analyse, bind_in_part, grid_of
+from frisket.lowering.analysis.reach import lookups
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
-from frisket.runtime.machine.parameters import short_tables
+from frisket.runtime.machine.parameters import looks_like_lengths, names_of, segments_of_coordinates, short_tables
 
 Array = NDArray[Any]
 _LONGEST = 1 << 48  # tokens
+_STEPS = 1 << 27  # to find a position outside of offsets
 
 
 def check_reach(
     mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
-    `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
-    stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
+    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows. Refuse
+    offsets that do not hold a bare coordinate whose segment counts. Hidden positions may lie beyond: lookups clamp.
+    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known."""
+    ends = whole(origin, lengths)
+    stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
-        beyond = simplify(conj(bind_in_part(mask, tables), var(coordinate) >= have))
+    known = {**tables, **shapes}
+    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
+        beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
         found = analyse(
             beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
-            tables=tables,
+            tables=known,
         )  # fmt: skip
         if found.exact and found.spans.count.any():
             need = stops[coordinate]
@@ -39,6 +47,35 @@ def check_reach(
                 f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
                 f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             )
+    for e in readers:
+        outside = {
+            name: stops[c] for c, name, first, last in segments_of_coordinates(e, tables)
+            if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+        }  # fmt: skip
+        if not outside or names_of(e).keys() & shapes.keys():
+            continue
+        reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
+        grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
+        env = {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}
+        scope = Scope(env, {n: Table(t) for n, t in known.items()}, _STEPS)
+        for one in lookups(reader, visible, grid, scope):
+            if one.offsets and one.witness and one.table in outside:
+                advice = _advice(one.table, tables[one.table], outside[one.table])
+                raise ParameterError(f"{one}\n  {advice}")
+
+
+def _advice(name: str, offsets: Array, stop: int) -> str:
+    """The remedy for offsets that do not hold all positions below `stop`."""
+    lengths = looks_like_lengths(name)
+    if offsets[0] <= 0:
+        return (
+            f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
+            f"[*{name}, {stop}], or hide what lies beyond"
+        )
+    if offsets.sum() == stop:
+        return lengths
+    start = f"offsets begin with 0: [0, *{name}]"
+    return start if offsets[-1] == stop else f"{start}; or {lengths}"
 
 
 def _positive(n: Any) -> bool:

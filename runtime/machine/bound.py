@@ -25,7 +25,7 @@ from frisket.dsl.program import Declared, Parsed, check_names, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
-from .parameters import Array, Number, as_value, digest, fitted, learns, names_of, summary, unsorted
+from .parameters import Array, Number, as_value, check_order, digest, fitted, learns, names_of, summary
 
 Self = TypeVar("Self", bound="BoundExpr")
 
@@ -67,11 +67,8 @@ class BoundExpr:
             hint = f"; did you mean `{near}`?" if near else ""
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
         self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
-        for n, declared in self.origin.declared.items():
-            if declared.fact == "sorted" and n in self.params:
-                x = self.params[n]
-                if (x[..., 1:] < x[..., :-1]).any():  # a difference of unsigned Ints is never below 0
-                    raise ParameterError(unsorted(n))
+        if self.params:
+            check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
 
     @property
     def source(self) -> str:

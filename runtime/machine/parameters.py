@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -168,5 +168,59 @@ def summary(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def unsorted(name: str) -> str:
-    return f"`{name}` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"
+def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
+    """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
+    nodes = (n for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var" and n.name in tables)
+    return [(n.args[0].name, n.name, int(tables[n.name][0]), int(tables[n.name][-1])) for n in nodes]
+
+
+def offsets_of(e: Expr) -> dict[str, str]:
+    """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
+    `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
+    nodes = list(ir.walk(e))
+    segments = [n for n in nodes if n.op == "segment"]
+    if not segments:
+        return {}
+    read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
+    pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
+    return {**pairs, **{s.name: s.name for s in segments}}
+
+
+def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Refuse tables that decrease somewhere though they are declared sorted or hold offsets."""
+    for name in sorted_:
+        if name in values and (place := _decrease(values[name])):
+            raise ParameterError(unsorted(name, place))
+    check_offsets(offsets_of(e), values)
+
+
+def check_offsets(offsets: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """Refuse offsets that decrease, and offsets of keys for fewer segments than those of queries."""
+    for name, of in offsets.items():
+        x = values.get(name)
+        if x is not None and (place := _decrease(x)):
+            remedy = looks_like_lengths(name) if (x > 0).all() else "give where segments start, in order, and the end"
+            raise ParameterError(f"{unsorted(name, place, offsets=True)}; {remedy}")
+        if x is not None and len(x) < len(other := values.get(of, x)):
+            raise ParameterError(
+                f"`{name}` has {len(x)} offsets and `{of}` has {len(other)}; give where segments start, and the end"
+            )
+
+
+def looks_like_lengths(name: str) -> str:
+    return f"these look like lengths: give numpy.cumsum([0, *{name}])"
+
+
+def _decrease(x: Array) -> str:
+    """The first entry that is less than the one before it, in words; "" where entries never decrease."""
+    falls = np.argwhere(np.asarray(x[..., 1:] < x[..., :-1]))  # a difference of unsigned Ints is never below 0
+    if not len(falls):
+        return ""
+    *row, at = falls[0].tolist()
+    return f"entry {[*row, at + 1]} is {x[(*row, at + 1)]} after {x[(*row, at)]}"
+
+
+def unsorted(name: str, place: str = "its entries decrease somewhere", offsets: bool = False) -> str:
+    if offsets:
+        return f"`{name}` holds offsets, which never decrease, and {place}"
+    return f"`{name}` is declared sorted and {place}; sort the entries, or drop `sorted`"

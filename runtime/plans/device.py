@@ -29,7 +29,7 @@ from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
 from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
 
-from .compiled import UNDRAWN
+from .compiled import UNDRAWN, compiled_program
 from .device_static import PlanKey, StaticPlan, Values, host_layout, origin_of, static_plan
 from .host import FEW_TILES
 from .place import SpanRequest
@@ -68,8 +68,14 @@ class DeviceWork:
     tables: Values
     simplified: tuple[Expr | None, Expr | None]
     rules: Counter[str]
-    facts = "planned on the device"
+    unchecked: tuple[str, ...] = ()
     layout = inputs = None
+
+    @property
+    def facts(self) -> str:
+        """Where the plan was made, and the unchecked properties of tables."""
+        open_ = ", ".join(self.unchecked)
+        return "planned on the device" + (f"; not checked, but by `att.check`: {open_}" if open_ else "")
 
 
 class FlatPlan:
@@ -167,7 +173,21 @@ class FlatPlan:
                 "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return self.key.program.bind(self.given)
+        return checked_program(self, self.given)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Properties that the mask needs of tables on a device, where Python does not read entries. `att.check` and
+        FRISKET_CHECK=1 check them.
+
+        >>> import torch, frisket as fk
+        >>> fk.compile("document(off)").plan(64, 64, flat=True, off=torch.tensor([0, 40, 64])).unchecked
+        ('the offsets `off`',)
+        """
+        names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
+        offsets = self.key.program.offsets
+        words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
+        return tuple(f"{word} `{n}`" for n, word in words.items() if word)
 
     @property
     def common(self) -> StaticPlan | None:
@@ -238,7 +258,8 @@ class FlatPlan:
     def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
         static = self.static
-        return DeviceWork(static.plan, self.spans(block), self.slots(), self.tables(), static.parts, static.rules)
+        kernel = static.plan, self.spans(block), self.slots(), self.tables()
+        return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -248,6 +269,14 @@ class FlatPlan:
     def __repr__(self) -> str:
         k = self.key
         return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+
+
+def checked_program(plan: Any, values: Values) -> CallProgram:
+    """The program of a plan with values for its tables, which are in order and as long as they are read."""
+    program: CallProgram = plan.host_program.bind(values)
+    lengths = plan.batch, plan.heads, plan.q_len, plan.kv_len
+    compiled_program(program).check_reach(lengths, plan.origin, plan.sizes)
+    return program
 
 
 def refuse_written(plan: FlatPlan) -> None:
@@ -266,7 +295,7 @@ def device_plan(
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
-    are made at once. `check` tests on the device that tables declared sorted are."""
+    are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
@@ -285,7 +314,8 @@ def device_plan(
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
     key = PlanKey(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        check_sorted(key.framework, {n: values[n] for n in facts if n in values})
+        tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}
+        check_sorted(key.framework, tested, program.offsets)
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})

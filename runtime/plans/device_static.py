@@ -129,7 +129,9 @@ def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Valu
     if names_of(mask).keys() & {n for n, *_ in key.given}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
     lengths = key.batch, key.heads, key.q_len, key.kv_len
-    check_reach(mask, [p for p in parts if p is not None], key.program.scalars, known, lengths, origin, key.sizes)
+    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.given}
+    readers = [p for p in parts if p is not None]
+    check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
 
 
 @memo(16)
