@@ -25,7 +25,7 @@ from frisket.dsl.program import Declared, Parsed, check_names, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
-from .parameters import Array, Number, as_value, check_order, digest, fitted, learns, names_of, summary
+from .parameters import Array, Number, as_value, check_needs, check_order, digest, fitted, learns, names_of, summary
 
 Self = TypeVar("Self", bound="BoundExpr")
 
@@ -39,11 +39,12 @@ class Origin:
     declared: Mapping[str, Declared] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     captured: Mapping[str, Any] = field(default_factory=dict)  # a function's own arrays, by the names of their copies
+    needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
 
     @property
     def names(self) -> Origin:
         """Facts known of the names, for an expression made of this one."""
-        return Origin(declared=self.declared, captured=self.captured)
+        return Origin(declared=self.declared, captured=self.captured, needs=self.needs)
 
 
 class BoundExpr:
@@ -69,6 +70,7 @@ class BoundExpr:
         self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
         if self.params:
             check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
+            check_needs(self.origin.needs, self.params)
 
     @property
     def source(self) -> str:
@@ -148,8 +150,8 @@ class BoundExpr:
 
     def __reduce__(self) -> tuple[Any, ...]:
         o = self.origin
-        rows = _flattened((self.expr, *(e for _, e in o.sites)))
-        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes)
+        rows = _flattened((self.expr, *(e for _, e in o.sites), *o.needs))
+        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes, tuple(o.needs.values()))
         learned = {n: x for n, x in o.captured.items() if learns(x)}  # a copy of a model reads its own
         return _restored, (type(self), rows, {**self.params, **learned}, origin)
 
@@ -159,6 +161,7 @@ class BoundExpr:
         origin = Origin(
             declared={**right.origin.declared, **left.origin.declared},
             captured={**right.origin.captured, **left.origin.captured},
+            needs={**right.origin.needs, **left.origin.needs},
         )
         return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, origin)
 
@@ -201,7 +204,9 @@ def renamed(one: Self, old: str, new: str) -> Self:
         {new if n == old else n: x for n, x in values.items()}
         for values in (one.params, one.origin.declared, one.origin.captured)
     )
-    return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared, captured=captured))
+    needs = {ir.renamed(e, {old: new}): advice for e, advice in one.origin.needs.items()}
+    origin = Origin(declared=declared, captured=captured, needs=needs)
+    return type(one)(ir.renamed(one.expr, {old: new}), params, origin)
 
 
 def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
@@ -240,6 +245,9 @@ def _restored(kind: type[BoundExpr], rows: Any, params: dict[str, Any], origin: 
     nodes: list[Expr] = []
     for op, args, name, type_ in rows[0]:
         nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
-    root, *sites = (nodes[i] for i in rows[1])
-    source, spans, declared, notes = origin
-    return kind(root, params, Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes))
+    root, *more = (nodes[i] for i in rows[1])
+    source, spans, declared, notes, *advice = origin  # pickles of frisket 0.2 have no conditions
+    sites, needs = more[: len(spans)], more[len(spans) :]
+    conditions = dict(zip(needs, *advice, strict=True)) if advice else {}
+    where = tuple(zip(spans, sites, strict=True))
+    return kind(root, params, Origin(source, where, declared, notes, needs=conditions))

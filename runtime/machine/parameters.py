@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import type_of
+from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 
 from .leave import outside
@@ -184,6 +186,20 @@ def offsets_of(e: Expr) -> dict[str, str]:
     read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
     pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
     return {**pairs, **{s.name: s.name for s in segments}}
+
+
+def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
+    """Refuse values for which a condition is false, of numbers and of tables read at one coordinate."""
+    for condition, advice in needs.items():
+        scalars, tables = ir.free_names(condition)
+        at = ir.uses(condition) & {*ir.COORDINATES}
+        if len(at) > 1 or not values.keys() >= scalars.keys() | tables.keys():
+            continue
+        length = max((x for n in tables for x in values[n].shape), default=1)
+        env = {**{n: values[n] for n in scalars}, **dict.fromkeys(at, np.arange(length))}
+        if not np.all(evaluate(condition, env, {n: values[n] for n in tables})):
+            given = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
+            raise ParameterError(f"`{show(condition)}` does not hold for {given}; {advice}")
 
 
 def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:

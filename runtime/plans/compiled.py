@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, substitute, walk
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
@@ -249,6 +250,7 @@ LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 an
 def _with_numbers(parts: Sequence[Expr | None], scalars: Mapping[str, Any]) -> list[Expr | None]:
     """Mask and score mod with literals for Int parameters that literals would be lifted for: `window(w)` becomes the
     kernel of `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
+    parts = [e if e is None else decided(e, scalars) for e in parts]
     nodes = list(walk(*[e for e in parts if e is not None]))
     spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
     kept: set[str] = set()

@@ -18,6 +18,7 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr
+from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
@@ -73,7 +74,7 @@ class DeviceWork:
 
     @property
     def facts(self) -> str:
-        """Where the plan was made, and the unchecked properties of tables."""
+        """The place where the plan was made, and the unchecked properties of its tables."""
         open_ = ", ".join(self.unchecked)
         return "planned on the device" + (f"; not checked, but by `att.check`: {open_}" if open_ else "")
 
@@ -187,7 +188,8 @@ class FlatPlan:
         names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
         offsets = self.key.program.offsets
         words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
-        return tuple(f"{word} `{n}`" for n, word in words.items() if word)
+        needs = (show(e) for p in self.key.program.parts for e in p.origin.needs if names_of(e).keys() & {*names})
+        return *(f"{word} `{n}`" for n, word in words.items() if word), *(f"`{text}`" for text in needs)
 
     @property
     def common(self) -> StaticPlan | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.sugar import eq
 from frisket.grammar.memo import memo
@@ -82,7 +83,8 @@ def static_plan(key: PlanKey) -> StaticPlan:
     program, rules = key.program, Counter[str]()
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
     known = {**program.tables, **shapes}
-    parts = [None if p is None else written_out(p.expr, known) for p in (program.mask, program.score)]
+    both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
+    parts = [e if e is None else decided(e, program.scalars) for e in both]
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     origin = origin_of(key)
     _check_lengths_of_tables(key, parts, known, origin)
