@@ -107,9 +107,8 @@ def read_entries(text: str) -> tuple[Entry, ...]:
             lines = {word: rest for word, *rest in words}
             example = ": ".join(lines["example"]) if "example" in lines else "" if params else head[1]
             checks = tuple((rest[0], rest[1]) for word, *rest in words if word == "check")
-            changed = ": ".join(lines.get("changed", ()))
-            about = sentence, formula, source, body, section, example
-            found.append(Entry(head[1], params, signature, *about, checks, changed))
+            about = sentence, formula, source, body, section, example, checks, ": ".join(lines.get("changed", ()))
+            found.append(Entry(head[1], params, signature, *about))
     return tuple(found)
 
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BudgetError
+from frisket.dsl.ir import clauses, var, walk
+from frisket.lowering.analysis.ids import sides_of_ids
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
@@ -71,6 +73,26 @@ class Facts:
         return self.layout.lookups
 
     @property
+    def hints(self) -> tuple[str, ...]:
+        """Remarks on clauses that show less than their name says: sink tokens of the first document alone.
+
+        >>> import frisket as fk
+        >>> text = "causal & same(doc) & (window(4) | sinks(2))"
+        >>> print(fk.mask(text, doc=[0] * 8 + [1] * 8).layout(16, 16).facts.hints[0])
+        `k < 2` shows keys of the first document alone; for the first keys of each write `document(off, m)` with \
+`sinks(2)` in m, or `k - start[k] < 2`
+        """
+        parts = clauses(self.layout.written)
+        if not any(e.op != "or" and (sides_of_ids(e) or any(n.op == "segment" for n in walk(e))) for e in parts):
+            return ()
+        below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
+        first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
+        return tuple(
+            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `document(off, m)` with "
+            f"`sinks({n.args[1]!r})` in m, or `k - start[k] < {n.args[1]!r}`" for n in first
+        )  # fmt: skip
+
+    @property
     def tables(self) -> dict[str, TableFacts]:
         """Order, runs and range of every table the mask reads."""
         return {name: table.facts for name, table in self.layout.tables.items()}
@@ -101,4 +123,6 @@ class Facts:
         if self.lookups:
             open_ = [str(one) for one in self.lookups if not one.proved]
             lines["lookups"] = "\n".join(open_) or "all stay inside their tables"
+        if self.hints:
+            lines["hint"] = "\n".join(self.hints)
         return "\n".join(f"{name:9} " + value.replace("\n", "\n" + 10 * " ") for name, value in lines.items())

@@ -179,10 +179,10 @@ def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[
 def offsets_of(e: Expr) -> dict[str, str]:
     """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
     `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
+    if all(op != "segment" for op, *_ in ir.named(e)):
+        return {}
     nodes = list(ir.walk(e))
     segments = [n for n in nodes if n.op == "segment"]
-    if not segments:
-        return {}
     read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
     pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
     return {**pairs, **{s.name: s.name for s in segments}}
@@ -198,8 +198,8 @@ def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
         length = max((x for n in tables for x in values[n].shape), default=1)
         env = {**{n: values[n] for n in scalars}, **dict.fromkeys(at, np.arange(length))}
         if not np.all(evaluate(condition, env, {n: values[n] for n in tables})):
-            given = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
-            raise ParameterError(f"`{show(condition)}` does not hold for {given}; {advice}")
+            shown = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
+            raise ParameterError(f"`{show(condition)}` does not hold for {shown}; {advice}")
 
 
 def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:
