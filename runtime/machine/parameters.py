@@ -172,8 +172,9 @@ def summary(value: Any) -> str:
 
 def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
     """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
-    nodes = (n for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var" and n.name in tables)
-    return [(n.args[0].name, n.name, int(tables[n.name][0]), int(tables[n.name][-1])) for n in nodes]
+    read = [(n.args[0].name, n.name) for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var"]
+    read = [(c, name) for c, name in read if c in ir.COORDINATES and name in tables]
+    return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
 
 
 def offsets_of(e: Expr) -> dict[str, str]:
