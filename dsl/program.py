@@ -57,6 +57,8 @@ class Parsed:
     declared: dict[str, Declared]
     notes: list[str] = field(default_factory=list)
     sites: list[tuple[Span, Expr]] = field(default_factory=list)  # sub-expressions, outermost first
+    needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
+    changed: frozenset[str] = frozenset()  # warnings of library entries whose meaning has changed
 
 
 def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
@@ -91,8 +93,9 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     lone = found.get("expr")
     sites = sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))
     return Parsed(
-        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites
-    )
+        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites,
+        dict(checker.needs), frozenset(checker.changed_meanings),
+    )  # fmt: skip
 
 
 def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:

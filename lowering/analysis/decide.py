@@ -5,7 +5,8 @@ searched coarse to fine: rectangles that `never` hold a visible position are dro
 the search, small ones are looked at. The search is depth first, in order of query and key, so that memory stays
 small and the position found is an early one.
 
-A lookup counts where its answer does: under `a & b` a lookup of b counts where a is true, under `a | b` where a is
+A lookup is inside its table, the segment of a position from the first offset to before the last one. A lookup counts
+where its answer does: under `a & b` a lookup of b counts where a is true, under `a | b` where a is
 false, in a branch where the branch is taken. A neighbour guards a lookup only if its own lookups are proved, so
 that no answer rests on a clamped one. Outside, frisket clamps; numpy and PyTorch wrap negative indices, JAX wraps
 and clamps: a mask that relies on any of that means different things in different places.
@@ -44,6 +45,7 @@ _KEYS = 1 << 16  # keys of one row looked at together
 _CALL = 1 << 10  # steps that an operator takes however few the positions
 _EACH = 40  # steps for a rectangle and a position themselves
 _Q, _K = var("q"), var("k")
+_READS = ("lookup", "segment")
 
 
 # -- a visible position ---------------------------------------------------------------------------
@@ -337,17 +339,20 @@ class Lookup:
     proved: bool
     witness: tuple[int, int, int, int] | None = None
     value: int | None = None
+    offsets: tuple[int, int] | None = None  # of `segment`: the first and the last entry, between which the index stays
 
     def __str__(self) -> str:
-        entries = f"{self.size:,} entr{'y' if self.size == 1 else 'ies'}" + (
-            f" on axis {self.axis}" if self.axis else ""
-        )
+        if self.offsets:
+            entries = f"the offsets {self.offsets[0]:,}..{self.offsets[1]:,}"
+        else:
+            on = f" on axis {self.axis}" if self.axis else ""
+            entries = f"{self.size:,} entr{'y' if self.size == 1 else 'ies'}{on}"
         if self.proved:
             return f"{self.text} stays within {entries}"
         if self.witness is None or self.value is None:
             return f"{self.text} is not proved to stay within {entries}"
         b, h, q, k = self.witness
-        end = "first" if self.value < 0 else "last"
+        end = "first" if self.value < (self.offsets or (0,))[0] else "last"
         return (
             f"{self.text} leaves {entries}: {self.index} = {self.value} at query {q:,}, key {k:,} (b {b}, h {h}), "
             f"where it reads the {end}"
@@ -359,7 +364,7 @@ class Lookup:
 
 def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
     """Every lookup of a mask, or of a score mod at the positions `visible` shows, in the order of the text."""
-    nodes = [n for n in walk(e) if n.op == "lookup"]
+    nodes = [n for n in walk(e) if n.op in _READS]
     found: dict[tuple[Expr, int], Lookup] = {}
     proved: set[Expr] = set()
     while True:
@@ -378,7 +383,7 @@ def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
     """The condition, for every node, under which its value counts."""
 
     def sound(e: Expr) -> bool:
-        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op == "lookup")
+        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op in _READS)
 
     found = {root: TRUE}
     for node in reversed(list(walk(root))):
@@ -397,12 +402,14 @@ def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
 
 
 def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
-    index, size = node.args[axis], scope.arrays[node.name].shape[axis]
+    index, table = node.args[axis], scope.arrays[node.name]
     lo, hi = _range(index, grid, scope)
-    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True)
-    if lo is not None and hi is not None and lo >= 0 and hi < size:
+    start, stop = (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+    offsets = (start, stop) if node.op == "segment" else None
+    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, table.shape[axis], True, offsets=offsets)
+    if lo is not None and hi is not None and lo >= start and hi < stop:
         return made
-    outside = conj(where, disj(index < 0, index >= size))
+    outside = conj(where, disj(index < start, index >= stop))
     try:
         at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):

@@ -19,6 +19,7 @@ from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, round
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import meant
 from frisket.runtime.plans.call import Call, dropout_terms
+from frisket.runtime.plans.device import checked_program
 
 Array = NDArray[Any]
 FLOOR = 1e-6
@@ -274,11 +275,11 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
     import jax
 
     given, plan = call.given, call.plan
-    values, program = plan.given, plan.host_program
+    values = plan.given
 
     def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, live: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
-        plain = program.bind({n: np.asarray(x) for n, x in values.items()})
+        plain = checked_program(plan, {n: np.asarray(x) for n, x in values.items()})
         here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, live=live)
         _compared(here, plain, out, lse).require()
 

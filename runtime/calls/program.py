@@ -23,6 +23,7 @@ from frisket.runtime.machine.parameters import (
     as_value,
     digest,
     names_of,
+    offsets_of,
     own_state,
     position,
     separated,
@@ -103,6 +104,11 @@ class CallProgram:
             return frozenset()
         seen = set() if self.mask is None else names_of(self.mask.expr).keys()
         return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
+
+    @cached_property
+    def offsets(self) -> dict[str, str]:
+        """The tables that hold offsets of segments, as `offsets_of` tells them."""
+        return {n: of for p in self.parts for n, of in offsets_of(p.expr).items()}
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
         """A program with more parameters bound; a name nobody uses is an error."""

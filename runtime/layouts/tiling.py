@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, overload
 
 import numpy as np
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import SIZES, TRUE, Expr, conj, uses, var
+from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, uses, var, walk
 from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
+from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import Solved
@@ -25,11 +27,18 @@ from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Sc
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
-from frisket.runtime.machine.parameters import own_state, short_tables
+from frisket.runtime.machine.parameters import (
+    looks_like_lengths,
+    names_of,
+    own_state,
+    segments_of_coordinates,
+    short_tables,
+)
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
 _ROW = 1 << 8  # steps to search a row for a key it sees
+_STEPS = 1 << 27  # to find a position outside of offsets
 
 
 @dataclass(frozen=True)
@@ -370,6 +379,26 @@ class Facts:
         return self.layout.lookups
 
     @property
+    def hints(self) -> tuple[str, ...]:
+        """Remarks on clauses that show less than their name says: sink tokens of the first document alone.
+
+        >>> import frisket as fk
+        >>> text = "causal & same(doc) & (window(4) | sinks(2))"
+        >>> print(fk.mask(text, doc=[0] * 8 + [1] * 8).layout(16, 16).facts.hints[0])
+        `k < 2` shows keys of the first document alone; for the first keys of each write `document(off, m)` with \
+`sinks(2)` in m, or `k - start[k] < 2`
+        """
+        parts = clauses(self.layout.written)
+        if not any(e.op != "or" and (sides_of_ids(e) or any(n.op == "segment" for n in walk(e))) for e in parts):
+            return ()
+        below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
+        first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
+        return tuple(
+            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `document(off, m)` with "
+            f"`sinks({n.args[1]!r})` in m, or `k - start[k] < {n.args[1]!r}`" for n in first
+        )  # fmt: skip
+
+    @property
     def tables(self) -> dict[str, TableFacts]:
         """Order, runs and range of every table the mask reads."""
         return {name: table.facts for name, table in self.layout.tables.items()}
@@ -400,6 +429,8 @@ class Facts:
         if self.lookups:
             open_ = [str(one) for one in self.lookups if not one.proved]
             lines["lookups"] = "\n".join(open_) or "all stay inside their tables"
+        if self.hints:
+            lines["hint"] = "\n".join(self.hints)
         return "\n".join(f"{name:9} " + value.replace("\n", "\n" + 10 * " ") for name, value in lines.items())
 
 
@@ -408,17 +439,20 @@ _LONGEST = 1 << 48  # tokens
 
 def check_reach(
     mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
-    `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
-    stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
+    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows. Refuse
+    offsets that do not hold a bare coordinate whose segment counts. Hidden positions may lie beyond: lookups clamp.
+    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known."""
+    ends = whole(origin, lengths)
+    stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
-        beyond = simplify(conj(bind_in_part(mask, tables), var(coordinate) >= have))
+    known = {**tables, **shapes}
+    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
+        beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
         found = analyse(
             beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
-            tables=tables,
+            tables=known,
         )  # fmt: skip
         if found.exact and found.spans.count.any():
             need = stops[coordinate]
@@ -426,6 +460,35 @@ def check_reach(
                 f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
                 f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             )
+    for e in readers:
+        outside = {
+            name: stops[c] for c, name, first, last in segments_of_coordinates(e, tables)
+            if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+        }  # fmt: skip
+        if not outside or names_of(e).keys() & shapes.keys():
+            continue
+        reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
+        grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
+        env = {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}
+        scope = Scope(env, {n: Table(t) for n, t in known.items()}, _STEPS)
+        for one in lookups(reader, visible, grid, scope):
+            if one.offsets and one.witness and one.table in outside:
+                advice = _advice(one.table, tables[one.table], outside[one.table])
+                raise ParameterError(f"{one}\n  {advice}")
+
+
+def _advice(name: str, offsets: Array, stop: int) -> str:
+    """The remedy for offsets that do not hold all positions below `stop`."""
+    lengths = looks_like_lengths(name)
+    if offsets[0] <= 0:
+        return (
+            f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
+            f"[*{name}, {stop}], or hide what lies beyond"
+        )
+    if offsets.sum() == stop:
+        return lengths
+    start = f"offsets begin with 0: [0, *{name}]"
+    return start if offsets[-1] == stop else f"{start}; or {lengths}"
 
 
 def _positive(n: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, Span
+from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.closure import Path, read_again
 from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
@@ -177,8 +178,77 @@ def summary(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def unsorted(name: str) -> str:
-    return f"`{name}` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"
+def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
+    """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
+    read = [(n.args[0].name, n.name) for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var"]
+    read = [(c, name) for c, name in read if c in ir.COORDINATES and name in tables]
+    return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
+
+
+def offsets_of(e: Expr) -> dict[str, str]:
+    """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
+    `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
+    if all(op != "segment" for op, *_ in ir.named(e)):
+        return {}
+    nodes = list(ir.walk(e))
+    segments = [n for n in nodes if n.op == "segment"]
+    read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
+    pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
+    return {**pairs, **{s.name: s.name for s in segments}}
+
+
+def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
+    """Refuse values for which a condition is false, of numbers and of tables read at one coordinate."""
+    for condition, advice in needs.items():
+        scalars, tables = ir.free_names(condition)
+        at = ir.uses(condition) & {*ir.COORDINATES}
+        if len(at) > 1 or not values.keys() >= scalars.keys() | tables.keys():
+            continue
+        length = max((x for n in tables for x in values[n].shape), default=1)
+        env = {**{n: values[n] for n in scalars}, **dict.fromkeys(at, np.arange(length))}
+        if not np.all(evaluate(condition, env, {n: values[n] for n in tables})):
+            shown = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
+            raise ParameterError(f"`{show(condition)}` does not hold for {shown}; {advice}")
+
+
+def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Refuse tables that decrease somewhere though they are declared sorted or hold offsets."""
+    for name in sorted_:
+        if name in values and (place := _decrease(values[name])):
+            raise ParameterError(unsorted(name, place))
+    check_offsets(offsets_of(e), values)
+
+
+def check_offsets(offsets: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """Refuse offsets that decrease, and offsets of keys for fewer segments than those of queries."""
+    for name, of in offsets.items():
+        x = values.get(name)
+        if x is not None and (place := _decrease(x)):
+            remedy = looks_like_lengths(name) if (x > 0).all() else "give where segments start, in order, and the end"
+            raise ParameterError(f"{unsorted(name, place, offsets=True)}; {remedy}")
+        if x is not None and len(x) < len(other := values.get(of, x)):
+            raise ParameterError(
+                f"`{name}` has {len(x)} offsets and `{of}` has {len(other)}; give where segments start, and the end"
+            )
+
+
+def looks_like_lengths(name: str) -> str:
+    return f"these look like lengths: give numpy.cumsum([0, *{name}])"
+
+
+def _decrease(x: Array) -> str:
+    """The first entry that is less than the one before it, in words; "" where entries never decrease."""
+    falls = np.argwhere(np.asarray(x[..., 1:] < x[..., :-1]))  # a difference of unsigned Ints is never below 0
+    if not len(falls):
+        return ""
+    *row, at = falls[0].tolist()
+    return f"entry {[*row, at + 1]} is {x[(*row, at + 1)]} after {x[(*row, at)]}"
+
+
+def unsorted(name: str, place: str = "its entries decrease somewhere", offsets: bool = False) -> str:
+    if offsets:
+        return f"`{name}` holds offsets, which never decrease, and {place}"
+    return f"`{name}` is declared sorted and {place}; sort the entries, or drop `sorted`"
 
 
 Self = TypeVar("Self", bound="BoundExpr")
@@ -195,6 +265,7 @@ class Origin:
     captured: Mapping[str, Any] = field(default_factory=dict)  # a function's own arrays, by the names of their copies
     paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)  # to those arrays; none to one out of reach
     inside: tuple[tuple[Any, tuple[Path, ...]], ...] = ()  # arrays whose values are in the expression
+    needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
 
     @property
     def names(self) -> Origin:
@@ -207,7 +278,8 @@ class Origin:
             {names[n]: x for n, x in facts.items() if n in names}
             for facts in (self.declared, self.captured, self.paths)
         )
-        return replace(self.names, declared=declared, captured=captured, paths=paths)
+        needs = {ir.renamed(e, dict(names)): x for e, x in self.needs.items() if names_of(e).keys() <= names.keys()}
+        return replace(self.names, declared=declared, captured=captured, paths=paths, needs=needs)
 
     def paths_in_copies(self, memo: Mapping[int, Any]) -> dict[str, tuple[Path, ...]]:
         """The paths from objects that are copied already, and those from modules of torch to learned tensors. A copy of
@@ -227,6 +299,7 @@ class Origin:
         return Origin(
             declared={**self.declared, **other.declared}, captured={**self.captured, **other.captured},
             paths={n: tuple(ways.values()) for n, ways in paths.items()}, inside=self.inside + other.inside,
+            needs={**self.needs, **other.needs},
         )  # fmt: skip
 
 
@@ -251,11 +324,9 @@ class BoundExpr:
             hint = f"; did you mean `{near}`?" if near else ""
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
         self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
-        for n, declared in self.origin.declared.items():
-            if declared.fact == "sorted" and n in self.params:
-                x = self.params[n]
-                if (x[..., 1:] < x[..., :-1]).any():  # a difference of unsigned Ints is never below 0
-                    raise ParameterError(unsorted(n))
+        if self.params:
+            check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
+            check_needs(self.origin.needs, self.params)
 
     @property
     def source(self) -> str:
@@ -363,15 +434,17 @@ class BoundExpr:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold copies of arrays. Learned tensors stay the ones of their module, and are read from it again."""
         o = self.origin
-        rows = _flattened((self.expr, *(e for _, e in o.sites)))
+        rows = _flattened((self.expr, *(e for _, e in o.sites), *o.needs))
         learned = {n: x for n, x in o.captured.items() if learns(x)}
-        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes, o.paths_in_copies({}))
+        spans, advice = tuple(s for s, _ in o.sites), tuple(o.needs.values())
+        origin = (o.source, spans, dict(o.declared), o.notes, o.paths_in_copies({}), advice)
         return _blank, (type(self),), (rows, {**self.params, **learned}, origin)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        rows, params, (source, spans, declared, notes, ways) = state
-        root, *sites = _unflattened(rows)
-        origin = Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes, paths=ways)
+        rows, params, (source, spans, declared, notes, ways, advice) = state
+        root, *more = _unflattened(rows)
+        sites, needs = tuple(zip(spans, more, strict=False)), dict(zip(more[len(spans) :], advice, strict=True))
+        origin = Origin(source, sites, declared, notes, paths=ways, needs=needs)
         BoundExpr.__init__(self, root, params, origin)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from frisket.dsl.errors import ExportError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import TRUE
 from frisket.dsl.show import show
 from frisket.lowering.analysis.layout import bind_in_part
@@ -184,7 +185,7 @@ def make_layout(
     mask.require_bound()
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
-    written = bind_in_part(mask.expr, mask.tables)
+    written = decided(bind_in_part(mask.expr, mask.tables), mask.scalars)
     simple, _ = prepare(written, None)
     made = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,

@@ -27,6 +27,7 @@ from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, learns, names_of, traced, with_learned
 
 from . import answers
@@ -394,6 +395,8 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     values = {n: as_value(n, v) for n, v in params.items()}
     found = read(text, kind=kind, params=values, name=name)
     values = {**found.defaults, **values}
+    for text in found.changed:
+        warn_once(text)
     lone = found.expr  # a program of one expression: its type says what it is
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
@@ -411,4 +414,4 @@ def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
 
 
 def _origin(found: Parsed) -> Origin:
-    return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes))
+    return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes), needs=found.needs)

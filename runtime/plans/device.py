@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.program import entries_of
+from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
@@ -43,7 +45,7 @@ from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of,
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
-from .compiled import UNDRAWN, holds, limits_of
+from .compiled import UNDRAWN, compiled_program, holds, limits_of
 from .host import FEW_TILES, Plan
 from .run import check_sorted, kernel_tables, on_host, source, spans
 from .run_triton import SpanRequest
@@ -81,8 +83,14 @@ class DeviceWork:
     tables: Values
     simplified: tuple[Expr | None, Expr | None]
     rules: Counter[str]
-    facts = "planned on the device"
+    unchecked: tuple[str, ...] = ()
     layout = inputs = None
+
+    @property
+    def facts(self) -> str:
+        """The place where the plan was made, and the unchecked properties of its tables."""
+        open_ = ", ".join(self.unchecked)
+        return "planned on the device" + (f"; not checked, but by `att.check`: {open_}" if open_ else "")
 
 
 class FlatPlan:
@@ -181,7 +189,22 @@ class FlatPlan:
                 "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return self.key.program.bind(self.given)
+        return checked_program(self, self.given)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Properties that the mask needs of tables on a device, where Python does not read entries. `att.check` and
+        FRISKET_CHECK=1 check them.
+
+        >>> import torch, frisket as fk
+        >>> fk.compile("document(off)").plan(64, 64, flat=True, off=torch.tensor([0, 40, 64])).unchecked
+        ('the offsets `off`',)
+        """
+        names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
+        offsets = self.key.program.offsets
+        words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
+        needs = (show(e) for p in self.key.program.parts for e in p.origin.needs if names_of(e).keys() & {*names})
+        return *(f"{word} `{n}`" for n, word in words.items() if word), *(f"`{text}`" for text in needs)
 
     @property
     def common(self) -> StaticPlan | None:
@@ -252,7 +275,8 @@ class FlatPlan:
     def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
         static = self.static
-        return DeviceWork(static.plan, self.spans(block), self.slots(), self.tables(), static.parts, static.rules)
+        kernel = static.plan, self.spans(block), self.slots(), self.tables()
+        return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -262,6 +286,14 @@ class FlatPlan:
     def __repr__(self) -> str:
         k = self.key
         return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+
+
+def checked_program(plan: Any, values: Values) -> CallProgram:
+    """The program of a plan with values for its tables, which are in order and as long as they are read."""
+    program: CallProgram = plan.host_program.bind(values)
+    lengths = plan.batch, plan.heads, plan.q_len, plan.kv_len
+    compiled_program(program).check_reach(lengths, plan.origin, plan.sizes)
+    return program
 
 
 def refuse_written(plan: FlatPlan) -> None:
@@ -280,7 +312,7 @@ def device_plan(
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
-    are made at once. `check` tests on the device that tables declared sorted are."""
+    are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
@@ -299,7 +331,8 @@ def device_plan(
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
     key = PlanKey(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        check_sorted(key.framework, {n: values[n] for n in facts if n in values})
+        tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}
+        check_sorted(key.framework, tested, program.offsets)
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
@@ -415,7 +448,8 @@ def static_plan(key: PlanKey) -> StaticPlan:
     program, rules = key.program, Counter[str]()
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
     known = {**program.tables, **shapes}
-    parts = [None if p is None else written_out(p.expr, known) for p in (program.mask, program.score)]
+    both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
+    parts = [e if e is None else decided(e, program.scalars) for e in both]
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     origin = origin_of(key)
     _check_lengths_of_tables(key, parts, known, origin)
@@ -462,7 +496,9 @@ def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Valu
     if names_of(mask).keys() & {n for n, *_ in key.given}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
     lengths = key.batch, key.heads, key.q_len, key.kv_len
-    check_reach(mask, [p for p in parts if p is not None], key.program.scalars, known, lengths, origin, key.sizes)
+    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.given}
+    readers = [p for p in parts if p is not None]
+    check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
 
 
 @memo(16)

@@ -24,7 +24,7 @@ from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.cpp_threads import Threads, of_torch
-from frisket.runtime.machine.parameters import kind_of, short_tables
+from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run_cpp import Prepared, function
@@ -52,8 +52,12 @@ class DecodeCall:
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
         stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
-        readers = (e for e in att.program.exprs if e is not None)
+        readers = [e for e in att.program.exprs if e is not None]
         self.short = any(short_tables(e, plan.values, stops) for e in readers)
+        fixed = {n: x for n, x in plan.given.items() if n in params}
+        check_offsets(plan.host_program.offsets, fixed)
+        ends = (x for e in readers for x in segments_of_coordinates(e, fixed))
+        self.short |= any(first > 0 or stops[c] > last for c, _, first, last in ends)
         if self.short:  # only the lengths of a call say whether visible positions read past the end
             return
         call = att.call(Request(q, k, v, plan, params=live))

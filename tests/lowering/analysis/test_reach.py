@@ -44,7 +44,7 @@ def check(case: masks.Case) -> int:
         if "leaves 64 bits" not in str(error):
             raise
         return 0
-    nodes = [(n, i) for n in walk(case.mask) if n.op == "lookup" for i in range(len(n.args))]
+    nodes = [(n, i) for n in walk(case.mask) if n.op in ("lookup", "segment") for i in range(len(n.args))]
     assert [(n.name, i) for n, i in nodes] == [(x.table, x.axis) for x in found]
     outside: dict[Expr, np.ndarray] = {}
     for (node, axis), one in zip(nodes, found, strict=True):
@@ -52,7 +52,8 @@ def check(case: masks.Case) -> int:
         assert one.size == case.tables[node.name].shape[axis]
         assert one.lo is None or one.lo <= index.min()
         assert one.hi is None or one.hi >= index.max()
-        beyond = (index < 0) | (index >= one.size)
+        start, stop = one.offsets or (0, one.size)
+        beyond = (index < start) | (index >= stop)
         outside[node] = outside.get(node, False) | beyond
         if one.witness is not None:
             b, h, row, key = one.witness
