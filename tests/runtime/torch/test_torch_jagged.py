@@ -140,7 +140,6 @@ def test_in_one_graph(backend):
         compiled(q, k, ragged((5, 3, 0, 17), 2).transpose(1, 2))
 
 
-@pytest.mark.sampled(3)
 def test_assertions_of_graphs_have_messages_of_one_line():
     """inductor writes a message into C++ as it is: a line break or a quote in it did not compile."""
     messages, att = [], fk.compile("causal")
