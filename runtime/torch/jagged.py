@@ -51,7 +51,7 @@ class JaggedTables:
         for x, offsets, lengths in ((q, self.q_offsets, self.q_lengths), (k, self.kv_offsets, self.kv_lengths)):
             if lengths is not None:
                 of = segment(offsets, x)
-                clauses.append(x < lookup(offsets, (self.sequences,)))  # a hole may be the end of all
+                clauses.append(x < lookup(offsets, (ir.extent(offsets, 0) - 1,)))  # a hole may be the end of all
                 clauses.append(x - lookup(offsets, (of,)) < lookup(lengths, (of,)))
         return conj(*clauses)
 
