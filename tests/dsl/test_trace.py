@@ -181,11 +181,13 @@ ORDERS = [
 
 @pytest.mark.parametrize(("fn", "by_name", "by_place"), ORDERS)
 def test_four_coordinates_in_another_order_show_both_readings(fn, by_name, by_place):
-    with pytest.raises(TraceError, match="write the parameters in the order (score, )?b, h, q, k") as caught:
+    with pytest.raises(TraceError, match=r"write the parameters in the order (score, )?b, h, q, k") as caught:
         trace(fn)
     _, names, places, _ = str(caught.value).splitlines()
-    assert by_name in names and "by name" in names
-    assert by_place in places and "by place, as flex_attention reads it" in places
+    assert by_name in names
+    assert "by name" in names
+    assert by_place in places
+    assert "by place, as flex_attention reads it" in places
 
 
 @pytest.mark.parametrize("fn", [
