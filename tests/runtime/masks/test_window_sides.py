@@ -109,7 +109,7 @@ def test_sliding_window_warns_of_its_new_meaning_once(monkeypatch):
             fk.mask(f"{name}(3)").layout(9, 9).row_counts.max() for name in ("sliding_window", "gym_sliding_window")
         ]
         fk.mask("causal & sliding_window(5)")
-        return widths
+        return [m.layout(9, 9).row_counts.max() for m in masks]
 
     with pytest.warns(UserWarning, match=r"shows w keys, as in transformers; .* `gym_sliding_window\(w\)`") as seen:
         assert largest() == [3, 4]
