@@ -89,6 +89,26 @@ class FuncBackward(torch.autograd.Function):
         return tuple(_split(x, n) for x in found), (0,) * len(found)
 
 
+def transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static: Any) -> Any:
+    """`frisket::attend` inside of torch.func's transforms, whose rules are those of `FuncAttend`."""
+    return FuncAttend.apply(static, q, k, v, sinks, *values)  # type: ignore[no-untyped-call]
+
+
+def transformed_attend_alone(*inputs: Any) -> Any:
+    return transformed_attend(*inputs)[0]
+
+
+def transformed_attend_backward(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, values: Any, out: Any, lse: Any, norm: Any, *rest: Any
+) -> Any:
+    """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
+    numbers, spec, names, needed = rest
+    floats = iter(needed[4:])
+    needed = (*needed[:4], *(x.is_floating_point() and next(floats) for x in values))
+    given = dout, dlse, out, lse, norm, q, k, v, sinks
+    return list(FuncBackward.apply((numbers, spec, names), needed, *given, *values))  # type: ignore[no-untyped-call]
+
+
 def _apart(said: Any, dims: Any, values: Any) -> bool:
     """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
     positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""

@@ -14,7 +14,6 @@ from frisket.runtime.calls.request import Request
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import refuse_tangents
-from .func import FuncAttend
 from .op import cast
 from .spec import HEAD
 from .values import sorted_out
@@ -93,8 +92,8 @@ def written(
     for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    asked, recorded = "", torch.compiler.is_compiling()
-    compiled = recorded and not torch.compiler._is_exporting_flag  # is_exporting() is True in all of Dynamo 2.11
+    asked = ""  # is_exporting() is True in all of Dynamo 2.11
+    compiled = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
     if compiled and torch.is_grad_enabled():
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
@@ -110,10 +109,8 @@ def written(
     # torch.func.grad, which enables gradients too, is not seen by requires_grad
     if compiled and not (torch.is_grad_enabled() or spread or rows or request.top):
         out, lse, largest = torch.ops.frisket.attend_alone(q, k, v, sinks, tensors, numbers, spec, names), None, None
-    elif recorded or torch._C._functorch.maybe_current_level() is None:
-        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     else:
-        out, lse, largest, _ = FuncAttend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
+        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
 
 

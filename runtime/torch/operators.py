@@ -29,12 +29,12 @@ for _schema in (
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """A function of `running`, which is imported when one runs: `import frisket` costs little beside torch."""
+    """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*given: Any, **named: Any) -> Any:
-        from . import running
+        from . import func, running
 
-        return getattr(running, name)(*given, **named)
+        return getattr(func if name.startswith("transformed") else running, name)(*given, **named)
 
     return run
 
@@ -43,5 +43,8 @@ for _name in ("attend", "attend_alone", "attend_backward", "tiles"):
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _late(_name), _key)
     torch.library.register_fake(f"frisket::{_name}", _late(f"fake_{_name}"), lib=LIBRARY)
+for _name in ("attend", "attend_alone", "attend_backward"):
+    # torch.func, vmap and graphs around them; torch's own rules for operators know no function with setup_context.
+    LIBRARY.impl(_name, _late(f"transformed_{_name}"), "FuncTorchDynamicLayerFrontMode")
 torch.library.register_autograd("frisket::attend", _late("gradient"), setup_context=_late("setup_context"), lib=LIBRARY)
 torch.library.register_autograd("frisket::attend_backward", _late("no_second"), lib=LIBRARY)

@@ -75,7 +75,6 @@ WAYS = {
     "export": lambda f, x: torch.export.export(Module(f), tuple(x)).module(),
     "strict export": lambda f, x: torch.export.export(Module(f), tuple(x), strict=True).module(),
     "compile": lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True),
-    "inductor": lambda f, x: torch.compile(f, fullgraph=True),
 }
 # what says no, and the words
 REFUSED = {
@@ -83,10 +82,8 @@ REFUSED = {
     ("fx", "flex"): "query is a Proxy\n  .* make_fx, torch.export or torch.compile",
     ("strict export", "planned"): "leave out `plan`",
     ("compile", "planned"): "leave out `plan`",
-    ("inductor", "planned"): "leave out `plan`",
     ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("compile", "entry of a lambda"): "takes a mask and a score mod as texts",
-    ("inductor", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("export", "entry of a lambda"): "make it outside, and use it there",
 }
 OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
@@ -95,8 +92,6 @@ OFTEN = ("plain", "numpy", "learned", "planned")
 
 
 def in_every_run(way, name):
-    if way == "inductor":
-        return False
     return name == "numpy" or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
 
 
@@ -128,6 +123,15 @@ def test_recorded_functions_give_the_results_of_the_call(way, name):
     for length in lengths:
         given = inputs(length)
         torch.testing.assert_close(results(held, given), results(call, given))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in CALLS if ("compile", name) not in REFUSED])
+def test_calls_compiled_by_inductor_give_their_results(name):
+    compiled = torch.compile(CALLS[name], fullgraph=True)
+    for length in [S, S, S + 9] if name in OPEN else [S, S]:
+        given = inputs(length)
+        torch.testing.assert_close(results(compiled, given), results(CALLS[name], given))
 
 
 @needs_compiler

@@ -1,0 +1,89 @@
+"""Graphs around torch.func's transforms and vmap: torch.compile, torch.export and make_fx."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+import frisket as fk  # noqa: E402
+from frisket.flex import create_block_mask, flex_attention  # noqa: E402
+
+S = 12
+Q = torch.randn(3, 1, 2, S, 8, generator=torch.Generator().manual_seed(0))
+DOC, BIAS = torch.arange(S) // 5, torch.linspace(-1, 1, S)
+PLAIN, TABLES = fk.compile("causal"), fk.compile("causal & same(doc)", "score + bias[k]")
+BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, None, None, S, S, "cpu")
+CALLS = {
+    "plain": lambda q: PLAIN(q, Q[0], Q[1]),
+    "tables": lambda q: TABLES(q, q, Q[1], doc=DOC, bias=q[0, 0, :, 0]),
+    "sinks": lambda q: PLAIN(q, q, q, sinks=q[0, :, 0, 0], return_lse=True)[1],
+    "flex": lambda q: flex_attention(q, q, q, lambda s, b, h, i, j: s + BIAS[j], BLOCKS),
+}
+
+
+def loss(f):
+    return lambda q: f(q).square().sum()
+
+
+TRANSFORMS = {
+    "vmap": torch.vmap,
+    "grad": lambda f: lambda q: torch.func.grad(loss(f))(q[0]),
+    "vjp": lambda f: lambda q: torch.func.vjp(loss(f), q[0])[1](torch.tensor(1.0))[0],
+    "vmap(grad)": lambda f: torch.vmap(torch.func.grad(loss(f))),
+    "grad(vmap)": lambda f: torch.func.grad(loss(torch.vmap(f))),
+}
+WAYS = {
+    "compile": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
+    "compile with breaks": lambda f: torch.compile(f, backend="aot_eager"),
+    "inductor": lambda f: torch.compile(f, fullgraph=True),
+    "export": lambda f: exported(f, strict=False),
+    "strict export": lambda f: exported(f, strict=True),
+    "make_fx": lambda f: make_fx(f)(Q),
+}
+
+
+def exported(f, strict):
+    class Module(torch.nn.Module):
+        def forward(self, q):
+            return f(q)
+
+    return torch.export.export(Module(), (Q,), strict=strict).module()
+
+
+def in_turn(transform, f):
+    """The same of one entry after another, by torch's autograd: no transform."""
+    if transform == "vmap":
+        return torch.stack([f(q) for q in Q])
+    entries = Q[:1] if transform in ("grad", "vjp") else Q
+    leaves = [q.clone().requires_grad_() for q in entries]
+    grads = torch.autograd.grad(sum(loss(f)(q) for q in leaves), leaves)
+    return grads[0] if transform in ("grad", "vjp") else torch.stack(grads)
+
+
+CASES = [  # exports hold no gradients of custom functions, and graphs of flex have an operator of their own
+    (way, transform, name)
+    for way in WAYS
+    for transform in TRANSFORMS
+    for name in CALLS
+    if ("export" not in way or transform == "vmap") and (name != "flex" or way == "make_fx")
+]
+OFTEN = [("make_fx", "vmap(grad)", "tables"), ("export", "vmap", "plain"), ("compile", "vmap(grad)", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("way", "transform", "name"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive) for case in CASES],
+)
+def test_graphs_around_transforms_equal_calls_in_turn(way, transform, name):
+    f = TRANSFORMS[transform](CALLS[name])
+    torch.testing.assert_close(WAYS[way](f)(Q), in_turn(transform, CALLS[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_the_operator_itself_have_rules(transform):
+    """`frisket::attend` in a graph that torch made, say, with a vmap around it."""
+    f = lambda q: torch.ops.frisket.attend(q, Q[0], Q[1], None, [], [], PLAIN.spec, "")[0]  # noqa: E731
+    torch.testing.assert_close(TRANSFORMS[transform](f)(Q), in_turn(transform, CALLS["plain"]))
