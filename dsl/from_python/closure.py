@@ -87,23 +87,25 @@ def paths_to(fn: Any, arrays: Iterable[Any]) -> dict[int, tuple[Path, ...]]:
     """The paths to arrays, by their ids: those by names that the code reads, else the first one by any names. An array
     that cannot be reached is missing."""
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
-    wanted = {id(x) for x in arrays}
-    found: dict[int, list[Path]] = {}
-    for called in ((), CALLED):  # modules that the code calls read more names, and a module that it reads may not
+    ids = {id(x) for x in arrays}
+    paths: dict[int, list[Path]] = {}
+    for called in ((), CALLED) if ids else ():  # modules that the code calls read more names; one that it reads may not
         names: set[str] = set(called)
         count = -1
-        while wanted - found.keys() and count < len(names):  # until no function adds a name
-            count, found = len(names), {}
+        while count < len(names):  # until no function adds a name
+            count, paths = len(names), {}
             for _, value, path in reached(fn, DEEPEST_PATH, names):
                 if isinstance(value, FunctionType):
                     names |= names_read(value.__code__)
-                elif id(value) in wanted:
-                    found.setdefault(id(value), []).append(path)
-    if missing := wanted - found.keys():
+                elif id(value) in ids:
+                    paths.setdefault(id(value), []).append(path)
+        if not ids - paths.keys():
+            break
+    if missing := ids - paths.keys():
         for _, value, path in reached(fn, DEEPEST_PATH):
             if id(value) in missing:
-                found.setdefault(id(value), []).append(path)
-    return {i: tuple(paths) for i, paths in found.items()}
+                paths.setdefault(id(value), []).append(path)
+    return {i: tuple(ways) for i, ways in paths.items()}
 
 
 def reached(fn: Any, deepest: int = DEEPEST, names: Collection[str] | None = None) -> Iterator[tuple[str, Any, Path]]:
@@ -156,12 +158,12 @@ def _attributes(value: Any, path: Path, deepest: int, names: Collection[str] | N
     of_library = classes[0].__module__.split(".")[0] in FRAMEWORKS
     if (of_torch if near else of_library) or (is_code and (names is None or is_foreign(value))):
         return
-    held = dict(vars(value)) if isinstance(getattr(value, "__dict__", None), Mapping) else {}
+    attributes = dict(vars(value)) if isinstance(getattr(value, "__dict__", None), Mapping) else {}
     if not near:
-        parts = [held.pop(p) for p in MODULE_PARTS if of_torch and p in held]
-        held |= {n: getattr(value, n) for c in classes for n in _slots(c) if hasattr(value, n)}
-        held |= {n: x for part in parts for n, x in part.items()}
-    for n, x in held.items():
+        parts = [attributes.pop(p) for p in MODULE_PARTS if of_torch and p in attributes]
+        attributes |= {n: getattr(value, n) for c in classes for n in _slots(c) if hasattr(value, n)}
+        attributes |= {n: x for part in parts for n, x in part.items()}
+    for n, x in attributes.items():
         if n != RAW and (n in names if names is not None else not n.startswith("__")):
             yield n, x, path.to(True, n)
     if any(RAW in _slots(c) for c in classes):
@@ -171,7 +173,7 @@ def _attributes(value: Any, path: Path, deepest: int, names: Collection[str] | N
         x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
         if isinstance(x, FunctionType):
             yield "", x, Path(x)
-        elif x is not None and names is not None and n not in held:
+        elif x is not None and names is not None and n not in attributes:
             yield n, x, path.to(True, n)
 
 

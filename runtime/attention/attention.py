@@ -33,7 +33,7 @@ from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_take
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.checks import check_lengths
-from frisket.runtime.machine.bound import part_of_expression
+from frisket.runtime.machine.bound import blank, part_of_expression
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
@@ -119,7 +119,7 @@ class Attention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program and the options; a copy prepares its calls again."""
-        return _blank, (type(self),), (self.program, self.options)
+        return blank, (type(self),), (self.program, self.options)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         type(self).__init__(self, *state)
@@ -158,15 +158,15 @@ class Attention:
         if all(x is old for _, old, x in arrays):
             return self
         key = ("now", *((n, id(x)) for n, _, x in arrays))
-        kept: tuple[Attention, Any] | None = self._moved.get(key)
-        if kept is None:
+        entry: tuple[Attention, Any] | None = self._moved.get(key)
+        if entry is None:
             stay = {*but, *(n for n, *_ in self._flowing)}
             program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
             same = program.parts == self.program.parts and not is_traced
-            kept = self if same else self._over(program), arrays
+            entry = self if same else self._over(program), arrays
             if not is_traced:
-                remember(self._moved, key, kept, KEPT)  # with the arrays: no other array has their id then
-        return kept[0]
+                remember(self._moved, key, entry, KEPT)  # with the arrays: no other array has their id then
+        return entry[0]
 
     def _over(self, program: CallProgram) -> Attention:
         """Another program with the same options."""
@@ -426,13 +426,13 @@ class Attention:
         framework = framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, device_of(x, framework)) if given else ""
         if given and RECORDS[backend].loads:  # planned by the call, whose tiles are known
-            found = self._kept_plan(g, host, given)
+            plan = self._kept_plan(g, host, given)
         else:
             block = self._flat_block(backend, x, g) if given else None
-            found = self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
+            plan = self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
         if self.rereads:
-            found.captured = {n: read_again(n, paths) for n, paths in self.paths.items() if n not in params}
-        return found
+            plan.captured = {n: read_again(n, paths) for n, paths in self.paths.items() if n not in params}
+        return plan
 
     def _flat_block(self, backend: str, x: Any, g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
@@ -570,11 +570,6 @@ class Attention:
             found = report(call, *self.run(call)[:2])
         found.require()
         return found
-
-
-def _blank(kind: type[Attention]) -> Attention:
-    """One whose state follows: a module that it reads may hold it, and is pickled between the two."""
-    return object.__new__(kind)
 
 
 @memo(2)

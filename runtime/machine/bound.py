@@ -214,7 +214,7 @@ class BoundExpr:
         rows = _flattened((self.expr, *(e for _, e in o.sites)))
         learned = {n: x for n, x in o.captured.items() if learns(x)}
         origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes, o.paths_in_copies({}))
-        return _blank, (type(self),), (rows, {**self.params, **learned}, origin)
+        return blank, (type(self),), (rows, {**self.params, **learned}, origin)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         rows, params, (source, spans, declared, notes, ways) = state
@@ -224,11 +224,11 @@ class BoundExpr:
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         o = self.origin
-        kept = o.paths_in_copies(memo)
-        captured = {n: x for n, x in o.captured.items() if n in kept or learns(x)}
-        inside = [(x, paths) for x, paths in o.inside if all(id(path.from_object().root) in memo for path in paths)]
-        arrays, ways, inside = deepcopy((captured, kept, inside), memo)
-        origin = replace(o, captured=arrays, paths=ways, inside=tuple(inside))
+        paths = o.paths_in_copies(memo)
+        captured = {n: x for n, x in o.captured.items() if n in paths or learns(x)}
+        inside = [(x, ways) for x, ways in o.inside if all(id(path.from_object().root) in memo for path in ways)]
+        arrays, paths, inside = deepcopy((captured, paths, inside), memo)
+        origin = replace(o, captured=arrays, paths=paths, inside=tuple(inside))
         return type(self)(self.expr, {**self.params, **{n: x for n, x in arrays.items() if learns(x)}}, origin)
 
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
@@ -326,6 +326,6 @@ def _unflattened(rows: tuple[list[tuple[Any, ...]], list[int]]) -> list[Expr]:
     return [nodes[i] for i in rows[1]]
 
 
-def _blank(kind: type[BoundExpr]) -> BoundExpr:
-    """One whose state follows: a module that it reads may hold it, and is pickled between the two."""
+def blank(kind: type[Any]) -> Any:
+    """An object whose state follows: a module that it reads may hold it, and is pickled between the two."""
     return object.__new__(kind)
