@@ -19,7 +19,6 @@ from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
-from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.machine.parameters import as_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.call import results
@@ -148,9 +147,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
         if (found := _compiled.get(text)) is not None:
             return found  # type: ignore[no-any-return]
-    program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
-    if not isinstance(mask, BoundExpr | Program) and not isinstance(score, BoundExpr):
-        program = program.fixed()  # functions are traced at every call
+    program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}, once=True).without(params)
     if any(traced(x) or (is_tensor(x) and x.grad_fn) for x in program.captured.values()):  # of the current graph
         return Attention(program, options)
     learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: their values change

@@ -18,7 +18,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.machine.bound import BoundExpr, Origin, separated
 from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
-from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, only, score
+from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
 from .stored_kv import Stored
 
@@ -143,20 +143,22 @@ class CallProgram:
 
 
 def program_of(
-    source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any], called: Sequence[str] = CALLED
-) -> CallProgram:
+    source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any], called: Sequence[str] = CALLED,
+    once: bool = False,
+) -> CallProgram:  # fmt: skip
     """The mask and score mod of a call; each parameter goes where its name occurs. `called` are the keywords of the
-    call, to suggest one for a name that occurs nowhere."""
+    call, to suggest one for a name that occurs nowhere. With `once` functions are traced for one call alone."""
     if isinstance(source, Program):
         if mod is not None:
             raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
         return joined(source.mask, source.score).bind(params)
     values = {n: as_value(n, x) for n, x in params.items()}
     mine, theirs = (_wanted(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
+    mine, theirs = with_learned(mine, params), with_learned(theirs, params)
     found = joined(
-        None if source is None else mask(source, **with_learned(mine, params)),
-        None if mod is None else score(mod, **with_learned(theirs, params)),
-    )  # fmt: skip
+        None if source is None else for_one_call(source, "mask", mine) if once else mask(source, **mine),
+        None if mod is None else for_one_call(mod, "score", theirs) if once else score(mod, **theirs),
+    )
     check_used(params, found.names, called)
     return found
 

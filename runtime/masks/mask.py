@@ -352,7 +352,16 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
     return ScoreMod(*_from_python(what, "score", params))
 
 
-def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -> tuple[Expr, dict[str, Any], Origin]:
+def for_one_call(what: Any, kind: Any, params: Mapping[str, Any]) -> Any:
+    """As `mask` or `score`; the arrays of a function are not read again, because each call traces it."""
+    if not callable(what):
+        return (mask if kind == "mask" else score)(what, **params)
+    return (Mask if kind == "mask" else ScoreMod)(*_from_python(what, kind, params, again=False))
+
+
+def _from_python(
+    fn: Callable[..., Any], kind: Any, params: Mapping[str, Any], again: bool = True
+) -> tuple[Expr, dict[str, Any], Origin]:
     """The Expr of a function, values for its parameters, and the arrays it captured. Those that JAX traces have no
     values: every call of the attention takes them as they are."""
     from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
@@ -360,6 +369,8 @@ def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -
     found = trace(fn, kind)
     kept = {n: x for n, x in found.tables.items() if n not in params}
     values = {n: x for n, x in kept.items() if not traced(x)}
+    if not again:
+        return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes)
     at = paths_to(fn, [x for x in (*kept.values(), *found.read) if not isinstance(x, np.ndarray)])
     paths = {n: at.get(id(x), ()) for n, x in kept.items() if id(x) in at or learns(x)}
     inside = tuple((x, at[id(x)]) for x in found.read if id(x) in at)
