@@ -80,6 +80,7 @@ def plain(s: int) -> dict[str, Case]:
         "window(w)": case(f"window({w})"),
         "sliding(left, right)": case(f"sliding({w}, {w // 2})"),
         "sliding_window(w)": case(f"sliding_window({w})"),
+        "gym_sliding_window(w)": case(f"gym_sliding_window({w})"),
         "local(left, right, offset)": case(f"local({w}, {w // 2}, {s // 8})", longer),
         "flash_window(left, right)": case(f"flash_window({w}, 0)", longer),
         "outside_window(w)": case(f"outside_window({w})"),

@@ -30,8 +30,8 @@ from scipy.optimize import nnls
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.attention.cpu_time import KINDS, LANES, TIMES, work
 from frisket.runtime.attention.order import CPU
+from frisket.runtime.attention.ordered import KINDS, LANES, TIMES, work
 from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
 from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
 

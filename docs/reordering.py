@@ -16,8 +16,8 @@ import cases  # noqa: E402
 import numpy as np  # noqa: E402
 
 import frisket as fk  # noqa: E402
-from frisket.runtime.attention.cpu_time import KINDS  # noqa: E402
 from frisket.runtime.attention.order import Order  # noqa: E402
+from frisket.runtime.attention.ordered import KINDS  # noqa: E402
 
 PAGE = HERE / "reordering.md"
 MARK = re.compile(r"(<!-- table, written by docs/reordering\.py -->\n).*?(<!-- end -->)", re.S)

@@ -6,11 +6,12 @@ Work happens on the tree, so each error has its place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from . import ir, library
-from .errors import MaskSyntaxError
+from .errors import MaskSyntaxError, Problem
+from .evaluate import decided, evaluate
 from .forms import CALLED, at, reduce
 from .functions import BUILT_IN, FORMS, FUNCTIONS, LEAVES
 from .ir import COORDINATES, REDUCTIONS, Expr
@@ -30,6 +31,8 @@ class Checker(Walk):
 
     expanded: set[tuple[str, int]] = field(default_factory=set)
     with_score: bool = True
+    needs: dict[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
+    changed_meanings: set[str] = field(default_factory=set)  # warnings of library entries that this text calls
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -221,14 +224,29 @@ class Checker(Walk):
             definition.text, names, frame.site or (node if definition.library else None),
             definition, frame, frame.depth + 1,
         )  # fmt: skip
+        for (_, advice), condition in zip(definition.checks, definition.conditions):
+            holds = yield condition.body, replace(inner, text=condition.text)
+            if holds.expr is not None:
+                self.require(condition, inner.site or node, ir.substitute(holds.expr, moved), advice)
+        self.changed_meanings |= {definition.changed} - {""}
         body = yield definition.body, inner
         if moves is None or body.expr is None:
             return ERROR
+        if given:  # arguments may decide conditions such as `left == -1`
+            body = Value(decided(body.expr, {}), body.flex)
         if coordinates:
             moved |= {LEAVES[c]: e for c, e in zip(coordinates, moves)}
             self.charge(body.expr, node, frame)
             return Value(ir.substitute(body.expr, moved), body.flex)
         return body
+
+    def require(self, definition: Definition, place: Node, condition: Expr, advice: str) -> None:
+        """Report a condition on arguments that is false; one of parameters is decided when they have values."""
+        if any(ir.free_names(condition)):
+            self.needs[condition] = advice
+        elif not ir.uses(condition) and not evaluate(condition, {}, {}):
+            message = f"`{definition.signature}` needs `{definition.formula}`"
+            self.problems.setdefault(place.span, Problem(message, place.span, advice))
 
     def _bare(self, node: Node, frame: Frame) -> Value | str | None:
         """An argument that is a bare name: a table or a scalar, as its use decides later."""
@@ -252,6 +270,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
         checker.changed, checker.steps, checker.fresh = False, 0, 0
         checker.problems.clear()
         checker.sites.clear()
+        checker.needs.clear()
         found = {kind: _root(checker, kind, node) for kind, node in roots.items()}
         _unused_definitions(checker)
         if not checker.changed:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, make, substitute, walk
+from .ir import Expr, build, conj, disj, make, named, substitute, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import outside, steps
@@ -147,6 +147,19 @@ def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
         raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
     clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
     return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
+
+
+def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
+    """The Expr without equations of literals and of known numbers alone. `left == -1 | q - k <= left` is
+    `q - k <= left` where `left` is 64. Other comparisons stay: a kernel serves both of their results."""
+    known: dict[Expr, Expr] = {}
+    for n in walk(e):
+        if n.op in ("eq", "ne") and all(leaf[0] == "param" and leaf[1] in scalars for leaf in named(n)):
+            if all(x.op != "bound" for x in walk(n)):
+                known[n] = literal(bool(evaluate(n, scalars, {})))
+        elif n.op in ("and", "or") and any(a in known for a in n.args):
+            known[n] = (conj if n.op == "and" else disj)(*(known.get(a, a) for a in n.args))
+    return substitute(e, known) if known else e
 
 
 def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:

@@ -29,6 +29,16 @@ class Definition:
     text: str
     node: Node | None = None
     library: bool = False
+    checks: tuple[tuple[str, str], ...] = ()  # conditions on parameters, and the advice where one is false
+    changed: str = ""  # a warning: what the definition means since the last release
+
+    @cached_property
+    def conditions(self) -> tuple[Definition, ...]:
+        """The conditions of `checks` as definitions with these parameters."""
+        return tuple(
+            Definition(self.name, self.params, f"def {self.signature} = {text}", library=True)
+            for text, _ in self.checks
+        )
 
     @cached_property
     def body(self) -> Node:
@@ -66,6 +76,8 @@ class Entry:
     text: str
     section: str
     example: str = ""
+    checks: tuple[tuple[str, str], ...] = ()
+    changed: str = ""
 
 
 def define(node: Node, text: str) -> Definition:
@@ -80,7 +92,8 @@ def _read() -> tuple[Entry, ...]:
 
 def read_entries(text: str) -> tuple[Entry, ...]:
     """The definitions of a text laid out as the library is: `## Section`, then one paragraph each, three lines
-    of comment (sentence, formula, source) above a `def`, and perhaps a fourth, `example: ` and a call."""
+    of comment (sentence, formula, source) above a `def`, then perhaps `example: ` and a call, `check: ` lines with a
+    condition on the parameters and an advice, and a warning after `changed: `."""
     found, section = [], ""
     for paragraph in text.split("\n\n"):
         *above, body = re.split(r"^(?=def )", paragraph.strip("\n"), maxsplit=1, flags=re.M)
@@ -90,8 +103,12 @@ def read_entries(text: str) -> tuple[Entry, ...]:
             sentence, formula, source, *more = (line.removeprefix("# ") for line in above[0].splitlines())
             params = tuple(p.strip() for p in (head[2] or "").split(",")) if head[2] else ()
             signature = f"{head[1]}({', '.join(params)})" if params else head[1]
-            example = more[0].removeprefix("example: ") if more else "" if params else head[1]
-            found.append(Entry(head[1], params, signature, sentence, formula, source, body, section, example))
+            words = [line.split(": ", 2) for line in more]
+            lines = {word: rest for word, *rest in words}
+            example = ": ".join(lines["example"]) if "example" in lines else "" if params else head[1]
+            checks = tuple((rest[0], rest[1]) for word, *rest in words if word == "check")
+            about = sentence, formula, source, body, section, example, checks, ": ".join(lines.get("changed", ()))
+            found.append(Entry(head[1], params, signature, *about))
     return tuple(found)
 
 
@@ -100,7 +117,9 @@ def definitions() -> dict[str, dict[int, Definition]]:
     """The definitions of the library: name -> number of parameters -> definition."""
     found: dict[str, dict[int, Definition]] = {}
     for e in _read():
-        found.setdefault(e.name, {})[len(e.params)] = Definition(e.name, e.params, e.text, library=True)
+        found.setdefault(e.name, {})[len(e.params)] = Definition(
+            e.name, e.params, e.text, library=True, checks=e.checks, changed=e.changed
+        )
     return found
 
 

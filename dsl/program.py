@@ -6,7 +6,9 @@ q >= k & abs(q - k) < w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, nan
 from typing import Any, Literal
@@ -55,6 +57,8 @@ class Parsed:
     declared: dict[str, Declared]
     notes: list[str] = field(default_factory=list)
     sites: list[tuple[Span, Expr]] = field(default_factory=list)  # sub-expressions, outermost first
+    needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
+    changed: frozenset[str] = frozenset()  # warnings of library entries whose meaning has changed
 
 
 def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
@@ -89,8 +93,9 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     lone = found.get("expr")
     sites = sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))
     return Parsed(
-        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites
-    )
+        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites,
+        dict(checker.needs), frozenset(checker.changed_meanings),
+    )  # fmt: skip
 
 
 def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:
@@ -128,6 +133,44 @@ def check_names(params: Mapping[str, Any]) -> None:
             raise ParameterError(f"{n!r} is not a name of the language")
         if n in RESERVED:
             raise ParameterError(f"`{n}` is reserved; choose another name, for example `{n}_`")
+
+
+def entries_of(value: Any) -> Any:
+    """The entries of a torch tensor as a numpy array, which shares its memory where it can; other values as they are.
+    bfloat16 and float8, which numpy lacks, become float32."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    value = unwrapped(value)
+    with outside_transforms():
+        value = value.detach().cpu().resolve_neg()
+        narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))
+        return (value.float() if narrow else value).numpy()
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Suspend torch.func.grad and its like, which wrap the result of each operation in a tensor without memory."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch._C._functorch.maybe_current_level() is None:
+        yield
+    else:
+        with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+            yield
+
+
+def unwrapped(value: Any) -> Any:
+    """The tensor with memory in what torch.func.grad and its like made of it; other values as they are."""
+    torch = sys.modules.get("torch")
+    levels = torch._C._functorch if torch and isinstance(value, torch.Tensor) else None
+    while levels and levels.is_functorch_wrapped_tensor(value):
+        if levels.is_batchedtensor(value):
+            raise ParameterError(
+                "a tensor that torch.vmap maps has no entries to read\n"
+                "  give it to the call, under a name of the mask or the score mod: att(q, k, v, name=tensor)"
+            )
+        value = levels.get_unwrapped(value)
+    return value
 
 
 def type_of(name: str, value: Any) -> tuple[int, Type]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker, set before torch and numpy load
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# what a terminal asks for: tests that are about it say it themselves
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
+    os.environ.pop(name, None)
 
 # Interpreters of Pallas kernels wait for one another inside XLA's threads: with one for each of two cores they hang.
 os.environ.setdefault("NPROC", "16")
@@ -52,6 +57,9 @@ def _looked_through_once():
     """What the tests of a file leave (compiled functions, interned Exprs) is not looked through again by every garbage
     collection of the files behind it: by the end of a run that is gigabytes, and some tests collect on purpose."""
     yield
+    for thread in threading.enumerate():
+        if thread.name == "frisket compiler":  # what it builds counts for this file
+            thread.join()
     gc.collect()
     gc.freeze()
 
@@ -102,7 +110,7 @@ class Compiled:
 
     tests/builds.json has the most kernels of each file and of the whole default run; a file that it does not name
     builds none. A kernel counts where it is built first, so a file has no more in a whole run than alone: its number
-    is that of `pytest FILE` without kernels on disk (FRISKET_CACHE_DIR)."""
+    is that of `pytest FILE` without kernels on disk (FRISKET_CACHE_DIR), and a fourth or two for other processors."""
 
     def __init__(self) -> None:
         descriptor, self.builds = tempfile.mkstemp(prefix="frisket-builds-")

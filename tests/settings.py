@@ -22,7 +22,7 @@ LOAD = 10  # busy processes
 
 # name: variables of the environment
 SETTINGS: dict[str, dict[str, str]] = {
-    "AVX2 alone": {"PYTHONPATH": str(AVX2), "CXX": str(AVX2 / "narrow_g++"), "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
+    "AVX2 alone": {"PYTHONPATH": str(AVX2), "CXX": str(AVX2 / "quick_g++"), "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
     "no C++ compiler": {"CXX": "/no/such/compiler"},
     "one core": {},
     "four cores": {},

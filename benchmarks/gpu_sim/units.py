@@ -15,7 +15,7 @@ from unittest.mock import patch
 import frisket as fk
 from frisket.lowering.kernels.gluon import forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.runtime.backends.gluon import report
+from frisket.runtime.backends.gluon.forward import compiled_for
 from frisket.runtime.backends.triton.source import load
 
 from .compiled import kept
@@ -62,7 +62,7 @@ def busy(name: str, dim: int) -> tuple[dict[str, float], dict[str, float]]:
     kernel, dims = vars(load(made.source))["attention_forward"], Dims(dim, dim, "bfloat16")
     found = kept(
         "attention_forward", "sm_100", 4, (made.source, made.target, dims),
-        lambda: report.compiled_for(kernel, made.plan, made.target, dims),
+        lambda: compiled_for(kernel, made.plan, made.target, dims),
     )  # fmt: skip
     groups, queries = forward.groups_of("sm_100", dim, dim)
     products = 4 * dim * queries * made.target.block_k / PRODUCTS

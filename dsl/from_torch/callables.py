@@ -32,6 +32,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.symbol import Symbol, context, operand, table
 from frisket.dsl.from_python.user_line import fail, is_users, user_frame
 from frisket.dsl.ir import lit
+from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
 
@@ -143,7 +144,7 @@ class Front:
         names = {a.bound: ir.var(f"axis {i}") for i, a in enumerate(x.axes)}
         grid = np.ogrid[tuple(slice(n) for n in x.shape)] if x.axes else ()
         with self.torch._C.DisableTorchFunction():
-            tables = {n: _numpy(self.torch, v) for n, v in self.values.items()}
+            tables = {n: entries_of(v) for n, v in self.values.items()}
             env = {**{f"axis {i}": g for i, g in enumerate(grid)}, **tables}
             found = np.broadcast_to(evaluate(ir.substitute(x.expr, names), env, tables), tuple(x.shape))
             return self.torch.from_numpy(found.copy()).to(self.dtype(x))
@@ -348,13 +349,6 @@ def _literal(value: Any) -> bool | int | float:
     """The number of a constant; a float32 as its shortest decimal, so that torch.tensor(0.1) is 0.1."""
     number = value.item()
     return float(str(np.float32(number))) if str(value.dtype) == "torch.float32" else number
-
-
-def _numpy(torch: Any, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu().resolve_neg()
-    return (value.float() if value.is_floating_point() and value.dtype is not torch.float64 else value).numpy()
 
 
 @memo(group="once")

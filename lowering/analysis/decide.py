@@ -1,28 +1,40 @@
-"""Searches for a visible position or a row without one: exact, with the position, or `tiles.Spent` past the budget.
+"""Searches for a visible position, a row without one, a lookup outside its table; counts of visible pairs and rows.
 
 Masks of clauses that can be solved by row are asked row by row, or piece by piece (`count`). All others are
 searched coarse to fine: rectangles that `never` hold a visible position are dropped, one that `always` does ends
 the search, small ones are looked at. The search is depth first, in order of query and key, so that memory stays
 small and the position found is an early one.
+
+A lookup is inside its table, the segment of a position from the first offset to before the last one. A lookup counts
+where its answer does: under `a & b` a lookup of b counts where a is true, under `a | b` where a is
+false, in a branch where the branch is taken. A neighbour guards a lookup only if its own lookups are proved, so
+that no answer rests on a clamped one. Outside, frisket clamps; numpy and PyTorch wrap negative indices, JAX wraps
+and clamps: a mask that relies on any of that means different things in different places.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import EvaluationError, MismatchError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var, walk
+from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
+from frisket.dsl.show import show
 from frisket.dsl.work import steps
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.rules_boolean import negate
+from frisket.lowering.spans import Runs
 
-from .count import Rowwise
+from .count import Rowwise, literal
 from .groups import Beyond
+from .intervals import ends
 from .questions import always, never
-from .tiles import Grid, Scope
+from .tiles import FULL, Grid, Scope, Spent
 
 Array = NDArray[Any]
 SMALL = 256  # positions of a rectangle that are looked at one by one
@@ -33,6 +45,7 @@ _KEYS = 1 << 16  # keys of one row looked at together
 _CALL = 1 << 10  # steps that an operator takes however few the positions
 _EACH = 40  # steps for a rectangle and a position themselves
 _Q, _K = var("q"), var("k")
+_READS = ("lookup", "segment")
 
 
 # -- a visible position ---------------------------------------------------------------------------
@@ -231,3 +244,199 @@ def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int
         if _search(mask, whole, scope) is None:
             return int(row)
     return None
+
+
+_BATCH = 1 << 18
+_TILE = 64  # steps for a tile itself
+
+
+@memo(group="expressions")
+def sees_itself(mask: Expr) -> bool:
+    """Whether every query provably sees the key at its own position, as under most causal masks: no row is empty, then,
+    where that key is part of the call.
+
+    >>> from frisket.dsl.sugar import q, k
+    >>> sees_itself((q >= k) & (q - k < 256))
+    True
+    """
+    return simplify(substitute(mask, {var("k"): var("q")})) is TRUE
+
+
+def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
+    """The number of keys each query sees, int64 [slices, q_len].
+
+    Masks made of clauses that can be solved by row are counted without looking at pairs; others from their runs,
+    looking only at PARTIAL tiles. Raises `BudgetError` when that takes more than `scope.work` steps.
+    """
+    try:
+        return np.stack([r.counts() for r in _by_row(mask, grid, scope)])
+    except (Beyond, EvaluationError, Spent):
+        return _from_runs(mask, grid, scope, runs())
+
+
+def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
+    """The number of visible pairs of each slice, int64 [slices]: sums of `row_counts`, if possible in closed form."""
+    try:
+        return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
+    except (Beyond, EvaluationError, Spent):
+        return np.asarray(_from_runs(mask, grid, scope, runs()).sum(axis=1))
+
+
+def _by_row(mask: Expr, grid: Grid, scope: Scope) -> Iterator[Rowwise]:
+    for s in range(len(grid.b)):  # one at a time: what is kept of a slice is O(queries + keys)
+        yield Rowwise(mask, grid, scope, s)
+
+
+def no_row_empty(mask: Expr, grid: Grid, scope: Scope) -> bool | None:
+    """Whether every query sees a key; None where the answer takes more work than `scope.work`."""
+    try:
+        return first_empty_row(mask, grid, scope) is None
+    except Spent:
+        return None
+
+
+def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
+    bq, bk = grid.block
+    out = np.zeros((len(grid.b), grid.rows, bq), np.int64)
+    full = runs.kind == FULL
+    np.add.at(out, (runs.slice[full], runs.row[full]), ((runs.stop - runs.start)[full] * bk)[:, None])
+    width = np.where(full, 0, runs.stop - runs.start)
+    tiles = int(width.sum())
+    if tiles * (bq * bk * steps(mask) + _TILE) > scope.work:
+        raise BudgetError(
+            f"counting the visible pairs would look at {tiles * bq * bk:,} elements of {tiles:,} partial tiles\n"
+            "  ask for a smaller crop, or for the tile counts, which are exact without it"
+        )
+    index = np.repeat(np.arange(len(width)), width)
+    column = runs.start[index] + np.arange(tiles) - np.repeat(np.cumsum(width) - width, width)
+    step = max(1, _BATCH // (bq * bk))
+    for at in range(0, tiles, step):
+        s, r, c = (x[at : at + step] for x in (runs.slice[index], runs.row[index], column))
+        q, k = r[:, None, None] * bq + np.arange(bq)[:, None], c[:, None, None] * bk + np.arange(bk)
+        inside = (q < grid.q_len) & (k < grid.kv_len)
+        env = {
+            "b": grid.b[s][:, None, None], "h": grid.h[s][:, None, None],
+            "q": q + grid.q[s][:, None, None], "k": k + grid.k[s][:, None, None],
+        }  # fmt: skip
+        seen = np.broadcast_to(scope.value(mask, env), inside.shape) & inside
+        np.add.at(out, (s, r), seen.sum(axis=2))
+    return out.reshape(len(grid.b), -1)[:, : grid.q_len]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One axis of one lookup: `text` is the lookup, `index` the Expr of the index. `lo..hi` are bounds of the index
+    over all positions (None: not known), `size` the entries of the axis. `proved`: the index stays in `0..size - 1`
+    wherever it counts; else `witness` is a (b, h, q, k) where it does not, and `value` the index there, or None."""
+
+    table: str
+    axis: int
+    text: str
+    index: str
+    lo: int | None
+    hi: int | None
+    size: int
+    proved: bool
+    witness: tuple[int, int, int, int] | None = None
+    value: int | None = None
+    offsets: tuple[int, int] | None = None  # of `segment`: the first and the last entry, between which the index stays
+
+    def __str__(self) -> str:
+        if self.offsets:
+            entries = f"the offsets {self.offsets[0]:,}..{self.offsets[1]:,}"
+        else:
+            on = f" on axis {self.axis}" if self.axis else ""
+            entries = f"{self.size:,} entr{'y' if self.size == 1 else 'ies'}{on}"
+        if self.proved:
+            return f"{self.text} stays within {entries}"
+        if self.witness is None or self.value is None:
+            return f"{self.text} is not proved to stay within {entries}"
+        b, h, q, k = self.witness
+        end = "first" if self.value < (self.offsets or (0,))[0] else "last"
+        return (
+            f"{self.text} leaves {entries}: {self.index} = {self.value} at query {q:,}, key {k:,} (b {b}, h {h}), "
+            f"where it reads the {end}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
+    """Every lookup of a mask, or of a score mod at the positions `visible` shows, in the order of the text."""
+    nodes = [n for n in walk(e) if n.op in _READS]
+    found: dict[tuple[Expr, int], Lookup] = {}
+    proved: set[Expr] = set()
+    while True:
+        context = _contexts(e, proved)
+        for node in nodes:
+            for axis in range(len(node.args)):
+                if (node, axis) not in found or not found[node, axis].proved:
+                    found[node, axis] = _checked(node, axis, conj(visible, context[node]), grid, scope)
+        now = {n for n in nodes if all(found[n, i].proved for i in range(len(n.args)))}
+        if now == proved or now == set(nodes):
+            return tuple(found.values())
+        proved = now  # more neighbours may guard: ask again
+
+
+def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
+    """The condition, for every node, under which its value counts."""
+
+    def sound(e: Expr) -> bool:
+        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op in _READS)
+
+    found = {root: TRUE}
+    for node in reversed(list(walk(root))):
+        here = found.get(node, FALSE)
+        for i, a in enumerate(node.args):
+            others = [x for j, x in enumerate(node.args) if j != i and sound(x)]
+            guard = TRUE
+            if node.op == "and":
+                guard = conj(*others)
+            elif node.op == "or":
+                guard = conj(*(negate(x) for x in others))
+            elif node.op == "where" and i and sound(node.args[0]):
+                guard = node.args[0] if i == 1 else negate(node.args[0])
+            found[a] = disj(found.get(a, FALSE), conj(here, guard))
+    return found
+
+
+def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
+    index, table = node.args[axis], scope.arrays[node.name]
+    lo, hi = _range(index, grid, scope)
+    start, stop = (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+    offsets = (start, stop) if node.op == "segment" else None
+    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, table.shape[axis], True, offsets=offsets)
+    if lo is not None and hi is not None and lo >= start and hi < stop:
+        return made
+    outside = conj(where, disj(index < start, index >= stop))
+    try:
+        at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
+    except (Spent, EvaluationError):
+        return Lookup(**{**made.as_dict(), "proved": False})
+    if at is None:
+        return made
+    slice, q, k = at
+    witness = (int(grid.b[slice]), int(grid.h[slice]), q, k)
+    value = int(scope.value(index, dict(zip("bhqk", witness, strict=True))))
+    return Lookup(**{**made.as_dict(), "proved": False, "witness": witness, "value": value})
+
+
+def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
+    """The bounds of an index over the whole crop."""
+    env = {
+        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
+        "k1": grid.k + grid.kv_len - 1,
+    }  # fmt: skip
+    r = ends(simplify(literal(index, scope.env)))
+    try:
+        lo = None if r.lo is None else int(np.min(scope.value(r.lo, env)))
+        hi = None if r.hi is None else int(np.max(scope.value(r.hi, env)))
+    except EvaluationError:
+        return None, None
+    return lo, hi
+
+
+def _text(e: Expr) -> str:
+    scalars, tables = free_names(e)
+    return show(e, {*scalars, *tables})

@@ -17,8 +17,7 @@ from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, fitted, from_boxes, merge, records, share
 
-from .queries import by_query
-from .rows import Solved, solved, sweep
+from .rows import Solved, by_query, solved, sweep
 from .table import Table
 from .tiles import WORK, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of

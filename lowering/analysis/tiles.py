@@ -5,12 +5,15 @@ settled by witnesses (a true and a false point prove PARTIAL), then by looking a
 
 All of it is paid from one budget, in steps (`dsl.work`): one operator at one position or rectangle. Past it, what is
 open is PARTIAL. Steps depend on the mask and the grid alone, so every machine finds the same layout.
+
+Tiles are cut at periods of `// n` and `% n`. Inside a piece, rows, columns and frames of an image are plain numbers,
+so ranges are exact that over the whole tile would be unbounded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +22,15 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import DTYPES, evaluate
-from frisket.dsl.ir import TRUE, Expr, make, uses
+from frisket.dsl.ir import TRUE, Expr, make, uses, var, walk
 from frisket.dsl.work import steps
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.affine import linear, write
+from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .ids import common_ids
-from .period_cuts import cuts, pieces
 from .questions import always, beyond, mixed, never, some
 from .table import Table
 
@@ -417,3 +422,48 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     }  # fmt: skip
     seen = scope.value(mask, points) & inside
     return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))
+
+
+_MOST = 64  # pieces a tile may be cut into
+_EDGES = {"q": ("q0", "q1"), "k": ("k0", "k1")}
+
+
+@memo(group="expressions")
+def cuts(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
+    """The (axis, shift, period) of cuts, where `(x + shift) // period` steps, for `//` and `%` of one coordinate."""
+    found: dict[tuple[str, Expr, Expr], None] = {}
+    for node in walk(mask):
+        if node.op in ("floordiv", "mod") and len(depends(node)) == 1 and not depends(node.args[1]):
+            inner, period = node.args
+            while inner.op == "floordiv" and not depends(inner.args[1]):
+                inner, period = inner.args[0], inner.args[1] * period
+            (axis,) = depends(node)
+            form = linear(inner)
+            if form.coefficient(var(axis)) == 1 and not depends(rest := write(form.without(var(axis)))):
+                found[axis, rest, period] = None
+    return tuple(found)
+
+
+def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) -> tuple[Array, dict[str, Array]]:
+    """The pieces that tiles are cut into, as many as allowed: the tile of each piece, sorted, and the corners."""
+    n = len(env["q0"])
+    owner = np.arange(n)
+    box = {name: env[name].copy() for name in ("q0", "q1", "k0", "k1")}
+    fixed = {name: env[name] for name in ("b", "h")}
+    for axis, shift, period in cuts(mask):
+        lo, hi = _EDGES[axis]
+        c, p = (np.broadcast_to(value(e, fixed), (n,)) for e in (shift, period))
+        while True:
+            room = np.bincount(owner, minlength=n)[owner] < _MOST
+            mine, by = c[owner], np.maximum(p[owner], 1)
+            at = ((box[lo] + mine) // by + 1) * by - mine  # the first position past lo where a new stretch begins
+            split = np.flatnonzero((p[owner] > 1) & (at <= box[hi]) & room)
+            if not len(split):
+                break
+            new = {name: x[split] for name, x in box.items()}
+            new[lo] = at[split]
+            box[hi][split] = at[split] - 1
+            box = {name: np.concatenate([x, new[name]]) for name, x in box.items()}
+            owner = np.concatenate([owner, owner[split]])
+    order = np.argsort(owner, kind="stable")
+    return owner[order], {name: x[order] for name, x in box.items()}

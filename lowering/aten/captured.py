@@ -1,13 +1,26 @@
-"""Gradients of captured tables and scalars: `dm * weight` of every piece, summed as `lowering.derive` says."""
+"""Gradients of captured tables and scalars: `dm * weight` of every piece, summed as `lowering.derive` says.
+
+Many values are added to places of a table with the same bits on every run. On the CPU one thread adds in order. On a
+device threads add with atomics in any order, so there numbers are added in fixed point: integers give one sum in any
+order. The unit is a power of two, chosen on the device from the sum of all magnitudes, so that no sum leaves 64 bits:
+
+    unit <= 2**-60 * sum(|values|);  the error of a place is at most a unit for every value added to it
+
+A sum of float32 is wrong by up to 2**-24 of its partial sums for every value added. (Units stay in
+2**-126..2**126, as float32 has them. A value that is not finite makes all places NaN.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frisket.lowering.derive import Gradient
+from frisket.grammar.memo import memo
+from frisket.lowering.derive import Gradient, by_source
+from frisket.lowering.plan import Geometry
 
-from .fold import folded
+from .expr import TileProgram
 from .steps import Block, KeyPiece
 from .tiles import AtenTiles
 
@@ -117,3 +130,80 @@ class LaneGradients:
 def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:
     m = block.heads
     buffer[m.batch, m.kv : m.kv + m.count, m.first : m.last] += sums.sum(0, keepdim=True) if block.by_row else sums
+
+
+BITS = 61  # of the sum of all magnitudes; rounding of each value is far below what is left of 64
+
+
+def units(total: Tensor) -> Tensor:
+    """The number of fixed-point units that make 1, float32, a power of two, from the sum of all magnitudes or from a
+    little less; shaped and placed as `total`. NaN where the sum is not finite."""
+    import torch
+
+    total = total.double()
+    _, exponent = torch.frexp(total)
+    found = torch.ldexp(torch.ones_like(total), (BITS - exponent).clamp(-126, 126))
+    return torch.where(total.isfinite(), found, torch.nan).float()
+
+
+def amounts(counted: Tensor, per: Tensor) -> Tensor:
+    """The Float64 amounts of integers in units of which there are `per` to 1."""
+    return counted.double() / per
+
+
+def summed(place: Tensor, values: Tensor, size: int) -> Tensor:
+    """The sums of `values` by `place`, Float64 [size]; both of one shape, 0 <= place < size."""
+    import torch
+
+    place, values = place.flatten(), values.flatten().double()
+    if values.device.type == "cpu":
+        # With one axis index_add_ is a plain loop. index_put_ adds with atomics, in any order.
+        return torch.zeros(size, dtype=torch.float64).index_add_(0, place, values)
+    return fixed(place, values, size)
+
+
+def fixed(place: Tensor, values: Tensor, size: int) -> Tensor:
+    """The sums of `summed` in fixed point."""
+    import torch
+
+    per = units(values.abs().sum())
+    counted = torch.zeros(size, dtype=torch.int64, device=values.device)
+    counted.index_add_(0, place, (values * per).round().long())
+    return amounts(counted, per)
+
+
+_program = memo(group="programs")(TileProgram)
+
+
+def folded(
+    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """`derive.by_source` on torch; `slots` and `tables` are those of the forward, by plan name."""
+    return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, geometry, slots, tables))
+
+
+def fold(
+    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+) -> Tensor:  # fmt: skip
+    """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`sums`), equal calls
+    give equal bits; the result has the buffer's dtype and device."""
+    import torch
+
+    if not gradient.index:
+        return buffer.sum(dtype=torch.float64).to(buffer.dtype)
+    if gradient.over == "scatter":
+        return buffer
+    device = buffer.device
+
+    def along(start: Any, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(start, int):
+            start = torch.as_tensor(start).to(device, torch.int64, non_blocking=True).view(-1, 1, 1)
+        return torch.arange(shape[0], device=device).view(shape) + start
+
+    env = {**gradient.coordinates(geometry, along), **slots}
+    place = torch.zeros(buffer.shape, dtype=torch.int64, device=device)
+    for index, size in zip(gradient.index, shape, strict=True):
+        place.mul_(size).add_(_program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
+    return summed(place, buffer, math.prod(shape)).view(tuple(shape)).to(buffer.dtype)

@@ -16,8 +16,7 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
-from .captured import CapturedGradient, Plane, plane_of
-from .fold import folded
+from .captured import CapturedGradient, Plane, folded, plane_of
 from .promotion import usual_promotion
 from .tiles import Numbers, Static, XlaTiles, added, dot, prepared
 

@@ -16,8 +16,7 @@ from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
-from .schedule import schedule
-from .walk import Body, Chunk, Loop, of_records
+from .schedule import Body, Chunk, Loop, of_records, schedule
 
 Array = Any  # a jax.Array, traced or not
 

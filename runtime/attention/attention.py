@@ -11,10 +11,11 @@ import numpy as np
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.from_python.closure import read_again
 from frisket.dsl.notebook import table
+from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
+from frisket.lowering.pipeline import Stages
 from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
-from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
@@ -26,27 +27,23 @@ from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.program import CallProgram, check_used, moved
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
-from frisket.runtime.layouts.checks import check_lengths
-from frisket.runtime.machine.bound import blank, part_of_expression
+from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import kind_of, learns, names_of, summary, traced
+from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call, results
-from frisket.runtime.plans.device import FlatPlan, device_plan, divided
+from frisket.runtime.plans.device import CallPlan, FlatPlan, device_plan, divided
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
 from frisket.runtime.torch.spec import spec_of
 
-from .checking import interpreted, learned_values, report, report_gradients, report_later
-from .report import Report
+from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 NOWHERE: Origin = (0, 0, 0, 0)
@@ -546,6 +543,7 @@ class Attention:
 
     @counting
     @usual_promotion()
+    @outside_transforms()
     def check(
         self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
@@ -559,7 +557,9 @@ class Attention:
                 q, k, v, plan=plan, seed=seed, sinks=sinks, gradients=gradients, origin=origin, sizes=sizes,
                 layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
             )  # fmt: skip
-        live = live_of(k_scale, v_scale, pages)
+        live = live_of(*map(unwrapped, (k_scale, v_scale, pages)))
+        q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
+        params = dict(zip(params, values, strict=True))
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))

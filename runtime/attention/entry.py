@@ -26,9 +26,9 @@ from frisket.runtime.plans.compiled import check_tile
 from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import Attention
-from .checking import oracle
 from .order import Order
 from .ordered import OrderedAttention
+from .report import oracle
 
 
 def compile(

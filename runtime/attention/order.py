@@ -15,18 +15,14 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
-from frisket.lowering.orders.candidates import Candidate, candidates
-from frisket.lowering.orders.digits import closed, position
-from frisket.lowering.orders.folded import folded
-from frisket.lowering.orders.graph import by_graph
-from frisket.runtime.calls.rows import Rows
-from frisket.runtime.layouts.facts import Counts
+from frisket.lowering.orders.candidates import Candidate, candidates, closed, position
+from frisket.lowering.orders.graph import by_graph, folded
+from frisket.runtime.calls.rows import Rows, take
+from frisket.runtime.layouts.tiling import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.plans.compiled import check_tile
-
-from .take import take
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

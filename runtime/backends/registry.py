@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
-from frisket.lowering.plan import Target
+from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.tuning import AS_CHOSEN
+from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
-    from frisket.runtime.plans.base import CallPlan
+    from frisket.runtime.plans.device import CallPlan
 
 
 class Availability(dict[str, str]):
@@ -140,3 +141,22 @@ def target_on(backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[in
         made: Target = found.target(plan, geometry, dtype, tile, narrow)
         return made
     return Target(backend, *(tile or found.tiles(geometry, dtype, narrow)))
+
+
+FIRST = 1.0  # seconds of tracing and compiling, whatever the lengths
+TIMES = ((3, "some seconds"), (30, "about 10 s"), (180, "some minutes"), (1800, "about 10 min"), (10800, "an hour"))
+
+
+def warn_slow(backend: str, g: Geometry) -> None:
+    """Say once that calls on this backend are interpreted, and how long one of these sizes may take."""
+    interpreter = RECORDS[backend].interpreter
+    if interpreter is None or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
+        return
+    tiles = g.batch * g.heads * -(-g.q_len // 128) * -(-g.kv_len // 128)
+    seconds = FIRST + tiles * interpreter.seconds
+    how_long = next((words for most, words in TIMES if seconds < most), "many hours")
+    warn_once(
+        f"backend {backend!r} runs in {interpreter.owner} interpreter on this CPU, for checking and not for speed: a "
+        f"call of this size may take {how_long}, its gradient three times as long\n"
+        "  without a backend calls run on kernels for the CPU"
+    )

@@ -1,17 +1,223 @@
-"""The plain cache of JAX: one buffer for a batch of sequences."""
+"""The base of JAX's caches and the plain cache: one buffer for a batch of sequences.
+
+Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row is a sequence, or a page of a pool.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.arrays import BYTES, FLOATS
+from frisket.runtime.machine.parameters import traced
 
-from .jax_store import JaxCache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from . import checks
+from .checks import check_beside, check_queries
+from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+
+finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
+
+
+def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: Any) -> dict[str, Any]:
+    """k, v and, beside 8 bits, their scales, for (rows, places, kv_heads)."""
+    v_dim = head_dim if v_dim is None else v_dim
+    if any(int(n) < 1 for n in (*shape, head_dim, v_dim)):
+        raise ShapeError(f"a cache of {shape}, head_dim {head_dim} and v_dim {v_dim}; every size is at least 1")
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.name not in (*FLOATS, *BYTES):
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join((*FLOATS, *BYTES))}")
+    made = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
+    scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
+    return made | scales
+
+
+@dataclass(frozen=True, eq=False)
+class JaxCache:
+    """The base of JAX caches, which are pytrees: these arrays, `lengths`, and what each kind has beside them."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+    batch = property(lambda self: self.lengths.shape[0], doc="Sequences.")
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @usual_promotion()
+    def attention(
+        self: Any, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
+    ) -> tuple[Any, Any]:
+        """(out, cache): `append`, then `attend`, with the same keywords."""
+        cache = self.append(k, v, counts)
+        found = cache.attend(att, q, counts, **params)
+        if counts is not None:
+            check_beside(q, k, "bshd")
+        return found, cache
+
+    @usual_promotion()
+    def truncate(self: Any, lengths: Any) -> Any:
+        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer; 0 empties a row."""
+        lengths = jnp.minimum(self.lengths, numbers("lengths", lengths, self.batch))
+        return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
+
+
+def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(values of 8 bits, float32 scales without the last axis): x is about values * scale[..., None].
+
+    The largest magnitude of a vector becomes the largest number of the dtype: 127, 448 for float8_e4m3fn, 57344 for
+    float8_e5m2.
+
+    >>> values, scale = quantized(jnp.array([[1.0, -2.54]]), jnp.int8)
+    >>> values.tolist(), round(float(scale[0]), 6)
+    ([[50, -127]], 0.02)
+    """
+    x = x.astype(jnp.float32)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = 127.0 if whole else float(finfo(dtype).max)
+    scale = jnp.abs(x).max(-1) / most
+    values = x / jnp.where(scale == 0, 1, scale)[..., None]
+    values = jnp.round(values) if whole else values
+    return jnp.clip(values, -most, most).astype(dtype), scale
+
+
+def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
+    """New tokens as a cache with such arrays holds them."""
+    found: dict[str, Any] = {}
+    for n, x in (("k", k), ("v", v)):
+        scaled = like[f"{n}_scale"] is not None
+        found[n], found[f"{n}_scale"] = quantized(x, like[n].dtype) if scaled else (x.astype(like[n].dtype), None)
+    return found
+
+
+def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
+    """The arrays with `new` [rows, n, ...] at the places `at` [rows, n], all different in a row; those beyond the end
+    are dropped. In place where the arrays are donated."""
+
+    def into(array: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
+        return array.at[at].set(values, mode="drop", unique_indices=True)
+
+    put = jax.vmap(into)
+    return {n: x if x is None else put(x, new[n], at) for n, x in arrays.items()}
+
+
+def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
+    """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
+    kv_heads, head_dim = arrays["k"].shape[2:]
+    kinds = sorted({arrays[n].dtype.name for n in "kv"})
+    if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # a cast of all Floats casts those of 8 bits too
+        raise ParameterError(
+            f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
+        )
+    return checks.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
+
+
+def counted(counts: Any, batch: int, new: int) -> jax.Array:
+    """How many of the new tokens of each sequence are real, int32 [batch]; None: all of them."""
+    if counts is None:
+        return jnp.full((batch,), new, jnp.int32)
+    found = numbers("counts", counts, batch)
+    if not traced(found) and bool((found > new).any()):
+        raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
+    return jnp.broadcast_to(found, (batch,))
+
+
+def numbers(name: str, x: Any, batch: int) -> jax.Array:
+    """One integer for each sequence, int32 [batch] or [], from 0; inside of a trace their values are not looked at."""
+    x = jnp.asarray(x)
+    if x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ShapeError(f"{name} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
+    if not traced(x) and bool((x < 0).any()):
+        raise ShapeError(f"{name} are {np.asarray(x)}; each is 0 or more")
+    found: jax.Array = x.astype(jnp.int32)
+    return found
+
+
+def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(nodes of a tree that stay, int32 [batch, nodes], where the tree begins int32 [batch], how many of those nodes
+    are meant int32 [batch])."""
+    path, batch = jnp.asarray(path), cache.batch
+    if path.ndim != 2 or path.shape[0] != batch or not jnp.issubdtype(path.dtype, jnp.integer):
+        raise ShapeError(f"path is {path.dtype}{list(path.shape)}; it is nodes, integers [{batch}, m]")
+    drafts, counts = numbers("drafted", drafted, batch), counted(counts, *path.shape)
+    known = [None if traced(x) else np.asarray(x) for x in (path, drafts, counts, cache.lengths)]
+    checks.check_path(*known)
+    return path.astype(jnp.int32), cache.lengths - drafts, counts
+
+
+def grown(
+    lengths: jax.Array, counts: jax.Array, room: Any, larger: str = "make a cache of a larger capacity"
+) -> tuple[jax.Array, jax.Array]:
+    """(lengths with `counts` more, whether a sequence has more than `room`). Outside of `jax.jit` too many are a
+    `CapacityError`; in a trace nothing can be raised, and tokens without room are dropped."""
+    wanted = lengths + counts
+    over = wanted > room
+    if not traced(over) and bool(over.any()):
+        b = int(np.argmax(np.asarray(over)))
+        most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
+        raise CapacityError(
+            f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
+            f"  {larger}; nothing has changed"
+        )
+    return jnp.minimum(wanted, room), over
+
+
+def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Array:
+    """Places [batch, new] of new tokens that follow what is stored; padding goes to places past `end`."""
+    i = jnp.arange(new, dtype=jnp.int32)
+    return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)
+
+
+def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
+    """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs
+    below parents[..., i], -1 for a root; a root has depth 0."""
+    parents = jnp.asarray(parents)
+    n = parents.shape[-1]
+    above = (parents[..., None] == jnp.arange(n)) | jnp.eye(n, dtype=bool)
+    for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
+        above = (above.astype(jnp.int32) @ above.astype(jnp.int32)) > 0
+    return above, above.sum(-1, dtype=jnp.int32) - 1
+
+
+def read(
+    att: Attention, q: jax.Array, arrays: Mapping[str, Any], lengths: jax.Array, capacity: int, counts: Any, tree: Any,
+    params: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of the last tokens' queries to what is stored at places that are positions."""
+    batch = len(lengths)
+    check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
+    new, heads = q.shape[1:3]
+    where: Places = APPENDED if counts is None else PADDED
+    tables = {START: lengths - counted(counts, batch, new), END: lengths}
+    if tree is not None:
+        tables[ANCESTORS], tables[DEPTH] = ancestors(tree)
+        where = TREE if tables[DEPTH].ndim == 1 else TREES
+    return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
+
+
+def call(
+    att: Attention, where: Places, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
+    here = placed(att, where)
+    held = {n: x for n, x in arrays.items() if x is not None}
+    known = {n: x for n, x in tables.items() if n in here.program.names}  # a mask need not ask for all
+    return here(q, held.pop("k"), held.pop("v"), **held, **known, **params)
 
 
 @jax.tree_util.register_dataclass

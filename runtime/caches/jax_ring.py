@@ -15,7 +15,7 @@ from frisket.runtime.attention.merge import merge
 from frisket.runtime.machine.parameters import traced
 
 from .checks import check_beside, check_queries, refuse_tree
-from .jax_store import JaxCache, call, check_new, counted, empty, numbers, stored, written
+from .jax_plain import JaxCache, call, check_new, counted, empty, numbers, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
 

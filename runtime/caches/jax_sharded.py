@@ -14,11 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.sharding.fit import names_of
-from frisket.runtime.sharding.mesh import split_as
+from frisket.runtime.sharding.mesh import names_of, split_as
 
 from .checks import check_queries
-from .jax_store import JaxCache, call, check_new, counted, empty, grown, stored, written
+from .jax_plain import JaxCache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 
 lax: Any = jax.lax  # JAX leaves some of its functions untyped

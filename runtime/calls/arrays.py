@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.dsl.program import entries_of
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.runtime.machine.integers import as_int
@@ -274,9 +275,7 @@ def turn(x: Any, have: str, want: str) -> Any:
 
 def to_numpy(x: Any) -> NDArray[Any]:
     """float64 numpy, whatever the framework."""
-    if framework_of(x) == "torch":
-        return np.asarray(x.detach().cpu().double().resolve_neg().numpy())
-    return np.asarray(x).astype(np.float64)
+    return np.asarray(entries_of(x)).astype(np.float64)
 
 
 def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
@@ -343,9 +342,7 @@ def _start(x: Any) -> Any:
             "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
         )
     check_plain("origin", x)
-    if framework_of(x) == "torch":
-        x = x.detach().cpu().resolve_neg().numpy()
-    at = np.asarray(x)
+    at = np.asarray(entries_of(x))
     if at.dtype.kind not in "iu":
         raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
     return at.astype(np.int64) if at.ndim else int(at)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.program import entries_of
 from frisket.runtime.backends.base import offered
 from frisket.runtime.machine.parameters import check_plain, traced
 
@@ -134,19 +135,14 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
     real = "float64" if dtype == "float64" else "float32"
     sinks = sinks.astype(real, copy=False) if host else sinks  # of any order of bytes, and what frameworks do not read
     if framework == "numpy":
-        return np.broadcast_to(_copied(sinks), (heads,)).astype(real)
+        return np.broadcast_to(entries_of(sinks), (heads,)).astype(real)
     if framework == "jax":
         import jax.numpy as jnp
 
-        return jnp.broadcast_to(jnp.asarray(_copied(sinks), real), (heads,))
+        return jnp.broadcast_to(jnp.asarray(entries_of(sinks), real), (heads,))
     import torch
 
     if not isinstance(sinks, torch.Tensor) and not shape:  # written on the device: nothing waits for a copy
         return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
     have = sinks if isinstance(sinks, torch.Tensor) else uploaded(sinks, device)
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
-
-
-def _copied(x: Any) -> Any:
-    """A tensor of torch as others can take it."""
-    return x.detach().cpu().double().resolve_neg().numpy() if framework_of(x) == "torch" else x

@@ -1,10 +1,11 @@
-"""CallProgram: the mask and the score mod of one attention, and their values."""
+"""CallProgram: the mask and the score mod of one attention, and their values; the same at other positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import count
 from operator import or_
 from typing import Any
 
@@ -12,12 +13,22 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
 from frisket.dsl.hints import CALLED, keyword
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import COORDINATES, Expr, renamed, substitute, var
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
-from frisket.runtime.machine.bound import BoundExpr, Origin, separated
-from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
+from frisket.runtime.machine.parameters import (
+    BoundExpr,
+    Origin,
+    as_value,
+    digest,
+    names_of,
+    offsets_of,
+    own_state,
+    position,
+    separated,
+    with_learned,
+)
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
 from .stored_kv import Stored
@@ -93,6 +104,11 @@ class CallProgram:
             return frozenset()
         seen = set() if self.mask is None else names_of(self.mask.expr).keys()
         return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
+
+    @cached_property
+    def offsets(self) -> dict[str, str]:
+        """The tables that hold offsets of segments, as `offsets_of` tells them."""
+        return {n: of for p in self.parts for n, of in offsets_of(p.expr).items()}
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
         """A program with more parameters bound; a name nobody uses is an error."""
@@ -189,3 +205,33 @@ def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED
     if unused := [n for n in params if n not in names]:
         hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
+
+
+def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
+    """A program read at other positions: texts or numbers for some of b, h, q and k, and values of names in the texts.
+    A name without a value there is that of the mask or the score mod."""
+    texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
+    if coordinates and not texts:
+        raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
+    own, taken = {**program.scalars, **program.tables}, set(program.names)
+    given = {n: as_value(n, x) for n, x in coordinates.items() if n not in texts}
+    found = {n: position(n, x, {**own, **given}) for n, x in texts.items()}
+    if unused := [n for n in given if not any(n in names_of(e) for e in found.values())]:
+        raise ParameterError(f"`{unused[0]}` is given and no coordinate uses it")
+    others: dict[str, str] = {}  # names that mean something else already
+    for n in given:
+        if n in taken and (n not in own or digest(own[n]) != digest(given[n])):
+            others[n] = next(new for i in count(2) if (new := f"{n}_{i}") not in taken | given.keys())
+            taken.add(others[n])
+    values = {**own, **{others.get(n, n): x for n, x in given.items()}}
+    change = {var(n): renamed(e, others) for n, e in found.items()}
+    origin = program.origin
+
+    def put(p: Any) -> Any:
+        e = substitute(p.expr, change)
+        names = names_of(e)
+        return type(p)(e, {n: x for n, x in values.items() if n in names}, origin.renamed({n: n for n in names}))
+
+    places = program.places or ()
+    places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
+    return replace(program, places=places).changed(put)

@@ -1,4 +1,4 @@
-"""Rows: where the arrays of a call hold the queries and keys of an attention in another order."""
+"""Rows: where the arrays of a call hold the queries and keys of an attention in another order; rows of any array."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from frisket.runtime.backends.base import Lazy
+from frisket.runtime.calls.arrays import framework_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,3 +40,13 @@ class Rows:
         """`queries` and `keys` with the last row `more` times behind it: kernels fetch rows before they read them."""
         queries, keys = (np.pad(x, (0, more), mode="edge").astype(np.int32) for x in (self.queries, self.keys))
         return queries, keys
+
+
+Index = NDArray[np.int64]
+TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "jax")}
+
+
+def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
+    """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
+    found = TAKES.get(framework_of(x) or "numpy")
+    return np.take(x, index, axis=axis) if found is None else found(x, index, axis, inverse, scratch)

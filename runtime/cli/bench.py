@@ -21,7 +21,7 @@ from frisket.runtime.bench.chart import draw, ratios
 from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
 from frisket.runtime.bench.machine import described
 from frisket.runtime.bench.packed import choose, installed
-from frisket.runtime.bench.table import away, lines, losses, spoken
+from frisket.runtime.bench.race import away, lines, losses, spoken
 from frisket.runtime.machine.extras import extras, pip_install
 
 from .answer import CommandResult, Piece, row, table

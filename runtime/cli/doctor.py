@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 import frisket
+from frisket.grammar.memo import Info, tables
+from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
-from frisket.runtime.backends.engines.costs import CHECKED, COSTS
+from frisket.runtime.backends.engines.proof import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, choose, here
 from frisket.runtime.bench.machine import cpu_name
 from frisket.runtime.bench.packed import installed
@@ -22,10 +24,10 @@ from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
+from frisket.runtime.masks.mask import mask
 
-from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row
+from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row, table
 from .options import examples
-from .remembered import remembered
 from .show import counted, size
 
 PACKAGES = {  # what each is for, and the extra that brings it
@@ -151,3 +153,22 @@ def cpus() -> int:
 
 def cpu_count() -> str:
     return f"{cpus()} CPU{'s' if cpus() != 1 else ''}"
+
+
+EXAMPLE = "causal & window(256)"
+
+
+def remembered() -> CommandResult:
+    """The contents of this process's tables after a mask was laid out; tables of one name count as one."""
+    _ = mask(EXAMPLE).layout(1024, 1024).facts
+    found: dict[str, Info] = {}
+    for t in tables():
+        first = found.get(t.name, Info(t.name, 0, 0, 0, 0, 0))
+        found[t.name] = Info(t.name, *(a + b for a, b in zip(first[1:], t[1:], strict=True)))
+    lines = [
+        (t.name, f"{t.entries:,}", f"{t.bound:,}", size(t.bytes), f"{t.hits:,}", f"{t.misses:,}")
+        for t in found.values()
+    ]
+    header = [tuple(name if name != "bound" else "at most" for name in Info._fields)]
+    data = {"after": EXAMPLE, "tables": [t._asdict() for t in found.values()]}
+    return CommandResult(data, table([*header, *lines], right=range(1, 6)))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from frisket.dsl.errors import ShapeError, Span
 from frisket.dsl.ir import Expr, walk
-from frisket.lowering.stages import NAMES
+from frisket.lowering.pipeline import NAMES
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
 from frisket.runtime.masks.layout import Layout

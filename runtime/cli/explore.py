@@ -12,9 +12,9 @@ from rich.console import Console
 from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.dsl.types import FLOAT
 from frisket.runtime.explore.analyst import Analyst
+from frisket.runtime.explore.answer import slider
 from frisket.runtime.explore.page import page
 from frisket.runtime.explore.server import Server
-from frisket.runtime.explore.values import slider
 
 from .answer import CommandResult, rows
 from .input import LENGTH, scalar, source, table

@@ -14,7 +14,7 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
 from frisket.runtime.bench import packed
-from frisket.runtime.bench.table import spoken
+from frisket.runtime.bench.race import spoken
 
 from .answer import CommandResult, rows
 from .doctor import cpu_count

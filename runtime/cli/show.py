@@ -15,7 +15,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.show import show as show_text
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw import terminal
-from frisket.runtime.machine.bound import BoundExpr
+from frisket.runtime.machine.parameters import BoundExpr
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 

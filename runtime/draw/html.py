@@ -16,20 +16,18 @@ from dataclasses import asdict
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import BudgetError, ParameterError
 from frisket.grammar.memo import memo
+from frisket.runtime.layouts.tiling import Tiling
 
 from . import portable
 from .palette import DARK, LIGHT, Palette
 from .pixels import of_tiles, png, start
 from .save import save
-
-if TYPE_CHECKING:
-    from frisket.runtime.layouts.tiling import Tiling
 
 ROOM = str(__package__)
 STILL = 128  # cells along each axis of the picture in a notebook

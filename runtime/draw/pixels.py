@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
+from frisket.runtime.layouts.tiling import Tiling
 
 from .palette import Palette
 from .terminal import of_layout
-
-if TYPE_CHECKING:
-    from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
 CELLS = 512  # along each axis at most

@@ -10,7 +10,7 @@ import base64
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,7 @@ from frisket.dsl.explain import wording
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, walk
 from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
-
-if TYPE_CHECKING:
-    from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
 Pack = Callable[[Array], dict[str, str]]

@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.runtime.layouts.tiling import Tiling
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from frisket.runtime.layouts.tiling import Tiling
 
 CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
 MARGIN = 8  # columns for the labels of rows

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from frisket.dsl.explain import Explanation as Explanation
     from frisket.dsl.library import Entry as Entry
     from frisket.dsl.library import library as library
-    from frisket.lowering.stages import Stages as Stages
+    from frisket.lowering.pipeline import Stages as Stages
     from frisket.runtime.attention.attention import Attention as Attention
     from frisket.runtime.attention.entry import attention as attention
     from frisket.runtime.attention.entry import compile as compile
@@ -67,7 +67,7 @@ _HOMES = {
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
-    "frisket.lowering.stages": "Stages",
+    "frisket.lowering.pipeline": "Stages",
     "frisket.runtime.masks.answers": "Answer",
     "frisket.runtime.attention.attention": "Attention",
     "frisket.runtime.backends.registry": "backends",

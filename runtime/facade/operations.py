@@ -13,11 +13,9 @@ from frisket.runtime.machine.extras import extras
 with extras():
     from frisket.runtime.operations import operators as operators  # registered by being imported
 
-from frisket.runtime.operations import ring as ring
-from frisket.runtime.operations.attention import AttentionImpl
-from frisket.runtime.operations.base import AttentionRegistry, BaseOperation, OperationRegistry
+from frisket.runtime.operations.base import AttentionImpl, AttentionRegistry, BaseOperation, OperationRegistry
 from frisket.runtime.operations.metadata import AttentionMetadata, Backend, OperationMetadata, Platform
-from frisket.runtime.operations.output import AttentionOutput
+from frisket.runtime.operations.records import AttentionOutput
 
 __all__ = [
     "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation",

@@ -6,7 +6,6 @@
 """
 
 from frisket.runtime.parallel.attend import attend
-from frisket.runtime.parallel.deal import Deal, deal
-from frisket.runtime.parallel.schedule import Step, steps
+from frisket.runtime.parallel.deal import Deal, Step, deal, steps
 
 __all__ = ["Deal", "Step", "attend", "deal", "steps"]

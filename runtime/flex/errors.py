@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from frisket.dsl.errors import ParameterError, ShapeError, TraceError
-from frisket.lowering.analysis.reach import Lookup
+from frisket.lowering.analysis.decide import Lookup
 
 
 class MaskModError(TraceError, AssertionError, RuntimeError, ValueError):

@@ -18,8 +18,7 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.lowering.plan import whole
 from frisket.runtime.masks.mask import mask, score
 
-from .transformers_masks import SymbolicMask, constant, joined
-from .transformers_terms import POSITIONS
+from .transformers_masks import POSITIONS, SymbolicMask, constant, joined
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

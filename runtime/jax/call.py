@@ -29,8 +29,7 @@ from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
-from frisket.runtime.plans.device import FlatPlan
-from frisket.runtime.plans.device_static import PlanKey
+from frisket.runtime.plans.device import FlatPlan, PlanKey
 from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import turn
+from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
@@ -39,11 +40,8 @@ from .arrays import narrowed, placed
 from .call import JaxCall
 from .platforms import quickest
 from .primitives import bound
-from .reverse import reverse_only
+from .take import reverse_only
 from .task import Task
-
-if TYPE_CHECKING:
-    from frisket.runtime.calls.options import Options
 
 Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for

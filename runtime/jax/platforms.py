@@ -8,8 +8,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
-from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import library, lowerable
+from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.settings import Settings

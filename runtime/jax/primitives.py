@@ -2,31 +2,151 @@
 
 Only the platform that is lowered is traced. Between `..._p` and `..._shard_p` there is automatic sharding: the first
 is what calls bind, the second what a device has of it.
+
+Batch entries and heads go over the devices of a mesh without a gather, heads as far as groups that share keys stay
+whole. Lengths, sizes of heads, tables and numbers are on every device.
+Scales of stored keys go with the keys; of a pool of pages every device of a batch has all pages, of its own heads.
+
+`jax.vmap` puts instances beside one another in one call where the mask cannot tell, otherwise it takes them in turn.
+`jax.vmap` of the executors themselves would run every row as often as the longest and gather every slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src.config import _check_vma as check_vma
 from jax._src.config import traceback_in_locations_limit as without_locations
 from jax._src.dispatch import prim_requires_devices_during_lowering as requires_devices
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import BackwardError, FrisketError
 from frisket.grammar.memo import memo
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 from frisket.runtime.backends.registry import platform_of
+from frisket.runtime.sharding.mesh import fitting, names_of
 
-from .sharding import partitioned
+from .call import SHARD
 from .task import AXES, NOWHERE, Task
-from .vmap import mapped
+
+UNSPLIT = ("s", "t", "d", "e", "g", "p", "c", "r")  # factors that are not split: lengths, sizes of heads, the heads of
+# one group, pages, what is known of a row
+
+
+_split: Any = custom_partitioning  # JAX leaves some of its functions untyped, and types others too narrowly
+_spec: Any = PartitionSpec
+_psum: Any = jax.lax.psum
+_sharding_rule: Any = SdyShardingRule
+
+
+def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
+    """`task` on many devices, each of which binds `primitive`."""
+
+    def run(*operands: Any) -> Any:
+        return tuple(primitive.bind(*operands, task=task))
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        return _partition(task, primitive, mesh, operands, results)
+
+    split = _split(run)
+    split.def_partition(
+        partition,
+        sharding_rule=lambda mesh, operands, results: _rule(task, operands, results),
+        infer_sharding_from_operands=lambda mesh, operands, results: _partition(
+            task, primitive, mesh, operands, results
+        )[2],
+    )
+    return split  # type: ignore[no-any-return]
+
+
+def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
+    """The axes that operands and results share: batch, kv heads, and mapped ones, by names."""
+    g = task.call.geometry
+    group = g.heads // g.kv_heads
+    heads: Any = "n" if group == 1 else "g" if g.kv_heads == 1 else ("n", "g")
+    alone: list[str] = []
+
+    def axes(name: str, front: list[str], rank: int) -> tuple[Any, ...]:
+        own = [heads if a == "h" else a for a in task.axes(name)]
+        for _ in range(rank - len(front) - len(own)):
+            alone.append(f"x{len(alone)}")
+            own.append(alone[-1])
+        return (*front, *own)
+
+    mapped = [f"l{i}" for i in range(len(task.levels))]
+    fronts = [[m for m, (_, moved) in zip(mapped, task.levels) if moved[i]] for i in range(len(task.names))]
+    taken = tuple(axes(n, front, len(x.shape)) for n, front, x in zip(task.names, fronts, operands, strict=True))
+    given = tuple(axes(n, mapped, len(x.shape)) for n, x in zip(task.results, results, strict=True))
+    met = [f for array in (*taken, *given) for a in array for f in ([a] if isinstance(a, str) else a)]
+    fixed = tuple(f for f in dict.fromkeys(met) if f in UNSPLIT or f in alone)  # in the order they are met in
+    sizes = {"g": group} if heads == ("n", "g") else {}
+    made: SdyShardingRule = _sharding_rule(taken, given, need_replication_factors=fixed, **sizes)
+    return made
+
+
+def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: Any) -> Any:
+    """(mesh, what a device does, shardings of results, of operands)."""
+    g, depth = task.call.geometry, task.depth("q")
+    spec = (*operands[0].sharding.spec, *[None] * len(operands[0].shape))
+    batch = fitting(mesh.shape, spec[depth], g.batch)
+    heads = fitting(mesh.shape, spec[depth + 2], g.kv_heads)
+    where = {"b": batch, "h": heads, "n": heads}
+    instances = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
+
+    def sharding(name: str, front: list[Any], rank: int) -> NamedSharding:
+        own = [where.get(a) for a in task.axes(name)]
+        return NamedSharding(mesh, _spec(*front, *own, *[None] * (rank - len(front) - len(own))))
+
+    fronts = [[x for x, (_, moved) in zip(instances, task.levels) if moved[i]] for i in range(len(task.names))]
+    taken = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
+    given = tuple(sharding(n, instances, len(x.shape)) for n, x in zip(task.results, results, strict=True))
+    parts = _parts(mesh, batch), _parts(mesh, heads)
+    levels = tuple(
+        (n // _parts(mesh, x), (*moved, False, False)) for x, (n, moved) in zip(instances, task.levels, strict=True)
+    )
+    mine = replace(task, call=task.call.shard(*parts), names=(*task.names, *SHARD), levels=levels)
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        at = (_index(axes) for axes in (batch, heads))
+        found = primitive.bind(*operands, *at, task=mine)
+        summed = (*names_of(batch), *names_of(heads))
+        return tuple(
+            _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
+        )
+
+    def alone(*operands: Any) -> tuple[Any, ...]:
+        with jax.sharding.use_abstract_mesh(NOWHERE):  # a device knows nothing of explicit axes
+            return run(*operands)
+
+    return mesh, alone, given, taken
+
+
+def _parts(mesh: Any, axes: Any) -> int:
+    return math.prod(mesh.shape[a] for a in names_of(axes))
+
+
+def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
+    """How a mapped axis is split: as that of the first operand that has it."""
+    n, moved = task.levels[level]
+    first = moved.index(True)
+    at = sum(m[first] for _, m in task.levels[:level])
+    spec = (*operands[first].sharding.spec, *[None] * len(operands[first].shape))
+    return fitting(mesh.shape, spec[at], n)
+
+
+def _index(axes: Any) -> Any:
+    return jax.numpy.int32(0) if axes is None else jax.lax.axis_index(names_of(axes)).astype("int32")
+
 
 NO_HESSIAN = BackwardError(
     "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
@@ -157,6 +277,67 @@ def _primitive(name: str, split: bool) -> Any:
 
 WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
 LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
+
+
+# where instances beside one another go: in the batch, or among the heads
+FOLDS = (
+    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "low": 0, "norm": 0, "top": 0, "dout": 0, "dlse": 0, K_SCALE: 0,
+     V_SCALE: 0},
+    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "low": 1, "norm": 1, "top": 1, "dout": 2, "dlse": 1, K_SCALE: 2,
+     V_SCALE: 2},
+)  # fmt: skip
+
+
+def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, task: Task) -> Any:
+    """The batching rule of a primitive."""
+    where = {n: d for n, d in zip(task.names, dims, strict=True) if isinstance(d, int)}
+    n = axis.size
+    if n and (fold := _fold(task, where)) is not None:
+        return _beside(primitive, fold, n, operands, where, task)
+    front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
+    level = n, tuple(name in where for name in task.names)
+    found = primitive.bind(*front, task=replace(task, levels=(level, *task.levels)))
+    return found, [0] * len(found)
+
+
+def _fold(task: Task, where: dict[str, int]) -> int | None:
+    """The place of mapped instances: 0, the batch; 1, the heads; None: they run one after another."""
+    call, names = task.call, set(task.names)
+    if (
+        task.levels
+        or {PAGES, FIRST} & names
+        or not where.keys() <= FOLDS[0].keys()
+        or not set(task.wanted) <= {"q", "k", "v"}
+    ):
+        return None
+    whole = {"q", "k", "v"} <= where.keys()
+    near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round
+    shared = not task.wanted and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
+    if (whole or shared) and near and call.alike(1) and "sinks" not in names:
+        return 1
+    return 0 if whole and call.alike(0) else None
+
+
+def _beside(
+    primitive: Any, axis: int, n: int, operands: Sequence[Any], where: dict[str, int], task: Task
+) -> tuple[list[Any], list[int]]:
+    """One call with the mapped axis in another one; arrays that are not mapped are repeated, but for shared keys."""
+    places, shared = FOLDS[axis], not {"k", "v"} & where.keys()
+
+    def joined(name: str, x: Any) -> Any:
+        if name not in places or (shared and name in ("k", "v", K_SCALE, V_SCALE)):
+            return x
+        at = places[name]
+        if name in where:
+            x = jnp.moveaxis(x, where[name], at)
+        else:
+            x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], n, *x.shape[at:]))
+        return x.reshape(*x.shape[:at], n * x.shape[at + 1], *x.shape[at + 2 :])
+
+    call = task.call.repeated(n, axis, shared)
+    found = primitive.bind(*map(joined, task.names, operands), task=replace(task, call=call))
+    back = [places[name] for name in task.results]
+    return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(found, back, strict=True)], back
 
 
 for _made in (*WHOLE, *LOCAL):

@@ -1,10 +1,14 @@
-"""Tiling: which tiles of keys each tile of queries reads, how many, and why."""
+"""Tiling: which tiles of keys each tile of queries reads, how many, and why.
+
+Inputs are checked first: lengths, origins and tiles that make sense, and tables as long as they are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, overload
 
 import numpy as np
@@ -12,25 +16,29 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import SIZES, TRUE, Expr, uses
-from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
+from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, uses, var, walk
+from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
+from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
-from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.rows import Solved
-from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.table import Table, TableFacts
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
-from frisket.runtime.machine.parameters import own_state
-
-from .checks import placed
-from .facts import Counts, Facts
+from frisket.runtime.machine.parameters import (
+    looks_like_lengths,
+    names_of,
+    own_state,
+    segments_of_coordinates,
+    short_tables,
+)
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
 _ROW = 1 << 8  # steps to search a row for a key it sees
+_STEPS = 1 << 27  # to find a position outside of offsets
 
 
 @dataclass(frozen=True)
@@ -312,3 +320,227 @@ def _table(runs: Runs, spans: Spans, rows: int) -> RunTable:
     return RunTable(
         row_ptr, runs.start.astype(np.int32), runs.stop.astype(np.int32), runs.kind.astype(np.uint8), spans.slice_of
     )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tiles by kind, over every batch entry and head of the layout."""
+
+    empty: int
+    partial: int
+    full: int
+
+    @property
+    def visited(self) -> int:
+        """Tiles that kernels visit: those that are not empty."""
+        return self.partial + self.full
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1.
+    What takes counting is counted when it is asked for."""
+
+    max_runs_per_row: int
+    contiguous: bool  # every row of tiles reads one run of neighbouring key tiles
+    closed_form: bool  # the bounds of a row are formulas: kernels read no table
+    uses: tuple[str, ...]  # which of b, h, and which tables and parameters
+    method: str  # how the layout was found
+    settled: int  # tiles decided by looking at their elements
+    layout: Tiling = field(repr=False, compare=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every tile has its true kind. Past the budget, full or empty tiles may count as partial."""
+        return self.layout.exact
+
+    @property
+    def rows_nonempty(self) -> bool | None:
+        """Every query sees a key; None where that would exceed the budget."""
+        return self.layout.rows_nonempty
+
+    @property
+    def visible_pairs(self) -> int | None:
+        """Visible (query, key) pairs; None where counting them would exceed the budget."""
+        try:
+            return self.layout.visible_pairs
+        except BudgetError:
+            return None
+
+    @property
+    def flops(self) -> int | None:
+        """4 * visible pairs: multiply by head_dim."""
+        pairs = self.visible_pairs
+        return None if pairs is None else 4 * pairs
+
+    @property
+    def lookups(self) -> tuple[Lookup, ...]:
+        """Every table the mask reads, and whether it stays inside."""
+        return self.layout.lookups
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Remarks on clauses that show less than their name says: sink tokens of the first document alone.
+
+        >>> import frisket as fk
+        >>> text = "causal & same(doc) & (window(4) | sinks(2))"
+        >>> print(fk.mask(text, doc=[0] * 8 + [1] * 8).layout(16, 16).facts.hints[0])
+        `k < 2` shows keys of the first document alone; for the first keys of each write `document(off, m)` with \
+`sinks(2)` in m, or `k - start[k] < 2`
+        """
+        parts = clauses(self.layout.written)
+        if not any(e.op != "or" and (sides_of_ids(e) or any(n.op == "segment" for n in walk(e))) for e in parts):
+            return ()
+        below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
+        first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
+        return tuple(
+            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `document(off, m)` with "
+            f"`sinks({n.args[1]!r})` in m, or `k - start[k] < {n.args[1]!r}`" for n in first
+        )  # fmt: skip
+
+    @property
+    def tables(self) -> dict[str, TableFacts]:
+        """Order, runs and range of every table the mask reads."""
+        return {name: table.facts for name, table in self.layout.tables.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The facts by name, in numbers and text."""
+        names = ("exact", "rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
+        values = {n: getattr(self, n) for n in (*names, "visible_pairs", "flops")}
+        tables = {name: asdict(facts) for name, facts in self.tables.items()}
+        return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
+
+    def __str__(self) -> str:
+        rows = {True: "every query sees a key", False: "some query sees no key", None: "not known if all see a key"}
+        lines = {
+            "rows": rows[self.rows_nonempty],
+            "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
+            "found by": self.method + (f", {self.settled} tiles looked at" if self.settled else ""),
+            "uses": ", ".join(self.uses) or "positions only",
+        }
+        if not self.exact:
+            left = self.layout.analysis.undecided
+            lines["exact"] = f"no: {left:,} tiles count as partial without being looked at"
+        pairs = self.visible_pairs
+        if pairs is not None:
+            lines["visible"] = f"{pairs:,} pairs"
+        if self.tables:
+            lines["tables"] = "\n".join(f"{name}: {facts}" for name, facts in self.tables.items())
+        if self.lookups:
+            open_ = [str(one) for one in self.lookups if not one.proved]
+            lines["lookups"] = "\n".join(open_) or "all stay inside their tables"
+        if self.hints:
+            lines["hint"] = "\n".join(self.hints)
+        return "\n".join(f"{name:9} " + value.replace("\n", "\n" + 10 * " ") for name, value in lines.items())
+
+
+_LONGEST = 1 << 48  # tokens
+
+
+def check_reach(
+    mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows. Refuse
+    offsets that do not hold a bare coordinate whose segment counts. Hidden positions may lie beyond: lookups clamp.
+    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known."""
+    ends = whole(origin, lengths)
+    stops = dict(zip("bhqk", ends, strict=True))
+    batch, heads, q_len, kv_len = lengths
+    known = {**tables, **shapes}
+    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
+        beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
+        found = analyse(
+            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
+            tables=known,
+        )  # fmt: skip
+        if found.exact and found.spans.count.any():
+            need = stops[coordinate]
+            raise ParameterError(
+                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+            )
+    for e in readers:
+        outside = {
+            name: stops[c] for c, name, first, last in segments_of_coordinates(e, tables)
+            if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+        }  # fmt: skip
+        if not outside or names_of(e).keys() & shapes.keys():
+            continue
+        reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
+        grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
+        env = {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}
+        scope = Scope(env, {n: Table(t) for n, t in known.items()}, _STEPS)
+        for one in lookups(reader, visible, grid, scope):
+            if one.offsets and one.witness and one.table in outside:
+                advice = _advice(one.table, tables[one.table], outside[one.table])
+                raise ParameterError(f"{one}\n  {advice}")
+
+
+def _advice(name: str, offsets: Array, stop: int) -> str:
+    """The remedy for offsets that do not hold all positions below `stop`."""
+    lengths = looks_like_lengths(name)
+    if offsets[0] <= 0:
+        return (
+            f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
+            f"[*{name}, {stop}], or hide what lies beyond"
+        )
+    if offsets.sum() == stop:
+        return lengths
+    start = f"offsets begin with 0: [0, *{name}]"
+    return start if offsets[-1] == stop else f"{start}; or {lengths}"
+
+
+def _positive(n: Any) -> bool:
+    if type(n) is int:
+        return n > 0
+    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
+
+
+def placed(x: Any) -> bool:
+    """Whether x can be a start: an integer, or one per batch entry, none negative."""
+    if type(x) is int:
+        return x >= 0
+    at = np.asarray(x)
+    return at.dtype.kind in "iu" and bool((at >= 0).all())
+
+
+def place_of(origin: Origin) -> tuple[Any, ...]:
+    """An origin as it can be a key: ints, and tuples of them."""
+    return tuple(x if type(x) is int or not np.ndim(x) else tuple(np.asarray(x).tolist()) for x in origin)
+
+
+def check_lengths(
+    q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
+) -> None:
+    """Refuse what cannot be laid out."""
+    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        may = name in ("q_len", "kv_len")
+        if not _positive(n) and not (may and type(n) is int and n == 0):
+            what = "lengths are integers, 0 or more, in tokens" if may else "counts are positive integers"
+            raise ShapeError(f"{name} is {n}\n  {what}")
+        if n >= _LONGEST:
+            raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
+    if len(block) != 2 or not all(map(_positive, block)):
+        raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
+    for length, tile in ((q_len, block[0]), (kv_len, block[1])):
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
+            raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
+    if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
+        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
+    for x in origin[2:]:
+        if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,):
+            raise ShapeError(
+                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
+            )
+    if sizes is None:
+        return
+    if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
+        raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
+    far = whole(origin, (batch, heads, q_len, kv_len))
+    for name, stop, size in zip(SIZES, far, sizes, strict=True):
+        if stop > size:
+            raise ShapeError(
+                f"the crop ends at {stop} but {name} is {size}\n"
+                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
+            )

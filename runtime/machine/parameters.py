@@ -1,7 +1,11 @@
-"""The parameters of an Expr, and values as they take them.
+"""The parameters of an Expr, values as they take them, and an Expr with some or all of its values.
 
 >>> as_value("w", np.int64(4)), as_value("doc", [0, 0, 1]).flags.writeable
 (4, False)
+
+>>> from frisket.dsl.sugar import k, q
+>>> BoundExpr(q - k < ir.param("w"), {"w": 4})
+BoundExpr('q - k < w', w=4)
 """
 
 from __future__ import annotations
@@ -9,17 +13,26 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import ParameterError, Span
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.from_python.closure import Path, read_again
+from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
-from frisket.dsl.program import type_of
+from frisket.dsl.library import definitions
+from frisket.dsl.notebook import table
+from frisket.dsl.program import Declared, Parsed, check_names, entries_of, read, type_of
+from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 
 from .leave import outside
@@ -76,11 +89,8 @@ def as_value(name: str, value: Any) -> Any:
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
     check_plain(name, value)
-    if is_tensor(value):
-        value = value.detach().cpu()
-        narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
-        value = (value.float() if narrow else value).resolve_neg().numpy()
-    elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
+    value = entries_of(value)
+    if not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
         try:
             value = np.asarray(value)
         except ValueError as error:
@@ -168,5 +178,379 @@ def summary(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def unsorted(name: str) -> str:
-    return f"`{name}` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"
+def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
+    """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
+    read = [(n.args[0].name, n.name) for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var"]
+    read = [(c, name) for c, name in read if c in ir.COORDINATES and name in tables]
+    return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
+
+
+def offsets_of(e: Expr) -> dict[str, str]:
+    """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
+    `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
+    if all(op != "segment" for op, *_ in ir.named(e)):
+        return {}
+    nodes = list(ir.walk(e))
+    segments = [n for n in nodes if n.op == "segment"]
+    read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
+    pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
+    return {**pairs, **{s.name: s.name for s in segments}}
+
+
+def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
+    """Refuse values for which a condition is false, of numbers and of tables read at one coordinate."""
+    for condition, advice in needs.items():
+        scalars, tables = ir.free_names(condition)
+        at = ir.uses(condition) & {*ir.COORDINATES}
+        if len(at) > 1 or not values.keys() >= scalars.keys() | tables.keys():
+            continue
+        length = max((x for n in tables for x in values[n].shape), default=1)
+        env = {**{n: values[n] for n in scalars}, **dict.fromkeys(at, np.arange(length))}
+        if not np.all(evaluate(condition, env, {n: values[n] for n in tables})):
+            shown = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
+            raise ParameterError(f"`{show(condition)}` does not hold for {shown}; {advice}")
+
+
+def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Refuse tables that decrease somewhere though they are declared sorted or hold offsets."""
+    for name in sorted_:
+        if name in values and (place := _decrease(values[name])):
+            raise ParameterError(unsorted(name, place))
+    check_offsets(offsets_of(e), values)
+
+
+def check_offsets(offsets: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """Refuse offsets that decrease, and offsets of keys for fewer segments than those of queries."""
+    for name, of in offsets.items():
+        x = values.get(name)
+        if x is not None and (place := _decrease(x)):
+            remedy = looks_like_lengths(name) if (x > 0).all() else "give where segments start, in order, and the end"
+            raise ParameterError(f"{unsorted(name, place, offsets=True)}; {remedy}")
+        if x is not None and len(x) < len(other := values.get(of, x)):
+            raise ParameterError(
+                f"`{name}` has {len(x)} offsets and `{of}` has {len(other)}; give where segments start, and the end"
+            )
+
+
+def looks_like_lengths(name: str) -> str:
+    return f"these look like lengths: give numpy.cumsum([0, *{name}])"
+
+
+def _decrease(x: Array) -> str:
+    """The first entry that is less than the one before it, in words; "" where entries never decrease."""
+    falls = np.argwhere(np.asarray(x[..., 1:] < x[..., :-1]))  # a difference of unsigned Ints is never below 0
+    if not len(falls):
+        return ""
+    *row, at = falls[0].tolist()
+    return f"entry {[*row, at + 1]} is {x[(*row, at + 1)]} after {x[(*row, at)]}"
+
+
+def unsorted(name: str, place: str = "its entries decrease somewhere", offsets: bool = False) -> str:
+    if offsets:
+        return f"`{name}` holds offsets, which never decrease, and {place}"
+    return f"`{name}` is declared sorted and {place}; sort the entries, or drop `sorted`"
+
+
+Self = TypeVar("Self", bound="BoundExpr")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of an expression; no part of its value."""
+
+    source: str | None = None
+    sites: tuple[tuple[Span, Expr], ...] = ()  # sub-expressions of the text, outermost first
+    declared: Mapping[str, Declared] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    captured: Mapping[str, Any] = field(default_factory=dict)  # a function's own arrays, by the names of their copies
+    paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)  # to those arrays; none to one out of reach
+    inside: tuple[tuple[Any, tuple[Path, ...]], ...] = ()  # arrays whose values are in the expression
+    needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
+
+    @property
+    def names(self) -> Origin:
+        """Facts known of the names, for an expression made of this one."""
+        return replace(self, source=None, sites=(), notes=())
+
+    def renamed(self, names: Mapping[str, str]) -> Origin:
+        """Facts known of those names that are keys, under their new names."""
+        declared, captured, paths = (
+            {names[n]: x for n, x in facts.items() if n in names}
+            for facts in (self.declared, self.captured, self.paths)
+        )
+        needs = {ir.renamed(e, dict(names)): x for e, x in self.needs.items() if names_of(e).keys() <= names.keys()}
+        return replace(self.names, declared=declared, captured=captured, paths=paths, needs=needs)
+
+    def paths_in_copies(self, memo: Mapping[int, Any]) -> dict[str, tuple[Path, ...]]:
+        """The paths from objects that are copied already, and those from modules of torch to learned tensors. A copy of
+        a mask copies no other object of the user's; it has its own copies of arrays."""
+        ways = {n: tuple(path.from_object() for path in paths) for n, paths in self.paths.items()}
+        of_module = {n for n, x in self.captured.items() if learns(x)}
+        return {
+            n: paths for n, paths in ways.items()
+            if all(id(path.root) in memo or (n in of_module and hasattr(path.root, "_parameters")) for path in paths)
+        }  # fmt: skip
+
+    def __or__(self, other: Origin) -> Origin:
+        """The facts of both, for an expression made of two."""
+        paths: dict[str, dict[Any, Path]] = {}
+        for name, ways in (*self.paths.items(), *other.paths.items()):
+            paths.setdefault(name, {}).update({(id(path.root), path.steps): path for path in ways})
+        return Origin(
+            declared={**self.declared, **other.declared}, captured={**self.captured, **other.captured},
+            paths={n: tuple(ways.values()) for n, ways in paths.items()}, inside=self.inside + other.inside,
+            needs={**self.needs, **other.needs},
+        )  # fmt: skip
+
+
+class BoundExpr:
+    """An Expr and the values of some or all of its parameters. Immutable."""
+
+    what = "expression"
+    expr: Expr
+    params: Mapping[str, Any]
+    origin: Origin
+
+    def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
+        self.expr = expr
+        self.origin = origin or Origin()
+        if learned := {n: x for n, x in (params or {}).items() if learns(x)}:
+            self.origin = replace(self.origin, captured={**self.origin.captured, **learned})
+        wanted = names_of(expr)
+        check_names(wanted)
+        given = {n: as_value(n, v) for n, v in (params or {}).items()}
+        if unused := [n for n in given if n not in wanted]:
+            near = nearest(unused[0], [n for n in wanted if n not in given])
+            hint = f"; did you mean `{near}`?" if near else ""
+            raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
+        self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
+        if self.params:
+            check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
+            check_needs(self.origin.needs, self.params)
+
+    @property
+    def source(self) -> str:
+        """The text as it was written; for expressions made in Python, as it prints."""
+        return self.origin.source if self.origin.source is not None else str(self)
+
+    @property
+    def sites(self) -> tuple[tuple[Span, Expr], ...]:
+        """Sub-expressions, each with its place in the source text."""
+        return self.origin.sites
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """The parameters that are arrays."""
+        return {n: v for n, v in self.params.items() if isinstance(v, np.ndarray)}
+
+    @property
+    def scalars(self) -> dict[str, Number]:
+        """The parameters that are numbers."""
+        return {n: v for n, v in self.params.items() if not isinstance(v, np.ndarray)}
+
+    @cached_property
+    def unbound(self) -> tuple[str, ...]:
+        """The parameters that have no value yet."""
+        return tuple(n for n in names_of(self.expr) if n not in self.params)
+
+    def bind(self: Self, **params: Any) -> Self:
+        """An expression with more parameters bound; a new value replaces an old one."""
+        if not params:
+            return self
+        rest = self.origin.renamed({n: n for n in self.origin.captured if n not in params})
+        origin = replace(self.origin, captured=rest.captured, paths=rest.paths)
+        return type(self)(self.expr, {**self.params, **params}, origin)
+
+    def now(self: Self, but: Collection[str] = ()) -> Self:
+        """An expression over the arrays that its function would read now: this one, unless an array was replaced.
+        Arrays in `but` stay.
+
+        >>> import torch, frisket as fk
+        >>> def same(layer):
+        ...     return lambda q, k: layer.doc[q] == layer.doc[k]
+        >>> layer = torch.nn.Module()
+        >>> layer.doc = torch.tensor([0, 0, 1])
+        >>> mask = fk.mask(same(layer))
+        >>> layer.doc = torch.tensor([0, 1, 1])
+        >>> mask.dense(1, 3).astype(int), mask.now().dense(1, 3).astype(int)
+        (array([[[[1, 1, 0]]]]), array([[[[1, 0, 0]]]]))
+        """
+        o = self.origin
+        read = {n: read_again(n, paths) for n, paths in o.paths.items() if paths and n not in but}
+        new = {n: x for n, x in read.items() if x is not o.captured[n]}
+        inside = tuple((read_again("it", paths), paths) for _, paths in o.inside)
+        for (old, paths), (x, _) in zip(o.inside, inside, strict=True):
+            if x is not old and digest(as_value("it", x)) != digest(as_value("it", old)):
+                raise ParameterError(part_of_expression(paths[0]))
+        if not new and all(x is old for (x, _), (old, _) in zip(inside, o.inside, strict=True)):
+            return self
+        values = {n: x for n, x in {**self.params, **new}.items() if not traced(x)}
+        return type(self)(self.expr, values, replace(o, captured={**o.captured, **new}, inside=inside))
+
+    def require_bound(self) -> None:
+        """Raise `ParameterError` unless every parameter has a value."""
+        if not self.unbound:
+            return
+        name = self.unbound[0]
+        if name in self.origin.captured:
+            raise ParameterError(
+                f"`{name}` is traced by jax.jit or another transform, and this takes values; attention takes the array "
+                "as it is: frisket.compile(...), or frisket.attention, of the function that captures it"
+            )
+        near = nearest(name, definitions())
+        hint = f" (did you mean `{near}`?)" if near else ""
+        if named := misnamed(name):
+            hint = f" ({named})"
+        example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."
+        raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
+
+    def _brief(self) -> str:
+        text = show(self.expr)
+        return text if len(text) <= 60 else text[:57] + "..."
+
+    def __str__(self) -> str:
+        return show(self.expr, self.params)
+
+    def __repr__(self) -> str:
+        values = "".join(f", {n}={summary(v)}" for n, v in self.params.items())
+        return f"{type(self).__name__}({str(self)!r}{values})"
+
+    def _repr_html_(self) -> str:
+        return table([(self.what, str(self)), *((n, summary(v)) for n, v in self.params.items())])
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.expr, tuple((n, digest(v)) for n, v in self.params.items())
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, BoundExpr)
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold copies of arrays. Learned tensors stay the ones of their module, and are read from it again."""
+        o = self.origin
+        rows = _flattened((self.expr, *(e for _, e in o.sites), *o.needs))
+        learned = {n: x for n, x in o.captured.items() if learns(x)}
+        spans, advice = tuple(s for s, _ in o.sites), tuple(o.needs.values())
+        origin = (o.source, spans, dict(o.declared), o.notes, o.paths_in_copies({}), advice)
+        return blank, (type(self),), (rows, {**self.params, **learned}, origin)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        rows, params, (source, spans, declared, notes, ways, advice) = state
+        root, *more = _unflattened(rows)
+        sites, needs = tuple(zip(spans, more, strict=False)), dict(zip(more[len(spans) :], advice, strict=True))
+        origin = Origin(source, sites, declared, notes, paths=ways, needs=needs)
+        BoundExpr.__init__(self, root, params, origin)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        o = self.origin
+        paths = o.paths_in_copies(memo)
+        captured = {n: x for n, x in o.captured.items() if n in paths or learns(x)}
+        inside = [(x, ways) for x, ways in o.inside if all(id(path.from_object().root) in memo for path in ways)]
+        arrays, paths, inside = deepcopy((captured, paths, inside), memo)
+        origin = replace(o, captured=arrays, paths=paths, inside=tuple(inside))
+        return type(self)(self.expr, {**self.params, **{n: x for n, x in arrays.items() if learns(x)}}, origin)
+
+    def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
+        """One expression made of both, with different bindings of one name kept apart."""
+        left, right = separated(self, other)
+        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, right.origin | left.origin)
+
+    def at(self: Self, **coordinates: Any) -> Self:
+        """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
+        texts."""
+        moved: dict[Expr, Expr] = {}
+        params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
+        for name in ir.COORDINATES:
+            if name in coordinates:
+                moved[ir.var(name)] = position(name, coordinates[name], params)
+        if coordinates and not moved:
+            raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
+        return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
+
+
+def part_of_expression(path: Path) -> str:
+    """The message for an array that was replaced and whose values a trace looked at."""
+    return (
+        f"`{path}` has been replaced since its function was traced, and its values are part of the traced expression\n"
+        "  make the mask, score mod or attention again; lookups, `x[q]`, are read at every call"
+    )
+
+
+def separated(left: Self, right: Self) -> tuple[Self, Self]:
+    """Two expressions whose names mean one thing: a name bound differently on the right gets a number."""
+    mine, theirs = names_of(left.expr), names_of(right.expr)
+    taken = {*mine, *theirs}
+    for name in sorted(mine.keys() & theirs.keys()):
+        a, b = left.params.get(name), right.params.get(name)
+        x, y = left.origin.captured.get(name), right.origin.captured.get(name)
+        apart = x is not y and any(learns(z) for z in (x, y))  # equal values now, others after a step of training
+        apart = apart or (x is not y and name in left.origin.paths and name in right.origin.paths)
+        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b) and not apart:
+            continue
+        number = 2
+        while f"{name}_{number}" in taken:
+            number += 1
+        taken.add(f"{name}_{number}")
+        if b is not None:
+            right = renamed(right, name, f"{name}_{number}")
+        elif a is not None:  # the name without a value keeps it: it is still to be given
+            left = renamed(left, name, f"{name}_{number}")
+        else:
+            raise ParameterError(f"`{name}` has two types here and no value yet; rename or bind one")
+    return left, right
+
+
+def renamed(one: Self, old: str, new: str) -> Self:
+    names = {n: new if n == old else n for n in (*names_of(one.expr), *one.origin.declared)}
+    params = {names[n]: x for n, x in one.params.items()}
+    return type(one)(ir.renamed(one.expr, {old: new}), params, one.origin.renamed(names))
+
+
+def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
+    """A coordinate as `at` takes it: a text, whose names may have values among `params`, or an int."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return ir.lit(int(value))
+    if not isinstance(value, str):
+        raise ParameterError(f"{name}= takes a text or an int, not {type(value).__name__}")
+    used = names_of(_lone(read(value, name=name)))
+    known = {n: v for n, v in params.items() if n in used}
+    e = _lone(read(value, name=name, params=known))
+    if e.type is not INT:
+        raise ParameterError(f"{name}= takes an Int, `{value}` is a {e.type}; use `//`, `floor` or `int`")
+    return e
+
+
+def _lone(found: Parsed) -> Expr:
+    if found.expr is None:
+        raise ParameterError("a coordinate is one expression, not a program")
+    return found.expr
+
+
+# -- pickle: nodes in a flat list, so that depth is no matter ----------------------------------------------
+
+
+def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int]]:
+    place: dict[Expr, int] = {}
+    rows: list[tuple[Any, ...]] = []
+    for node in ir.walk(*roots):
+        place[node] = len(rows)
+        rows.append((node.op, tuple(place[a] for a in node.args), node.name, node.type))
+    return rows, [place[r] for r in roots]
+
+
+def _unflattened(rows: tuple[list[tuple[Any, ...]], list[int]]) -> list[Expr]:
+    nodes: list[Expr] = []
+    for op, args, name, type_ in rows[0]:
+        nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
+    return [nodes[i] for i in rows[1]]
+
+
+def blank(kind: type[Any]) -> Any:
+    """An object whose state follows: a module that it reads may hold it, and is pickled between the two."""
+    return object.__new__(kind)

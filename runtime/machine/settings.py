@@ -10,7 +10,7 @@ from typing import Any
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
-from frisket.lowering.stages import NAMES
+from frisket.lowering.pipeline import NAMES
 from frisket.runtime.backends.base import names, offered
 
 

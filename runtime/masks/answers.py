@@ -20,18 +20,16 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import SIZES, TRUE, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
-from frisket.lowering.analysis.decide import first_empty_row, first_visible
-from frisket.lowering.analysis.facts import pair_counts
+from frisket.lowering.analysis.decide import Lookup, first_empty_row, first_visible, lookups, pair_counts
 from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import bind_in_part, grid_of
-from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope, Spent
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs
-from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.machine.bound import BoundExpr, separated
+from frisket.runtime.layouts.tiling import check_lengths, check_reach
+from frisket.runtime.machine.parameters import BoundExpr, separated
 
 if TYPE_CHECKING:
     from .mask import Mask

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from frisket.dsl.errors import ExportError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import TRUE
 from frisket.dsl.show import show
 from frisket.lowering.analysis.layout import bind_in_part
@@ -16,21 +17,18 @@ from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.plan import Origin, Sizes
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw.terminal import draw
-from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Tiling, check_lengths, check_reach
 from frisket.runtime.machine.leave import outside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.nn.attention.flex_attention import BlockMask
 
-    from frisket.runtime.export.bsr import BSR
-    from frisket.runtime.export.fa4 import FA4
+    from frisket.runtime.export.bsr import BSR, Splash
     from frisket.runtime.export.flashmask import FlashMask
-    from frisket.runtime.export.slices import Slices
-    from frisket.runtime.export.splash import Splash
-    from frisket.runtime.export.varlen import Varlen
-    from frisket.runtime.machine.bound import BoundExpr
+    from frisket.runtime.export.slices import Slices, Varlen
+    from frisket.runtime.export.tile_lists import FA4
+    from frisket.runtime.machine.parameters import BoundExpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,14 +140,14 @@ class Layout(Tiling):
     def to_splash(self, fused: bool = False) -> Splash:
         """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
         where batch entries differ, lengths are no whole tiles, or a query sees no key."""
-        from frisket.runtime.export.splash import to_splash
+        from frisket.runtime.export.bsr import to_splash
 
         return to_splash(self, fused)
 
     @of_something
     def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
-        from frisket.runtime.export.fa4 import to_fa4
+        from frisket.runtime.export.tile_lists import to_fa4
 
         return to_fa4(self, device, compact)
 
@@ -157,7 +155,7 @@ class Layout(Tiling):
     def to_varlen(self) -> Varlen:
         """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
         not documents on the diagonal under one flag and one window."""
-        from frisket.runtime.export.varlen import to_varlen
+        from frisket.runtime.export.slices import to_varlen
 
         return to_varlen(self)
 
@@ -187,7 +185,7 @@ def make_layout(
     mask.require_bound()
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
-    written = bind_in_part(mask.expr, mask.tables)
+    written = decided(bind_in_part(mask.expr, mask.tables), mask.scalars)
     simple, _ = prepare(written, None)
     made = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,

@@ -25,17 +25,17 @@ from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
 from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
-from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.machine.bound import BoundExpr, Origin
+from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.parameters import as_value, learns, names_of, traced, with_learned
+from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, learns, names_of, traced, with_learned
 
 from . import answers
 from .answers import Answer
 from .layout import Layout, make_layout
 
 if TYPE_CHECKING:
-    from frisket.lowering.analysis.reach import Lookup
+    from frisket.lowering.analysis.decide import Lookup
 
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
@@ -406,6 +406,8 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     values = {n: as_value(n, v) for n, v in params.items()}
     found = read(text, kind=kind, params=values, name=name)
     values = {**found.defaults, **values}
+    for text in found.changed:
+        warn_once(text)
     lone = found.expr  # a program of one expression: its type says what it is
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
@@ -423,4 +425,4 @@ def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
 
 
 def _origin(found: Parsed) -> Origin:
-    return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes))
+    return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes), needs=found.needs)

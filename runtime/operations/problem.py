@@ -92,7 +92,10 @@ def _flags(causal: bool, window: Any) -> list[Mask]:
         sides = window if isinstance(window, tuple | list) else (window, window)
         if len(sides) != 2 or not all(isinstance(n, int | np.integer) for n in sides):
             raise ParameterError(f"sliding_window is {window!r}; it is an int, or (before, after) in tokens")
-        found.append(as_mask(f"sliding({sides[0]}, {sides[1]})"))
+        if any(n < -1 for n in sides):
+            raise ParameterError(f"sliding_window is {window!r}; a side is a number of tokens, or -1 for no limit")
+        ends = [f"{distance} <= {n}" for distance, n in zip(("q - k", "k - q"), sides, strict=True) if n >= 0]
+        found += [as_mask(" & ".join(ends))] if ends else []
     return found
 
 

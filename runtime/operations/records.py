@@ -1,14 +1,15 @@
-"""Dataclasses as dicts and as JSON."""
+"""Dataclasses as dicts and as JSON, and the output of attention operators."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from dataclasses import replace as _replace
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,3 +73,27 @@ class Record:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if unknown := [n for n in values if n not in known]:
             raise ParameterError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class AttentionOutput(Record):
+    """`op(q, k, v).attention_outputs`, [batch, length, heads, v_dim]; a pytree.
+
+    `attention_weights` [batch, heads, q_len, kv_len] is None from operators that never make them, as all of frisket's.
+
+    >>> import jax.numpy as jnp
+    >>> made = AttentionOutput(attention_outputs=jnp.ones((1, 8, 2, 4)))
+    >>> again = AttentionOutput.from_json(made.to_json())
+    >>> again.attention_outputs.shape, AttentionOutput.from_dict(made.to_dict()).attention_weights
+    ((1, 8, 2, 4), None)
+    >>> made.replace(attention_weights=jnp.ones((1, 2, 8, 8))).attention_weights.shape
+    (1, 2, 8, 8)
+    """
+
+    attention_weights: Any = None
+    attention_outputs: Any = None
+
+    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(
+        ("attention_weights", "attention_outputs"), (array_to_json, array_from_json)
+    )

@@ -27,8 +27,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.machine.bound import BoundExpr, Origin
-from frisket.runtime.machine.parameters import digest, names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin, digest, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod
 
 from .deal import Deal

@@ -29,8 +29,7 @@ from frisket.runtime.torch.ready import Ready
 
 from .deal import Deal, Variant, check_variant
 from .shards import check_covered, check_names
-from .torch_steps import RankStep, start, steps
-from .torch_wire import Wire
+from .torch_wire import RankStep, Wire, start, steps
 
 Sizes = tuple[int, int]
 KEPT = 256

@@ -10,7 +10,7 @@ from frisket.lowering.plan import RATE, SEED, Geometry, survives
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
 
-from .base import CallPlan
+from .device import CallPlan
 
 
 @dataclass(frozen=True)

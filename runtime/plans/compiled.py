@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
+from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, substitute, walk
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
+from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.decode import DecodeSpans, decode_spans
-from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.kernels.cpp.tiles import FEW
@@ -25,9 +26,9 @@ from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.ends import Fact, facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.layouts.checks import check_lengths, check_reach, place_of
+from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.integers import as_int
-from frisket.runtime.machine.parameters import names_of, short_tables
+from frisket.runtime.machine.parameters import names_of, segments_of_coordinates, short_tables
 from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
@@ -71,19 +72,19 @@ class CompiledProgram:
         return decode_spans(self.analysed, self.scalars, self.tables)
 
     @cached_property
-    def reads(self) -> tuple[tuple[str, int], ...]:
-        """(coordinate, length) of every axis of a table that a bare coordinate indexes."""
+    def reads(self) -> tuple[tuple[str, int, int], ...]:
+        """(coordinate, start, stop) of every axis of a table that a bare coordinate indexes, and of offsets."""
         endless = dict.fromkeys("bhqk", 1 << 62)
         readers = *(p.expr for p in self.program.parts), self.analysed
-        found = (short_tables(e, self.arrays, endless) for e in readers)
-        return tuple({(coordinate, have) for each in found for coordinate, _, _, have in each})
+        axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
+        return *axes, *{(c, *ends) for e in readers for c, _, *ends in segments_of_coordinates(e, self.arrays)}
 
     def check_reach(self, lengths: Sizes, origin: Origin, sizes: Sizes | None) -> None:
         """Refuse a table that is read past its end."""
         if not self.reads:
             return
-        stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
-        if any(stops[coordinate] > have for coordinate, have in self.reads):
+        places = dict(zip("bhqk", zip(origin, whole(origin, lengths), strict=True), strict=True))
+        if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
             seen = TRUE if self.program.mask is None else self.program.mask.expr
             for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.analysed, [self.analysed])):
                 check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
@@ -249,6 +250,7 @@ LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 an
 def _with_numbers(parts: Sequence[Expr | None], scalars: Mapping[str, Any]) -> list[Expr | None]:
     """Mask and score mod with literals for Int parameters that literals would be lifted for: `window(w)` becomes the
     kernel of `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
+    parts = [e if e is None else decided(e, scalars) for e in parts]
     nodes = list(walk(*[e for e in parts if e is not None]))
     spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
     kept: set[str] = set()

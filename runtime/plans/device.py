@@ -1,5 +1,5 @@
 """FlatPlan: a plan without the values of tables that live on a device, are traced, or learned. Where the mask reads
-one, a printed planner makes the spans there, without a copy.
+one, a printed planner makes the spans there, without a copy. Its StaticPlan is what lengths and shapes decide.
 
 Under `jax.jit` a plan may be made from traced tables, handed to every layer, and carried through transforms: it is
 a pytree whose leaves are the tables and the spans.
@@ -8,33 +8,47 @@ a pytree whose leaves are the tables and the spans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
-from frisket.dsl.ir import Expr
+from frisket.dsl.evaluate import decided
+from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
+from frisket.dsl.program import entries_of
+from frisket.dsl.show import show
+from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
+from frisket.lowering.analysis.decide import sees_itself
+from frisket.lowering.analysis.layout import bind as written_out
+from frisket.lowering.analysis.layout import grid_of, swap
+from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import FAR, LoopPlan, Origin, Sizes, Spans
-from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.plan import FAR, LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
+from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify.ends import facts_of
+from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import framework_of, version_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
-from frisket.runtime.layouts.checks import check_lengths, place_of
+from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
+from frisket.runtime.masks.layout import Layout, make_layout
+from frisket.runtime.masks.mask import Mask
 
-from .compiled import UNDRAWN
-from .device_static import PlanKey, StaticPlan, Values, host_layout, origin_of, static_plan
-from .host import FEW_TILES
-from .place import SpanRequest
+from .compiled import UNDRAWN, compiled_program, holds, limits_of
+from .host import FEW_TILES, Plan
 from .run import check_sorted, kernel_tables, on_host, source, spans
+from .run_triton import SpanRequest
 
 
 def divided(
@@ -69,8 +83,14 @@ class DeviceWork:
     tables: Values
     simplified: tuple[Expr | None, Expr | None]
     rules: Counter[str]
-    facts = "planned on the device"
+    unchecked: tuple[str, ...] = ()
     layout = inputs = None
+
+    @property
+    def facts(self) -> str:
+        """The place where the plan was made, and the unchecked properties of its tables."""
+        open_ = ", ".join(self.unchecked)
+        return "planned on the device" + (f"; not checked, but by `att.check`: {open_}" if open_ else "")
 
 
 class FlatPlan:
@@ -169,7 +189,22 @@ class FlatPlan:
                 "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return self.key.program.bind(self.given)
+        return checked_program(self, self.given)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Properties that the mask needs of tables on a device, where Python does not read entries. `att.check` and
+        FRISKET_CHECK=1 check them.
+
+        >>> import torch, frisket as fk
+        >>> fk.compile("document(off)").plan(64, 64, flat=True, off=torch.tensor([0, 40, 64])).unchecked
+        ('the offsets `off`',)
+        """
+        names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
+        offsets = self.key.program.offsets
+        words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
+        needs = (show(e) for p in self.key.program.parts for e in p.origin.needs if names_of(e).keys() & {*names})
+        return *(f"{word} `{n}`" for n, word in words.items() if word), *(f"`{text}`" for text in needs)
 
     @property
     def common(self) -> StaticPlan | None:
@@ -240,7 +275,8 @@ class FlatPlan:
     def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
         static = self.static
-        return DeviceWork(static.plan, self.spans(block), self.slots(), self.tables(), static.parts, static.rules)
+        kernel = static.plan, self.spans(block), self.slots(), self.tables()
+        return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -250,6 +286,14 @@ class FlatPlan:
     def __repr__(self) -> str:
         k = self.key
         return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+
+
+def checked_program(plan: Any, values: Values) -> CallProgram:
+    """The program of a plan with values for its tables, which are in order and as long as they are read."""
+    program: CallProgram = plan.host_program.bind(values)
+    lengths = plan.batch, plan.heads, plan.q_len, plan.kv_len
+    compiled_program(program).check_reach(lengths, plan.origin, plan.sizes)
+    return program
 
 
 def refuse_written(plan: FlatPlan) -> None:
@@ -268,7 +312,7 @@ def device_plan(
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
-    are made at once. `check` tests on the device that tables declared sorted are."""
+    are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
@@ -287,7 +331,8 @@ def device_plan(
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
     key = PlanKey(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        check_sorted(key.framework, {n: values[n] for n in facts if n in values})
+        tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}
+        check_sorted(key.framework, tested, program.offsets)
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
@@ -301,7 +346,7 @@ def device_plan(
 def _more(x: Any) -> int:
     """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
-    x = np.asarray(x.resolve_neg() if is_tensor(x) else x) if seen else x
+    x = np.asarray(entries_of(x)) if seen else x
     most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
     return 1 << (most - 1).bit_length() if most >= FAR else 0
 
@@ -351,3 +396,127 @@ def _register() -> None:
 
     with suppress(ValueError):  # it is registered already
         jax.tree_util.register_pytree_node(FlatPlan, flatten, unflatten)
+
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """The key of a `FlatPlan`: everything that decides it but the contents of the device's tables."""
+
+    program: CallProgram  # with the host's values
+    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
+    facts: frozenset[str]  # tables that are known to ascend along their last axis
+    framework: str
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    origin: Origin  # vectors as tuples
+    sizes: Sizes | None
+    dropout: bool
+    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of the device's tables
+
+
+@dataclass(frozen=True)
+class StaticPlan:
+    """The part of a `FlatPlan` that is the same for all contents of the device's tables: the `LoopPlan`, and the
+    planner that makes the spans from the tables. `planner` is None where no table of the device decides the spans."""
+
+    parts: tuple[Expr | None, Expr | None]  # mask and score mod, simplified
+    rules: Counter[str]
+    plan: LoopPlan
+    planner: Planner | None
+    transposed_planner: Callable[[], Planner]  # plans the rows of key tiles
+    host: Mask  # the mask with the host's values, for a layout of the host
+    at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
+    slice_of: NDArray[Any]  # the slice of each batch entry and head
+    full: Sizes  # of the whole problem
+    held: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
+
+
+def origin_of(key: PlanKey) -> Origin:
+    b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
+    return b, h, q, k
+
+
+@memo(16)  # the keys hold tables of the host
+def static_plan(key: PlanKey) -> StaticPlan:
+    """The `StaticPlan` of a key, from shapes and the host's values."""
+    program, rules = key.program, Counter[str]()
+    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
+    known = {**program.tables, **shapes}
+    both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
+    parts = [e if e is None else decided(e, program.scalars) for e in both]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
+    origin = origin_of(key)
+    _check_lengths_of_tables(key, parts, known, origin)
+    seen, mod = prepare(parts[0], program.scored(parts[1]), sane, rules)
+    full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
+    host = Mask(TRUE if seen is None else seen)
+    grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
+    limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
+    q, k = (np.asarray(x) for x in origin[2:])
+    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    given = {n for n, *_ in key.given}
+    tables = {n: Table(t) for n, t in program.tables.items()}
+    facts = frozenset(
+        (fact, name) for fact, name in facts_of(host.expr)
+        if (fact == "segment" or name in key.facts if name in given else holds(tables, fact, name))
+    )  # fmt: skip
+    plan = make_plan(
+        seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane),
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, facts=facts,
+        **program.beside(known),
+    )  # fmt: skip
+    _check_segments((seen, mod), given)
+    free = given & names_of(host.expr).keys()
+    mine = {
+        n: x for n, x in {**program.scalars, **program.tables}.items() if n in names_of(host.expr) and n not in free
+    }
+
+    def planned(mask: Expr) -> Planner:
+        sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
+        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.given if "int" in dtype}
+        wide = key.framework == "torch" or int64_enabled()
+        return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
+
+    made = planned(host.expr) if free else None
+    columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
+    at = (grid.b, grid.h, grid.q, grid.k)
+    return StaticPlan((seen, mod), rules, plan, made, columns, host.bind(**mine), at, slice_of.astype(np.int32), full)
+
+
+def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+    """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
+    may show anything, but for the diagonal where it does whatever they hold."""
+    mask = TRUE if parts[0] is None else parts[0]
+    if names_of(mask).keys() & {n for n, *_ in key.given}:
+        mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
+    lengths = key.batch, key.heads, key.q_len, key.kv_len
+    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.given}
+    readers = [p for p in parts if p is not None]
+    check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
+
+
+@memo(16)
+def host_layout(key: PlanKey, block: tuple[int, int]) -> Layout:
+    """The layout that no table of a device decides."""
+    host = static_plan(key).host
+    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
+
+
+def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
+    """Segments become a table as long as the positions, so they are known of positions alone."""
+    for e in (p for p in parts if p is not None):
+        for n in walk(e):
+            if n.op == "segment" and n.name in given and n.args[0].op != "var":
+                raise LoweringError(
+                    f"`{n!r}` asks a traced table of offsets for something other than a position\n"
+                    "  give the offsets as values of the host, or the segment of every position as a table"
+                )
+
+
+CallPlan: TypeAlias = Plan | FlatPlan

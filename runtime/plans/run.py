@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
 from frisket.runtime.machine.settings import Settings
 
 from . import run_cpp, run_triton
-from .place import SpanRequest, on_device
+from .run_triton import SpanRequest, on_device
 
 Array = Any
 
@@ -205,20 +205,21 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
     return torch.clip(torch.searchsorted(offsets.long(), at, right=True) - 1, 0, most).to(torch.int32)
 
 
-def check_sorted(framework: str, tables: Mapping[str, Array]) -> None:
-    """Tables declared sorted are, tested where they live; the error comes when the device gets there."""
+def check_sorted(framework: str, tables: Mapping[str, Array], offsets: Collection[str]) -> None:
+    """Tables declared sorted, and `offsets`, ascend, tested where they live; the error comes when the device gets
+    there."""
     for name, table in tables.items():
-        good = (table[1:] >= table[:-1]).all()
+        good, text = (table[1:] >= table[:-1]).all(), unsorted(name, offsets=name in offsets)
         if framework == "jax":
             import jax
 
-            jax.debug.callback(_refuse, good, name=name)
+            jax.debug.callback(_refuse, good, text=text)
         else:
             import torch
 
-            torch._assert_async(good, unsorted(name))
+            torch._assert_async(good, text)
 
 
-def _refuse(good: Any, name: str) -> None:
+def _refuse(good: Any, text: str) -> None:
     if not good:
-        raise ParameterError(unsorted(name))
+        raise ParameterError(text)

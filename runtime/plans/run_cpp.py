@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
+from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.plan import Sizes
 from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner.planner import Planner
-from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.machine import cpp_build as native_build
 
 Array = NDArray[Any]
@@ -62,7 +62,7 @@ class Prepared:
         self.count = np.zeros(self.bounds.shape[:2], np.int32)
         self.run, self.where, self.types = run, text.words(plan), text.table_types(plan)
         word = self.word = np.zeros(self.where[""], np.int64)
-        tables = {n: np.ascontiguousarray(_numpy(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
+        tables = {n: np.ascontiguousarray(entries_of(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
         self.alive = place, tables
         numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
         word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, self.bounds, self.count))]
@@ -90,11 +90,3 @@ class Prepared:
 
 def _address(x: Any) -> int:
     return int(x.ctypes.data)
-
-
-def _numpy(x: Any) -> Any:
-    """Tensors as numpy arrays, without a copy where numpy has the dtype; anything else as it is."""
-    if framework_of(x) != "torch":
-        return x
-    x = x.detach().resolve_neg()
-    return (x.double() if x.is_floating_point() else x).numpy()

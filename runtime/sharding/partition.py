@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from . import names as n
-from .fit import fitting, names_of
-from .mesh import current_mesh, split_as
+from .mesh import current_mesh, fitting, names_of, split_as
 from .names import EMPTY, EMPTY_VAL, GENERATION_MODES, MODE_DECODE, MODE_TRAIN, MODES, DynamicShardingAxes
 
 MeshAxes = str | tuple[str, ...] | None

@@ -80,6 +80,9 @@ def written(
     spread = any(type(x).__name__ == "DTensor" for x in (q, k, v, sinks, *params.values()))
     if spread:
         from . import dtensor as torch_dtensor  # noqa: F401, says what the operators are on them
+
+        # Graphs of ranks differ, and torch's cache of compiled graphs would give one rank the graph of another.
+        params = {**params, " rank": torch.distributed.get_rank()}
     if rate and seed is None:
         if spread:
             raise ParameterError("dropout of DTensors needs a seed, the same in every rank and another at every step")

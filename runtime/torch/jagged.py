@@ -16,8 +16,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.bound import BoundExpr
-from frisket.runtime.machine.parameters import is_tensor
+from frisket.runtime.machine.parameters import BoundExpr, is_tensor
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ class JaggedTables:
         for x, offsets, lengths in ((q, self.q_offsets, self.q_lengths), (k, self.kv_offsets, self.kv_lengths)):
             if lengths is not None:
                 of = segment(offsets, x)
+                clauses.append(x < lookup(offsets, (self.sequences,)))  # a hole may be the end of all
                 clauses.append(x - lookup(offsets, (of,)) < lookup(lengths, (of,)))
         return conj(*clauses)
 
@@ -167,7 +167,7 @@ def ragged_of(q: Tensor, k: Tensor) -> Ragged:
 def _check_alike(k: Tensor, v: Tensor) -> None:
     import torch
 
-    wrong = "k and v hold sequences of other lengths\n  every key has one value"
+    wrong = "k and v hold sequences of other lengths: every key has one value"  # one line: inductor writes it into C++
     if not torch.compiler.is_compiling():
         if not _alike(k, v):
             raise ShapeError(wrong)

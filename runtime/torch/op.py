@@ -36,8 +36,7 @@ from frisket.grammar.memo import beside, remember
 from frisket.lowering.plan import LIVE, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
-from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import automatic, library, quickest
+from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import COPIED, NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing

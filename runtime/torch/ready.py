@@ -23,9 +23,8 @@ from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
-from frisket.runtime.plans.base import CallPlan
 from frisket.runtime.plans.call import Call
-from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.device import CallPlan, FlatPlan
 from frisket.runtime.plans.run import kernel_tables
 from frisket.runtime.plans.run_cpp import DTYPES, Prepared, function
 
@@ -222,6 +221,8 @@ class ChangingTables:
         reads = [n for n in walk(*() if mask is None else (mask,)) if n.op in READS and n.name in tables]
         self.along = frozenset(n.name for n in reads if n.op != "lookup" or n.args[-1] not in (var("b"), var("h")))
         self.possible = bool(reads) and all(dtype in TAKEN for dtype, _ in self.kinds.values())
+        offsets = plan.host_program.offsets.keys() & tables.keys()  # the host checked those of `plan`
+        self.covered = {n: (x[0], x[-1]) for n, x in plan.host_program.tables.items() if n in offsets}
         self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
 
@@ -230,11 +231,18 @@ class ChangingTables:
         if not self.planners:
             return None
         tables = self._tables(entries)
+        if not all(self._checked(n, tables[n]) for n in self.covered):
+            return None
         if (planner := self._planner(self._order(tables))) is None:
             return None
         planner.uses += 1
         # ranges may say less of later tables: at 1, 2, 4, 8, ... uses the host plans, and `host_planned` compares
         return planner(tables) if planner.order == self.along or planner.uses & (planner.uses - 1) else None
+
+    def _checked(self, name: str, table: Array) -> bool:
+        """Whether these offsets are in order and hold the positions of those that the host has checked."""
+        first, last = self.covered[name]
+        return bool(table[0] <= first and table[-1] >= last and (table[1:] >= table[:-1]).all())
 
     def host_planned(
         self, att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],

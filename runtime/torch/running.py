@@ -41,7 +41,7 @@ def call_of(
             params[name] = next(ints)
         else:
             params[name] = literal[kind] if kind in literal else float(kind)
-    seed = params.pop(" seed", None)
+    seed, _ = params.pop(" seed", None), params.pop(" rank", None)
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     q, k, v = qkv or (None, None, None)

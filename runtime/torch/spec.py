@@ -29,8 +29,7 @@ from frisket.runtime.calls.attentions import attention_by
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.calls.tuning import Tuning
-from frisket.runtime.machine.bound import BoundExpr, Origin
-from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin, names_of
 from frisket.runtime.masks.mask import Program, program
 
 WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "engines", "unwritten", "score", "at")

@@ -34,7 +34,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, LoopPlan, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import jax as triton_jax
-from frisket.runtime.backends.triton import jax_device as triton_jax_device
+from frisket.runtime.backends.triton import jax_call as triton_jax_device
 
 triton_jax_device.triton_call()  # before jax_triton, whose import has a side effect that it undoes
 import jax_triton.triton_lib as jax_triton  # noqa: E402

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import cache_model
+from support.native.compiler import needs_compiler
 from support.tiers import default_only
 
 import frisket as fk
@@ -38,11 +39,12 @@ SLICES = {  # cases of every run, and exhaustive ones behind them
     "reorder": (15, 60), "kernels": (0, 1), "rows": (0, 1), "dropout": (1, 1), "caches": (3, 30), "gluon": (1, 4),
     "flash": (2, 10), "pallas": (0, 1), "stores": (1, 3),
 }  # fmt: skip
+MARKS = {"dropout": needs_compiler}
 APART = {"triton": (0, 2), "parallel": (0, 1)}  # in processes: Triton interprets, JAX has several devices
 
 
 def slices(of):
-    often = [pytest.param(t, 0, n, id=t) for t, (n, _) in of.items() if n]
+    often = [pytest.param(t, 0, n, id=t, marks=MARKS.get(t, ())) for t, (n, _) in of.items() if n]
     return often + [
         pytest.param(t, n, end, id=f"{t}-more", marks=pytest.mark.exhaustive) for t, (n, end) in of.items() if n < end
     ]

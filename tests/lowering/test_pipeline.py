@@ -6,8 +6,7 @@ from contextlib import redirect_stderr
 import pytest
 
 import frisket as fk
-from frisket.lowering.pipeline import PIPELINE
-from frisket.lowering.stages import NAMES
+from frisket.lowering.pipeline import NAMES, PIPELINE
 
 
 def test_pipeline_lists_each_stage_in_order():

@@ -139,6 +139,7 @@ AREAS = {
                for part in (INTERPRETED, LONG, MORE) for file, names in part.items() for name in names
                if not file.startswith("lowering/planner") and "jax" not in file)),
             ("torch", "triton"), INTERPRET,
+            marked="not slow and not outside",  # each is named, whatever its tier
         ),
         Group(
             ("lowering/kernels/pallas_gpu/skeletons/*.tpl",),

@@ -23,6 +23,11 @@ def heads(*masks):
     return np.stack(masks)[None]
 
 
+def first_of_each(doc):
+    """A causal window of 64 keys and the first 4 keys, in each document."""
+    return CAUSAL & (doc[:, None] == doc) & ((Q - K < 64) | (K - np.searchsorted(doc, doc) < 4))
+
+
 def natten():
     """Pixel by pixel: 5 of every second row, 3 of every fourth column, moved inside the image."""
     found = np.zeros((256, 256), bool)
@@ -81,7 +86,11 @@ DENSE = {
         rows(CAUSAL, CAUSAL & (K >= 76)),
     ],
     "Grouped-query attention (GQA)": [CAUSAL],
-    "Sliding window with sinks": [CAUSAL & ((Q - K < 64) | (K < 4))],
+    "Sliding window with sinks": [
+        CAUSAL & ((Q - K < 64) | (K < 4)),
+        first_of_each(DOC),
+        rows(*(first_of_each(np.arange(256) // n) for n in (100, 64))),
+    ],
     "Prefix LM": [rows(CAUSAL | (K < 40), CAUSAL | (K < 100))],
     "Per-head windows": [heads(*(CAUSAL & (w > Q - K) for w in (16, 32, 64, 256)))],
     "Multimodal prefix": [CAUSAL | (KINDS[:, None] == KINDS) & (KINDS > 0)],

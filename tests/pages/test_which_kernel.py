@@ -7,7 +7,7 @@ from support.pages import DOCS
 
 import frisket as fk
 from frisket.runtime.backends.base import RECORDS, backends_of, offered, ranked
-from frisket.runtime.backends.engines.costs import CHECKED
+from frisket.runtime.backends.engines.proof import CHECKED
 from frisket.runtime.backends.registry import library
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.machine.settings import VARIABLES

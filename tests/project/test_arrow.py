@@ -17,10 +17,9 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 IN_TORCH = "autograd dtensor engine func fx graph op operators ready running take values".split()
 OF_TORCH = {
     "runtime.backends.cpp.decode",
-    "runtime.backends.cpp.repeat",
     *(f"runtime.torch.{name}" for name in IN_TORCH),
 }
-IN_JAX = "op primitives reverse sharding symbolic take task vmap".split()
+IN_JAX = "op primitives symbolic take task".split()
 OF_JAX = {f"runtime.jax.{name}" for name in IN_JAX}
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
 DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")

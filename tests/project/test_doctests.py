@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.native.compiler import needs_compiler
 
 import frisket.operations  # noqa: F401 - registers the operations that examples ask for
 from frisket.runtime.operations.base import AttentionRegistry, OperationRegistry
@@ -36,9 +37,10 @@ def _own_registries(monkeypatch):
 LONG = {"frisket.runtime.caches.jax_paged", "frisket.runtime.caches.jax_ring", "frisket.runtime.parallel.attend"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in LONG else ()) for n in modules()]
-)
+MARKS = {**dict.fromkeys(LONG, pytest.mark.exhaustive), "frisket.runtime.attention.warm": needs_compiler}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in modules()])
 def test_docstring_examples_print_the_shown_output(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0

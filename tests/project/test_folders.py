@@ -19,9 +19,7 @@ FAMILIES = {
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),
-    ("runtime/parallel", "jax"),
     ("runtime/parallel", "torch"),
-    ("runtime/plans", "device"),
     ("runtime/plans", "run"),
 }
 SOURCES = ("grammar", "dsl", "lowering", "runtime")

@@ -7,6 +7,7 @@ import inspect
 import numpy as np
 import torch
 import torch.nn.attention.flex_attention as theirs
+from packaging.version import Version
 
 import frisket.flex as ours
 from frisket.runtime.flex.tile_tensors import TENSORS
@@ -22,6 +23,9 @@ LACKING = {
     "separate_full_blocks", "compute_dq_write_order", "dq_kv_order", "dq_kv_order_spt", "dq_write_order",
     "dq_write_order_full",
 } - TORCHS  # fmt: skip
+
+
+PACKED = Version(torch.__version__) >= Version("2.14")  # torch's tile lists end with seq_lengths from then on
 
 
 def causal(b, h, q, k):

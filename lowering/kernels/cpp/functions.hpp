@@ -171,5 +171,6 @@ INLINE Vec minimum(Vec x, Vec y) { return (x <= y) | (x != x) ? x : y; }
 INLINE Vec maximum(Vec x, Vec y) { return (x >= y) | (x != x) ? x : y; }
 INLINE Int minimum(Int x, Int y) { return x < y ? x : y; }
 INLINE Int maximum(Int x, Int y) { return x > y ? x : y; }
+INLINE Int select(bool c, Int x, Int y) { return c ? x : y; }  // a literal is an int, whatever Int is
 INLINE Ints minimum(Ints x, Ints y) { return x < y ? x : y; }
 INLINE Ints maximum(Ints x, Ints y) { return x > y ? x : y; }

@@ -4,7 +4,7 @@
 diagonals of what it has then. `attention_plane`: a table in which every query and key has a place of its own. A program
 owns a tile of it, and sums over the batches and heads that share it. Neither adds to what another program adds to:
 results repeat bit for bit. `attention_scatter`: any other table, with atomics; in fixed point, for which
-`attention_total` finds the unit, results repeat too (`lowering/aten/sums.py`).
+`attention_total` finds the unit, results repeat too (`lowering/aten/captured.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
-from .dscores import CapturedKernel
+from .cotangents import CapturedKernel
 from .writer import Dims, TritonKernel, module
 
 TITLE = "Gradients of captured tensors"

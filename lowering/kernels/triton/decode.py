@@ -15,8 +15,7 @@ from frisket.lowering.kernels.expr import LEVELS, ROW
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
-from .combine import combine
-from .forward import ForwardKernel
+from .forward import ForwardKernel, combine
 from .parameters import padded
 from .writer import Dims, TritonKernel, check_tile, module
 

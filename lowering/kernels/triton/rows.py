@@ -16,9 +16,8 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.ends import Ends
 
-from .distance import ALONG, by_distance
 from .parameters import Parameters
-from .units import last_factor, machine
+from .units import ALONG, by_distance, last_factor, machine
 from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
 
 QUERIES = frozenset(("q", "q0", "q1"))

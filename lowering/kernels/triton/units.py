@@ -15,6 +15,12 @@ is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (floa
   numbers, exact up to distances of 2**24 tokens.
 
 A last literal factor, the 50 of `50 * tanh(...)`, joins the factor of the softmax, whose base is 2.
+
+Tables read by distance have one vector for each tile of queries and keys, instead of one load for each position. The
+index of `bias[h, q - k]`, with or without a clamp or buckets, is the same along a diagonal of a tile. A tile of BLOCK_Q
+queries and BLOCK_K keys has BLOCK_Q + BLOCK_K - 1 diagonals. Their entries are loaded once: for one key `k_line` and as
+many queries `q_line` as there are diagonals, one at each distance. Every position then takes the entry of its diagonal
+out of shared memory. The values equal those of one load for each position, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from frisket.dsl.ir import SCORE, Expr, build, lit, rebuild, substitute, var, walk
-from frisket.dsl.types import FLOAT
+from frisket.dsl.ir import SCORE, Expr, build, lit, make, rebuild, substitute, uses, var, walk
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.derive import over
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 
-from .distance import by_distance
 from .expr import decisive
 
 SCALE = var("scale", FLOAT)
@@ -142,3 +148,38 @@ def last_factor(e: Expr, dims: Rounding) -> tuple[Expr, float]:
             if _common(y) and y.name > 0:
                 return x, y.name
     return e, 1.0
+
+
+Q_LINE, K_LINE, HERE = var("q_line"), var("k_line"), var("here")
+LINE = {Q_LINE: var("q"), K_LINE: var("k")}
+ALONG = {Q_LINE.name: COLUMN, K_LINE.name: COLUMN, HERE.name: POSITION}  # levels: a vector for each tile
+GATHERED = "gathered"
+
+
+def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
+    """An Expr whose outermost lookups by distance are read from the vector of the tile's diagonals.
+
+    >>> from frisket.dsl.ir import lookup
+    >>> from frisket.dsl.sugar import k, q
+    >>> [n.op for n in walk(by_distance(lookup("bias", (q - k,)), {"q": 1, "k": 2}))]
+    ['var', 'var', 'sub', 'lookup', 'var', 'gathered']
+    """
+    lookups = [n for n in walk(root) if n.op == "lookup" and _along(n, when)]
+    below = {x for n in lookups for a in n.args for x in walk(a)}
+    taken = {n: _gathered(n) for n in lookups if n not in below}
+    done: dict[Expr, Expr] = {}
+    for node in walk(root):
+        done[node] = taken[node] if node in taken else rebuild(node, tuple(done[a] for a in node.args))
+    return done[root]
+
+
+def _along(e: Expr, when: Mapping[str, int]) -> bool:
+    """Whether a lookup depends on `q - k`, and beside it only on values that a program has one of."""
+    return over((e,)) == "diagonal" and all(when.get(n, SCALAR) == SCALAR for n in uses(e) & {"b", "h"})
+
+
+def _gathered(e: Expr) -> Expr:
+    line = substitute(e, {x: y for y, x in LINE.items()})
+    if e.type is not BOOL:
+        return make(GATHERED, (line, HERE), None, e.type)
+    return build("ne", make(GATHERED, (build("int", line), HERE), None, INT), lit(0))

@@ -21,9 +21,8 @@ from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr as expr_triton
-from .distance import ALONG, GATHERED, Q_LINE
 from .parameters import Argument, arguments, padded, taken
-from .units import START
+from .units import ALONG, GATHERED, Q_LINE, START
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward

@@ -19,7 +19,7 @@ register(Backend(
     executors={
         "torch": Executors(
             Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build"),
-            repeat=Lazy("frisket.runtime.backends.cpp.repeat:repeat"), rows=True,
+            repeat=Lazy("frisket.runtime.backends.cpp.decode:repeat"), rows=True,
         ),
         "jax": Executors(Lazy(f"{JAX}:forward"), Lazy(f"{JAX}:backward"), maps=True, rows=True),
     },

@@ -32,7 +32,7 @@ from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, needs_int64
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.lowering.xla.fold import folded
+from frisket.lowering.xla.captured import folded
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.rows import Rows
 from frisket.runtime.machine import cpp_build as native_build

@@ -15,7 +15,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.fold import folded
+from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS

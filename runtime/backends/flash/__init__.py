@@ -49,7 +49,7 @@ register(Backend(
     kernels="kernels of FlashAttention 4, by name until a GPU has run them under frisket",
     language="cute",
     reason=reason,
-    engine_of_plans=Lazy(f"{HERE}.choice:offered"),
+    engine_of_plans=Lazy(f"{HERE}.call:offered"),
     call_target=Lazy(f"{HERE}.tiles:target"),
     text=Lazy(f"{HERE}.executors:text"),
     executors={

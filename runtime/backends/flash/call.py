@@ -5,6 +5,9 @@ key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its ls
 logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key i + m - n, both ends
 inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window. Of pages that are no
 tile of keys, rows past `seqused_k` are not read; a page that is one is read whole.
+
+The engine walks a row's partial tiles and then its full ones, each from the last to the first, and looks at the ends of
+the sequences in the first tile of each walk only: lists ascend, and a last tile that is ragged is partial.
 """
 
 from __future__ import annotations
@@ -15,18 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError
+from frisket.dsl.errors import BackendError, LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, free_names
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
-from frisket.lowering.plan import Geometry, LoopPlan, Target
-from frisket.runtime.export.fa4 import BlockSparseTensors
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends import flash
+from frisket.runtime.backends.engines.proof import EngineCall
+from frisket.runtime.export.tile_lists import BlockSparseTensors
 
-from .blocks import on_device, tensors_of, write_order
-from .tiles import INSTEAD
+from .tiles import INSTEAD, target
 
 Tensor = Any
 SMALLEST_TILE = 64  # keys of a tile, whatever the heads
@@ -212,3 +217,122 @@ def _coded(
 @memo(group="sources")
 def mods_of(plan: LoopPlan, placed: frozenset[str]) -> Mods:
     return emit(plan, placed=placed)
+
+
+def tensors_of(spans: Spans | DeviceSpans, columns: int, block: tuple[int, int], device: Any) -> BlockSparseTensors:
+    """The lists of partial and full tiles in each row, of `columns` tiles at most; B or H is 1 where all batch entries
+    or heads have the same. Records that live on the device are never looked at from here."""
+    import torch
+
+    bounds, count = (on_device(x, device) for x in (spans.bounds, spans.count))
+    used = torch.arange(bounds.shape[2], device=device) < count.unsqueeze(-1)
+    lo, full_lo, full_hi, hi = (torch.where(used, x, 0) for x in bounds.long().unbind(-1))
+    partial = _inside([(lo, full_lo), (full_hi, hi)], columns)
+    full = _inside([(full_lo, full_hi)], columns)
+    pick = on_device(told_apart(spans.slice_of).astype(np.int64), device)
+    every = [x for kind in (partial, full) for x in _listed(kind)]
+    lists = [x.index_select(0, pick.flatten()).view(*pick.shape, *x.shape[1:]) for x in every]
+    return BlockSparseTensors(lists[0], lists[1], lists[2], lists[3], block)
+
+
+def on_device(x: Any, device: Any) -> Tensor:
+    """A tensor of an array of the host, or of a tensor."""
+    import torch
+
+    return (torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x).to(device)
+
+
+def told_apart(slice_of: Any) -> Any:
+    """The slices of batch entries and heads, [B, H]: 1 where all are equal."""
+    found = np.asarray(slice_of)
+    found = found[:1] if (found == found[:1]).all() else found
+    return found[:, :1] if (found == found[:, :1]).all() else found
+
+
+def _inside(runs: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
+    """Whether a tile is in one of the runs [start, stop): bool [slices, rows, columns]."""
+    import torch
+
+    first = runs[0][0]
+    steps = torch.zeros((*first.shape[:2], columns + 1), dtype=torch.int32, device=first.device)
+    for start, stop in runs:
+        one = (stop > start).int()
+        steps.scatter_add_(-1, start.clamp(max=columns), one)
+        steps.scatter_add_(-1, stop.clamp(max=columns), -one)
+    return steps.cumsum(-1).narrow(-1, 0, columns) > 0
+
+
+def _listed(kind: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many tiles each row has, which ones, ascending, then 0)."""
+    import torch
+
+    count = kind.int().sum(-1).int()
+    index = kind.int().sort(dim=-1, descending=True, stable=True).indices.int()
+    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+    return count, torch.where(listed, index, 0)
+
+
+def write_order(tensors: BlockSparseTensors, columns: int) -> tuple[Tensor, Tensor]:
+    """The turn of each listed tile of a backward list among those that add to the same queries: those of earlier keys
+    come first, so sums have one order. For the partial and the full lists."""
+    import torch
+
+    mask, full = (
+        _marked(c, i, columns)
+        for c, i in ((tensors.mask_block_cnt, tensors.mask_block_idx), (tensors.full_block_cnt, tensors.full_block_idx))
+    )
+    either = (mask | full).int()
+    turn = (either.cumsum(-2) - either).int()  # of [B, H, key tiles, query tiles]
+    first, second = (torch.gather(turn, -1, i.long()) for i in (tensors.mask_block_idx, tensors.full_block_idx))
+    return first, second
+
+
+def _marked(count: Tensor, index: Tensor, columns: int) -> Tensor:
+    """Whether a row lists a tile: bool [B, H, rows, columns]."""
+    import torch
+
+    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+    found = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device)
+    return found.scatter_(-1, torch.where(listed, index.long(), columns), True).narrow(-1, 0, columns)
+
+
+@dataclass(frozen=True)
+class FlashArguments:
+    """The facts of a call before its executors make it from a plan (`FlashCall`)."""
+
+    gradients: bool  # whether the engine makes them, or generated kernels do
+
+
+def offered(call: EngineCall) -> tuple[Flags | str, FlashArguments, tuple[str, ...]] | str:
+    """The mask as flags, or in words where it is code and tiles; its clauses; and why the engine has neither. The code
+    is printed, as the kernel that is built of it needs it."""
+    g, have = call.geometry, flash.version()
+    if have != flash.READ:  # its functions are private, and may mean another thing
+        return f"flash-attn-4 {have or 'of no version'} is installed, and calls are held against {flash.READ}"
+    try:
+        chosen = target(call.plan, g, call.dtype)
+        check(g)
+        work = call.plan.work((chosen.block_q, chosen.block_k), proofs=True)
+        flags = flags_for(work.plan, call.plan, g, work.slots)
+        by_flags = isinstance(flags, Flags)
+        placed = frozenset(n for n, x in zip(COORDINATES, g.origin, strict=True) if x)
+        mods_of(replace(work.plan, mask=None) if by_flags else work.plan, placed)
+    except (BackendError, LoweringError) as error:
+        return str(error).partition("\n")[0]
+    arguments = FlashArguments(not no_gradients(g, chosen, call.deterministic, by_flags))
+    if isinstance(flags, Flags):
+        form = form_of(work.plan.mask)
+        return flags, arguments, form.proofs if isinstance(form, EngineForm) else ()
+    return f"code and tiles of {chosen.block_q} x {chosen.block_k}", arguments, ("code",)
+
+
+def no_gradients(g: Geometry, chosen: Target, deterministic: bool, by_flags: bool) -> str:
+    """A reason why the engine has not every gradient of a call; "" where it has."""
+    if chosen.arch == "sm_100" and g.head_dim == 256:
+        return "heads of 256 on Blackwell have no gradient of lse"
+    try:
+        if not by_flags:
+            refuse_tiles(g, chosen, True, deterministic)
+    except BackendError as error:
+        return str(error)
+    return ""

@@ -1,15 +1,17 @@
-"""Runs calls on FlashAttention 4, on torch tensors."""
+"""Runs calls on FlashAttention 4, `flash_attn.cute`, whose arrays are [batch, length, heads, dim], on torch tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import beside, memo
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.machine.generated import load
 
-from . import engine
 from .call import FlashCall, call_of, check, mods_of
 from .tiles import INSTEAD
 
@@ -35,7 +37,7 @@ def forward(
     g = geometry
     call = prepared(plan, spans, g, target, slots, tables, q.device, False, True)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
-    out, lse = engine.attend(call, g, q, k, v, sinks)
+    out, lse = attend(call, g, q, k, v, sinks)
     return (out, lse, None, None) if norm else (out, lse, None)
 
 
@@ -50,7 +52,7 @@ def backward(
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
-    found = engine.gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
+    found = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
     return {n: x for n, x in zip("qkv", found, strict=True) if n in wanted}
 
 
@@ -88,4 +90,105 @@ def prepared(
     numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in given)
     key = "flash", plan, g, target, numbers, versions, device, gradients, deterministic
     found: FlashCall = beside(spans, key, lambda: (made(), given))[0]  # tables are known by where they are
+    return found
+
+
+def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """(out [batch, heads, q_len, v_dim], lse [batch, heads, q_len])."""
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    arrays = [_laid(call, x) for x in (q, k, v)]
+    functions = {n: f for n, f in _functions(call).items() if n != "score_mod_bwd"}
+    with _current(q):
+        out, lse, *_ = interface._flash_attn_fwd(
+            *arrays, **_common(call), **functions, learnable_sink=sinks, return_lse=True
+        )
+    if call.documents is not None:
+        out, lse = out.view(g.batch, g.q_len, *out.shape[1:]), lse.view(-1, g.batch, g.q_len).transpose(0, 1)
+    return out.transpose(1, 2), lse
+
+
+def gradients(
+    call: FlashCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k and v, in their shapes. An lse that holds a sink gives the weights that are beside it."""
+    from flash_attn.cute import interface
+
+    arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
+    rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
+    with _current(q):
+        found = interface._flash_attn_bwd(
+            *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
+        )
+    return tuple(
+        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(found, (q, k, v), strict=True)
+    )
+
+
+def _current(x: Tensor) -> AbstractContextManager[Any]:
+    """The GPU of a tensor as the current one, where the engine launches; without GPUs it only compiles."""
+    import torch
+
+    return torch.cuda.device(x.device) if torch.cuda.is_available() else nullcontext()
+
+
+def _laid(call: FlashCall, x: Tensor) -> Tensor:
+    """An array with its axes in the engine's order: [batch, length, heads, dim], packed [tokens, heads, dim]."""
+    x = x.transpose(1, 2)
+    return x if call.documents is None else x.reshape(-1, *x.shape[2:])
+
+
+def _rows(call: FlashCall, x: Tensor) -> Tensor:
+    """A number for each row: [batch, heads, q_len], packed [heads, tokens]."""
+    return x.contiguous() if call.documents is None else x.transpose(0, 1).reshape(x.shape[1], -1)
+
+
+def _common(call: FlashCall) -> dict[str, Any]:
+    """The arguments that both directions take."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
+
+    found: dict[str, Any] = {
+        "softmax_scale": call.scale, "window_size_left": call.left, "window_size_right": call.right,
+        "seqused_k": call.used, "page_table": call.pages, "aux_tensors": [_led(x) for x in call.tables] or None,
+        "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
+    }  # fmt: skip
+    if call.documents is not None:
+        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.documents.unbind()
+        found["max_seqlen_q"], found["max_seqlen_k"] = call.longest
+    if call.tiles is not None:
+        first, second = call.order or (None, None)
+        found["block_sparse_tensors"] = BlockSparseTensorsTorch(
+            **call.tiles._asdict(), dq_write_order=first, dq_write_order_full=second,
+            spt=None if call.order is None else False,
+        )  # fmt: skip
+    return found
+
+
+def _led(x: Tensor) -> Tensor:
+    """A table whose last axis the engine takes for the contiguous one, whatever the others are."""
+    x = x.view(x.shape)
+    x.__leading_dim__ = x.ndim - 1
+    return x
+
+
+def _number(x: int | float) -> Any:
+    """A number that comes with a call; the engine builds Python's own into its kernels."""
+    from cutlass import Float32, Int32  # type: ignore[import-not-found]
+
+    return Float32(x) if isinstance(x, float) else Int32(x)
+
+
+def _functions(call: FlashCall) -> dict[str, Callable[..., Any]]:
+    made = _loaded(call.mods.text, call.mods.body)
+    return {n: made[n] for n in call.mods.functions}
+
+
+@memo(group="kernels", weigh=5000)
+def _loaded(text: str, body: str) -> dict[str, Callable[..., Any]]:
+    """The functions of a text. `__cute_hash__` names kernels: else the engine hashes a source without what it calls."""
+    made = load(text)
+    found = {n: f for n, f in made.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
+    for name, function in found.items():
+        function.__cute_hash__ = sha256(f"{name} {body}".encode()).hexdigest()
     return found

@@ -7,15 +7,13 @@ flight. Backward lists have the backward's own tiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
-
-if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+from frisket.runtime.plans.device import CallPlan
 
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"

@@ -43,5 +43,5 @@ register(Backend(
     guarded=True,
     loads=True,
     beside_lse="low",
-    reports=Lazy(f"{HERE}.report:compile_reports"),
+    reports=Lazy(f"{HERE}.forward:compile_reports"),
 ))  # fmt: skip

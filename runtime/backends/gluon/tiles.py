@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
@@ -28,9 +28,7 @@ from frisket.lowering.simplify.ends import ends_of
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.rows import row_parts
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
-
-if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+from frisket.runtime.plans.device import CallPlan
 
 SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions hand to each other
 STAGES = 4  # at most: more of them wait for nothing

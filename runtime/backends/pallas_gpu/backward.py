@@ -12,7 +12,7 @@ from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu.forward import GpuWalk, walked
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.runtime.backends.triton.jax_captured import (
+from frisket.runtime.backends.triton.jax import (
     folded,  # in fixed point: XLA's scatter on a GPU adds in any order
 )
 from frisket.runtime.machine.generated import load

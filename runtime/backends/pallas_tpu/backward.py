@@ -19,7 +19,7 @@ from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.kernels.pallas_tpu.forward import refused
 from frisket.lowering.kernels.pallas_tpu.forward import roots as roots_of
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.lowering.xla.fold import folded
+from frisket.lowering.xla.captured import folded
 from frisket.runtime.machine.generated import load
 
 from .forward import searches, strided, together, walked

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags
-from frisket.runtime.backends.engines.proof import EngineCall
-from frisket.runtime.backends.engines.square import SquareMask, square, with_lse
+from frisket.runtime.backends.engines.proof import EngineCall, SquareMask, square, with_lse
 
 Tensor = Any
 HALVES = ("float16", "bfloat16")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.fold import folded
+from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
 from frisket.lowering.kernels.triton.captured import square

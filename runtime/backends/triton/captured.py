@@ -7,10 +7,10 @@ from typing import Any
 
 from frisket.dsl.ir import walk
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.sums import amounts, units
+from frisket.lowering.aten.captured import amounts, units
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import captured as emit
-from frisket.lowering.kernels.triton.dscores import weights
+from frisket.lowering.kernels.triton.cotangents import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import grids as triton_grids
@@ -31,7 +31,7 @@ def captured(
     units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
 
     Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
-    with atomics in float32, in one pass instead of two in fixed point (`lowering/aten/sums.py` says how exact that is).
+    with atomics in float32, in one pass instead of two in fixed point (how exact that is: lowering/aten/captured.py).
     """
     import torch
 

@@ -31,7 +31,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
@@ -39,16 +39,14 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.captured import NAMES, square
-from frisket.lowering.kernels.triton.distance import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.plan import Geometry, Target, score_class
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
-
-if TYPE_CHECKING:
-    from frisket.runtime.plans.base import CallPlan
+from frisket.runtime.plans.device import CallPlan
 
 Window = Literal["short", "medium", "long"]
 Reads = Literal["axis", "distance", "each"]

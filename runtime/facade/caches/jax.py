@@ -22,8 +22,8 @@ with extras():
     from frisket.runtime.caches.jax_plain import KVCache
 
 from frisket.runtime.caches.jax_paged import PagedKVCache
+from frisket.runtime.caches.jax_plain import quantized
 from frisket.runtime.caches.jax_ring import RingKVCache
 from frisket.runtime.caches.jax_sharded import ShardedKVCache
-from frisket.runtime.caches.jax_store import quantized
 
 __all__ = ["KVCache", "PagedKVCache", "RingKVCache", "ShardedKVCache", "quantized"]

@@ -15,7 +15,8 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
 from frisket.dsl.sugar import k, q
 from frisket.lowering import spans
-from frisket.lowering.analysis import queries, tiles
+from frisket.lowering.analysis import rows as closed_form
+from frisket.lowering.analysis import tiles
 from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import simplify
@@ -113,7 +114,7 @@ def test_differences_that_a_table_s_own_dtype_does_not_hold(dtype):
 
 @pytest.mark.parametrize("name", ["document-starts", "early-documents", "per-query-window", "other-table"])
 def test_queries_are_taken_in_batches(name, monkeypatch):
-    monkeypatch.setattr(queries, "_BATCH", 1)
+    monkeypatch.setattr(closed_form, "_BATCH", 1)
     rng = random.Random(name)
     for _ in range(5):
         check(masks.case(masks.written()[name], rng))

@@ -16,8 +16,8 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import SIZES, TRUE, Expr, build, lookup, substitute, walk
 from frisket.dsl.sugar import k, q, where
 from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.decide import lookups
 from frisket.lowering.analysis.layout import grid_of
-from frisket.lowering.analysis.reach import lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.dense import coordinates
@@ -44,7 +44,7 @@ def check(case: masks.Case) -> int:
         if "leaves 64 bits" not in str(error):
             raise
         return 0
-    nodes = [(n, i) for n in walk(case.mask) if n.op == "lookup" for i in range(len(n.args))]
+    nodes = [(n, i) for n in walk(case.mask) if n.op in ("lookup", "segment") for i in range(len(n.args))]
     assert [(n.name, i) for n, i in nodes] == [(x.table, x.axis) for x in found]
     outside: dict[Expr, np.ndarray] = {}
     for (node, axis), one in zip(nodes, found, strict=True):
@@ -52,7 +52,8 @@ def check(case: masks.Case) -> int:
         assert one.size == case.tables[node.name].shape[axis]
         assert one.lo is None or one.lo <= index.min()
         assert one.hi is None or one.hi >= index.max()
-        beyond = (index < 0) | (index >= one.size)
+        start, stop = one.offsets or (0, one.size)
+        beyond = (index < start) | (index >= stop)
         outside[node] = outside.get(node, False) | beyond
         if one.witness is not None:
             b, h, row, key = one.witness

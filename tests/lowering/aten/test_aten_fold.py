@@ -9,8 +9,8 @@ import torch
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import KV_LEN, TRUE, lit, lookup, param
 from frisket.dsl.sugar import b, h, k, minimum, q
-from frisket.lowering.aten import sums as aten_sum
-from frisket.lowering.aten.fold import fold, folded
+from frisket.lowering.aten import captured as aten_sum
+from frisket.lowering.aten.captured import fold, folded
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import Geometry

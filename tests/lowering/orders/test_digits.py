@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import q
-from frisket.lowering.orders.digits import OrderDigit, closed, merged, of_rank, places, position, rank
+from frisket.lowering.orders.candidates import OrderDigit, closed, merged, of_rank, places, position, rank
 
 
 @st.composite

@@ -118,7 +118,7 @@ def test_simplification_works_without_any_single_rule():
 
 def test_rules_are_counted_where_people_look():
     import frisket as fk
-    from frisket.lowering.stages import Pair, Stages
+    from frisket.lowering.pipeline import Pair, Stages
 
     written = fk.mask("~(q < k) & q - k < 256 & q - k < 512").expr
     run = Simplifier()

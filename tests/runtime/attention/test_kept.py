@@ -16,6 +16,7 @@ import joblib
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 from support.tiers import default_only
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -113,6 +114,7 @@ def test_copied_plans_give_the_same_results(kept, flat):
     torch.testing.assert_close(kept(att)(*arrays(), plan=plan), want)
 
 
+@needs_compiler
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [KVCache, RingKVCache])
 def test_copied_caches_continue_independently(kept, make):

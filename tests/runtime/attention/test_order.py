@@ -14,8 +14,8 @@ import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.kernels.cpp.tiles import tiles as tiles_of
 from frisket.lowering.plan import Geometry
-from frisket.runtime.attention import cpu_time
 from frisket.runtime.attention import order as orders
+from frisket.runtime.attention import ordered as cpu_time
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "reorder.json"
 LENGTH = 64

@@ -13,7 +13,7 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.caches.torch import KVCache
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.attention import cpu_time
+from frisket.runtime.attention import ordered as cpu_time
 from frisket.runtime.attention.order import CPU
 
 BLOCK = (16, 16)

@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.native.compiler import needs_compiler  # noqa: E402
+
 import frisket as fk  # noqa: E402
 from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 
@@ -87,6 +89,7 @@ def test_lse_is_that_of_sinks():
         assert torch.equal(sinks.grad, torch.full((4,), 10.0))
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", rarely("no keys"))
 def test_jax_calls_without_keys_or_queries_give_zeros(name):
     jax = pytest.importorskip("jax")

@@ -7,7 +7,7 @@ import pytest
 import frisket as fk
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.backends.interpreters import warn_slow
+from frisket.runtime.backends.registry import warn_slow
 from frisket.runtime.machine.once import SAID
 
 jnp = pytest.importorskip("jax.numpy")

@@ -24,7 +24,7 @@ from frisket.lowering.kernels.triton.entry import Form
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
-from frisket.runtime.backends.triton import jax_device as triton_jax_device
+from frisket.runtime.backends.triton import jax_call as triton_jax_device
 from frisket.runtime.backends.triton.tiles import TABLE
 from frisket.runtime.machine.extras import pip_install
 

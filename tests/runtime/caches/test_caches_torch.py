@@ -6,13 +6,14 @@ import pickle
 import numpy as np
 import pytest
 from support.lowering.effort import at_most
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.dsl.errors import BackwardError
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import compiled as bind
-from frisket.runtime.plans import device_static as flat_laid
+from frisket.runtime.plans import device as flat_laid
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
@@ -626,6 +627,7 @@ def test_lengths_of_64_bits_that_replace_those_of_a_cache(dtype):
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "names"), [("float32", "k"), ("float32", "v"), ("int8", "kv")])
 def test_native_code_refuses_buffers_of_unequal_length(dtype, names):
     """What had fewer places than the keys was written past its end."""

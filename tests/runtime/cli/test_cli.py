@@ -13,7 +13,7 @@ from support.tiers import default_only
 
 from frisket.runtime.backends import base
 from frisket.runtime.cli.main import main
-from frisket.runtime.layouts.facts import Facts
+from frisket.runtime.layouts.tiling import Facts
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install

@@ -69,7 +69,7 @@ def test_examples_show_something(entry):
 def test_words_are_searched_for(run):
     status, out, _ = run("sliding", "WINDOW")
     assert status == 0
-    assert "  sliding_window(w)     Itself and the `w` keys before.\n" in out
+    assert "The last `w` keys, itself included.\n" in out
     assert "causal" not in out
     assert json.loads(run("hassani", "video", "--json")[1]).keys() == {
         e.signature for e in library().values() if "Hassani" in e.source

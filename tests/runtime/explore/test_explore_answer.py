@@ -11,9 +11,19 @@ import frisket as fk
 from frisket.dsl.library import library
 from frisket.runtime.cli.main import main
 from frisket.runtime.draw import html, portable
-from frisket.runtime.explore.answer import CHARACTERS, LONGEST, amount, answer, digest
+from frisket.runtime.explore.answer import (
+    CHARACTERS,
+    LONGEST,
+    OFFSETS,
+    ProblemSize,
+    amount,
+    answer,
+    digest,
+    guess,
+    offsets,
+    slider,
+)
 from frisket.runtime.explore.page import PARTS, page, shown
-from frisket.runtime.explore.values import OFFSETS, ProblemSize, guess, offsets, slider
 
 DOC = np.arange(512, dtype=np.int32) // 100
 

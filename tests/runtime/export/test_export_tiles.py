@@ -16,7 +16,6 @@ from support.lowering import brute
 import frisket as fk
 from frisket.dsl.errors import ExportError
 from frisket.runtime.export import bsr as bsr_module
-from frisket.runtime.export import splash as splash_module
 from frisket.runtime.export import tile_lists
 
 
@@ -203,7 +202,7 @@ def test_splash_attention_runs_on_it():
 
 @pytest.mark.parametrize(("top", "dtype"), [(127, np.int8), (128, np.int16), (32767, np.int16), (32768, np.int32)])
 def test_splash_exports_use_the_smallest_integers(top, dtype):
-    ours, theirs = splash_module._small(np.array([0, top])), peer._downcast_to_small_type(np.array([0, top], np.int32))
+    ours, theirs = bsr_module._small(np.array([0, top])), peer._downcast_to_small_type(np.array([0, top], np.int32))
     assert ours.dtype == theirs.dtype == dtype
 
 
@@ -226,7 +225,7 @@ def test_splash_export_refuses_masks_it_cannot_hold(monkeypatch):
         "splash attention has one mask for all batch entries, and entry 1 of the layout differs from the first\n"
         "  lay the entries out one by one: batch=1 with origin=(b, 0, 0, 0)"
     )
-    monkeypatch.setattr(splash_module, "_MOST", 20)
+    monkeypatch.setattr(bsr_module, "_MOST", 20)
     assert said("causal", 64, 64, block=8) == (
         "MaskInfo holds three integers for every tile, in scalar memory, and 64 are too many\n"
         "  use larger tiles: 20 entries are the most"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.runtime.backends import pallas_gpu, triton
@@ -91,6 +92,7 @@ def test_gradient_of_an_export_for_several_platforms():
     np.testing.assert_allclose(found.astype("float32"), want.astype("float32"), rtol=3e-2, atol=3e-2)
 
 
+@needs_compiler
 def test_a_backend_that_is_named_is_that_backend_everywhere():
     with pytest.raises(fk.BackendError) as caught:
         lowered("tpu", lambda *args: attend(*args, backend="cpp"))

@@ -19,7 +19,7 @@ from frisket.dsl.ir import INT, walk
 from frisket.lowering.plan import LoopPlan, derived_table, make_plan
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import from_records
-from frisket.runtime.attention import checking as module
+from frisket.runtime.attention import report as module
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import run as flat_run
 
@@ -255,13 +255,12 @@ def test_columns_of_what_the_host_knows(text):
 # -- facts and mistakes ---------------------------------------------------------------------------------------
 
 SORTED = "param doc: sorted int[Q_LEN]\nmask = causal & same(doc)"
-UNSORTED = "`doc` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"
+UNSORTED = r"^`doc` is declared sorted and entry \[\d+\] is \d+ after \d+; sort the entries, or drop `sorted`$"
 
 
 def test_declared_facts_are_checked_on_the_host():
-    with pytest.raises(ParameterError) as caught:
+    with pytest.raises(ParameterError, match=UNSORTED):
         fk.mask(SORTED, doc=DOCS[-1])
-    assert str(caught.value) == UNSORTED
     with pytest.raises(ParameterError):
         fk.compile(SORTED)(Q, K, V, doc=DOCS[-1])
     with pytest.raises(ParameterError):
@@ -497,7 +496,7 @@ RUNS = {
     "causal & same(x)": np.zeros(150),
     "x[q] >= x[k]": np.arange(150) // 2,
     "document(x)": np.array([0, 9, 9, 70, 120]),
-    "document(x) & causal": np.array([5, 90, 120]),
+    "document(x) & causal": np.array([0, 5, 90, 120]),
     "document(x) & window(4)": np.array([0, 7]),
 }
 IN_JAX = [("document(x)", "jax", "int8"), ("same(x)", "jax", "int32"), ("document(x) & window(4)", "jax", "int32")]
@@ -523,7 +522,8 @@ def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
         want = derived_table(table, use.derived)
         at = np.minimum(np.arange(150), len(want) - 1)
         np.testing.assert_array_equal(np.asarray(found[use.name]), want[at])
-    for use in att.plan(150, 150, x=table).work((64, 64)).plan.run_tables:
+    length = min(150, int(table[-1])) if "document" in mask else 150  # the host refuses offsets that end before
+    for use in att.plan(length, length, x=table).work((64, 64)).plan.run_tables:
         assert use in plan.run_tables
 
 

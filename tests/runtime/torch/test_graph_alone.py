@@ -124,7 +124,8 @@ def test_graph_saves_for_backward_if_any_input_learns(learned):
 def test_gradients_by_torch_func_are_never_silently_zero(mode):
     """Dynamo refuses operators inside of torch.func.grad, which looks at gradients without requires_grad."""
     compiled = torch.compile(torch.func.grad(lambda q: CAUSAL(q, q, q).square().sum()), backend="eager", fullgraph=True)
-    with mode(), pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="functorch transforms"):
+    refusals = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)  # of torch 2.13 and 2.14
+    with mode(), pytest.raises(refusals, match="functorch transforms"):
         compiled(drawn()[0])
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.runtime.attention import ordered
@@ -145,6 +146,7 @@ def test_native_row_tables_ignore_hidden_nan():
         torch.testing.assert_close(torch.nan_to_num(x), torch.nan_to_num(y), atol=2e-5, rtol=2e-4)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("size", "dtype"), [("ragged", torch.float32), ("odd sizes", torch.bfloat16)])
 def test_equal_bits_on_reruns_and_with_any_number_of_threads(size, dtype):
     q, k, v = drawn(size, dtype)
@@ -165,6 +167,7 @@ def test_equal_bits_on_reruns_and_with_any_number_of_threads(size, dtype):
             torch.testing.assert_close(x, y, atol=1e-5 if dtype == torch.float32 else 3e-2, rtol=2e-2)
 
 
+@needs_compiler
 @pytest.mark.filterwarnings("ignore:.*no compiler today")
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_library_calls_stand_in_where_nothing_is_built(fails, monkeypatch):
@@ -188,6 +191,7 @@ def test_library_calls_stand_in_where_nothing_is_built(fails, monkeypatch):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
 
 
+@needs_compiler
 def test_calls_of_the_cpu_read_rows_and_others_move_them(monkeypatch):
     """A call that is checked and library calls have no such kernels."""
     moves = []

@@ -29,9 +29,11 @@ def test_ranks_compute_what_one_process_does(said):
 
 @pytest.mark.exhaustive
 def test_compiled_dtensor_attention_equals_one_process():
-    found = together(ranks.compiled, ranks.RANKS, timeout=60, limit=240)
+    found = together(ranks.compiled, ranks.RANKS, timeout=60, limit=400)
+    assert not {r: x for (r, name), x in found.items() if name == "failed"}
     for r in range(ranks.RANKS):
-        assert max(found[r, f"compiled {name}"] for name in ("batch", "heads")) < 1e-4
+        for backend in ("aot_eager", "inductor", "inductor again"):
+            assert max(found[r, f"{backend} {name}"] for name in ("batch", "heads")) < 1e-4
 
 
 def test_dtensor_attention_refuses_split_lengths(said):

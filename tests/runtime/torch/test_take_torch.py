@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
-from frisket.runtime.backends.cpp import repeat
+from frisket.runtime.backends.cpp import decode
 from frisket.runtime.backends.cpp import torch as native
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
 from frisket.runtime.torch.take import APART, take
@@ -91,10 +92,11 @@ def test_gradients_of_jax_are_gathered():
     np.testing.assert_allclose(mapped[0], jax.jit(gradient)(q), atol=1e-6)
 
 
+@needs_compiler
 def test_results_of_native_kernels_are_in_huge_pages(monkeypatch):
     """First calls, calls like one before, and gradients; small results are left alone."""
     asked = []
-    for module in (native, repeat):
+    for module in (native, decode):
         monkeypatch.setattr(module, "huge", lambda x: (asked.append(x.nbytes), huge(x)))
     att, want = (fk.compile("causal & window(16)", backend=name) for name in ("cpp", "aten"))
     q = torch.randn(1, 32, 2048, 16, requires_grad=True)

@@ -119,11 +119,12 @@ def test_compiled_attention_is_that_of_every_sequence(name, backend, keys):
 
 
 @pytest.mark.exhaustive
-def test_in_one_graph():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_in_one_graph(backend):
     eager = {name: lambda q, k, v, m, s=score: flex_attention(q, k, v, s, m, enable_gqa=True)
              for name, (_, score) in FUNCTIONS.items()}  # fmt: skip
     for name in ("both",):
-        compiled = torch.compile(eager[name], backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(eager[name], backend=backend, fullgraph=True)
         for keys in (LENGTHS, KEYS):
             given = arrays(keys)
             q, k, _ = (x.transpose(1, 2) for x in given)
@@ -131,12 +132,27 @@ def test_in_one_graph():
             same(*(run(lambda q, k, v, f=f, m=tiles: f(q, k, v, m), given) for f in (compiled, eager[name])))
     for text in ("causal", "q + b >= k & b < B"):  # another text is another graph
         att = fk.compile(text)
-        compiled = torch.compile(att, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(att, backend=backend, fullgraph=True)
         given = arrays(KEYS)
         same(run(compiled, given), run(att, given))
     q, k, _ = (x.transpose(1, 2) for x in given)
     with pytest.raises(Exception, match="sequences of other lengths"):
         compiled(q, k, ragged((5, 3, 0, 17), 2).transpose(1, 2))
+
+
+def test_assertions_of_graphs_have_messages_of_one_line():
+    """inductor writes a message into C++ as it is: a line break or a quote in it did not compile."""
+    messages, att = [], fk.compile("causal")
+
+    def backend(graph, inputs):
+        messages.extend(node.args[1] for node in graph.graph.nodes if node.target is torch._assert_async)
+        return graph
+
+    holes = [torch.nested.narrow(x, 1, torch.zeros(2, dtype=torch.long), torch.tensor([5, 3]), layout=torch.jagged)
+             for x in torch.randn(3, 2, 7, 2, 8)]  # fmt: skip
+    torch.compile(att, backend=backend, fullgraph=True)(*(x.transpose(1, 2) for x in holes))
+    assert len(messages) == 2  # offsets, and lengths
+    assert not any(set(message) & set("\n\"'\\") for message in messages)
 
 
 def test_examples_of_torchs_documentation():

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 from support.native.shared import ALIBI
 from support.tiers import default_only
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,6 +75,7 @@ WAYS = {
     "export": lambda f, x: torch.export.export(Module(f), tuple(x)).module(),
     "strict export": lambda f, x: torch.export.export(Module(f), tuple(x), strict=True).module(),
     "compile": lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True),
+    "inductor": lambda f, x: torch.compile(f, fullgraph=True),
 }
 # what says no, and the words
 REFUSED = {
@@ -81,8 +83,10 @@ REFUSED = {
     ("fx", "flex"): "query is a Proxy\n  .* make_fx, torch.export or torch.compile",
     ("strict export", "planned"): "leave out `plan`",
     ("compile", "planned"): "leave out `plan`",
+    ("inductor", "planned"): "leave out `plan`",
     ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("compile", "entry of a lambda"): "takes a mask and a score mod as texts",
+    ("inductor", "entry of a lambda"): "takes a mask and a score mod as texts",
     ("export", "entry of a lambda"): "make it outside, and use it there",
 }
 OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
@@ -91,6 +95,8 @@ OFTEN = ("plain", "numpy", "learned", "planned")
 
 
 def in_every_run(way, name):
+    if way == "inductor":
+        return False
     return name == "numpy" or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
 
 
@@ -107,6 +113,7 @@ def results(call, given):
     return *found, *torch.autograd.grad(sum(x.square().sum() for x in found[:1]), given)
 
 
+@needs_compiler
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("way", "name"), PAIRS)
@@ -123,6 +130,7 @@ def test_recorded_functions_give_the_results_of_the_call(way, name):
         torch.testing.assert_close(results(held, given), results(call, given))
 
 
+@needs_compiler
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_traced_module_is_kept_in_a_file(tmp_path):
     held = torch.jit.trace(Module(CALLS["learned"]), [x.detach() for x in inputs()], check_trace=False)
@@ -131,6 +139,7 @@ def test_a_traced_module_is_kept_in_a_file(tmp_path):
     torch.testing.assert_close(torch.jit.load(tmp_path / "attention.pt")(*given), CALLS["learned"](*given))
 
 
+@needs_compiler
 def test_script_calls_the_operator():
     """torch.jit.script reads Python, and refuses classes that are not its own; the operator it knows."""
 
@@ -138,10 +147,11 @@ def test_script_calls_the_operator():
         return torch.ops.frisket.attend(q, k, v, None, [], [], spec, "")[0]
 
     given = inputs()
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    deprecated = (DeprecationWarning, FutureWarning)  # of torch 2.13 and 2.14
+    with pytest.warns(deprecated, match="torch.jit.script"):
         held = torch.jit.script(scripted)
     torch.testing.assert_close(results(lambda *x: held(*x, PLAIN.spec), given), results(PLAIN, given))
-    with pytest.warns(DeprecationWarning, match="script"), pytest.raises(ValueError, match="return PLAIN"):
+    with pytest.warns(deprecated, match="script"), pytest.raises(ValueError, match="return PLAIN"):
         torch.jit.script(called)
 
 
@@ -207,6 +217,7 @@ def test_a_cuda_graph_is_replayed_on_other_inputs():
     torch.testing.assert_close(found, att(*held, bias=bias, doc=doc))
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "name", default_only(["plain", "learned", "planned", "flex", "entry of a lambda"], "plain", "learned", "planned")
 )
@@ -266,6 +277,7 @@ RARE = [(x, torch.enable_grad) for x in FORWARD_MODES if "compile" in x]  # they
 RARE += [(x, torch.no_grad) for x in ("compile(jacfwd)", "compile(dual)", "dual(compile)")]
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("way", "grad"),
     [pytest.param(way, g, marks=pytest.mark.exhaustive if (way, g) in RARE else ())
@@ -280,6 +292,7 @@ def test_tangents_are_refused_and_never_silently_zero(way, grad):
             FORWARD_MODES[way](lambda y, call=call: call(y, y, y).sum(), x)
 
 
+@needs_compiler
 def test_attention_beside_tangents_has_its_values():
     x = torch.randn(1, 2, 8, 16)
     f = lambda y: 2 * y + PLAIN(y.detach(), x, x)  # noqa: E731
@@ -290,6 +303,7 @@ def test_attention_beside_tangents_has_its_values():
     torch.testing.assert_close(torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="aot_eager")(x), want)
 
 
+@needs_compiler
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tangents_of_cotangents_are_refused(compiled):
     f = torch.compile(PLAIN, backend="aot_eager") if compiled else PLAIN
@@ -334,6 +348,7 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
 }
 
 
+@needs_compiler
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "moved"),
@@ -351,6 +366,7 @@ def test_tensors_without_memory_beside_plain_queries(name, moved):
         torch.testing.assert_close(plain(att(*some, **{n: Held(x) for n, x in given.items()})), want)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", ["k", "v", "slopes"])
 def test_flex_of_tensors_without_memory_beside_plain_queries(name):
     qkv = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(0))
@@ -370,6 +386,7 @@ def test_tables_of_masks_and_origins_have_memory():
         fk.attention(*torch.ones(3, 1, 1, 40, 8), "causal", origin=(0, 0, Held(torch.tensor([3])), 0))
 
 
+@needs_compiler
 @pytest.mark.parametrize("score", [None, pytest.param("score * 2", marks=pytest.mark.exhaustive)])
 def test_a_cotangent_without_memory_is_refused(score):
     att, (q, k, v) = fk.compile("causal", score), inputs()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 from support.native.shared import ALIBI
 from support.torch import views as torch_views
 from support.torch.views import SHAPES, VIEWS
@@ -11,6 +12,7 @@ from frisket.caches.torch import KVCache, RingKVCache
 from frisket.flex import create_block_mask, flex_attention
 
 
+@needs_compiler
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
@@ -18,6 +20,7 @@ def test_torch_views_give_the_results_of_copies(backend, kind):
     torch_views.check(kind, backend, torch.float64, SHAPES)
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", ["negated", "conjugate"])
 def test_torch_tensors_may_be_negated_views(kind):
     torch_views.check(kind, "cpp", torch.float64, *([name] for name in SHAPES))
@@ -28,6 +31,7 @@ def same(call, *given):
     torch.testing.assert_close(call(*map(torch._neg_view, given)), call(*(-x for x in given)), rtol=0, atol=1e-6)
 
 
+@needs_compiler
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_tables_that_are_captured_or_decide_what_is_seen(backend):
     q, k, v = torch.randn(3, 1, 2, 40, 16)
@@ -55,6 +59,7 @@ def test_stored_keys_and_their_scales(backend):
     same(lambda a, b, p: att(q, k, v, k_scale=a, v_scale=b, pages=p, origin=(0, 0, 28, 0)), *scales, pages)
 
 
+@needs_compiler
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "make"),
@@ -93,6 +98,7 @@ def test_complex_numbers_are_refused():
         fk.attention(q, q, q, "causal")
 
 
+@needs_compiler
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_a_default_device_is_not_that_of_calls(backend):
     """Memory of another device was written to: the process ended."""

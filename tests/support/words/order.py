@@ -57,6 +57,11 @@ def sliding(c, left, right):
 
 @words
 def sliding_window(c, w):
+    return each(lambda q: [q - back for back in range(w)])
+
+
+@words
+def gym_sliding_window(c, w):
     return each(lambda q: [q - back for back in range(w + 1)])
 
 

@@ -14,9 +14,12 @@ from frisket.lowering import dense, derive
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
+from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
 from lowering.kernels.cpp import test_cpp_forward
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 R = np.random.default_rng(3)
 DOC = np.sort(R.integers(0, 6, 300))

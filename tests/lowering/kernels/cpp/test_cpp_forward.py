@@ -13,8 +13,11 @@ from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
+from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 R = np.random.default_rng(5)
 DOC = np.sort(R.integers(0, 6, 300))

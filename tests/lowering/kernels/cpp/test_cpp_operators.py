@@ -18,6 +18,8 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+
 FLOATS = np.array([-np.inf, -1e30, -90.0, -20.0, -3.5, -1.0, -0.25, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 0.3, 0.5, 1.0, 2.75,
                    11.0, 40.0, 88.0, 1e30, np.inf, np.nan])  # fmt: skip
 BOOLS = np.array([False, True])

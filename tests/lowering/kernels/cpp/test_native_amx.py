@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.native import call as native_call
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.sugar import b, k
@@ -26,7 +27,7 @@ UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
 HERE = [v for v in ("amx", SOFTWARE) if not cpp_cpu.lacking("avx512bf16" if v == SOFTWARE else v)]
 # the first of them in every run, and software on a processor with the unit in the exhaustive tier
 VARIANTS = [v if v == HERE[0] else pytest.param(v, marks=pytest.mark.exhaustive) for v in HERE]
-pytestmark = pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")
+pytestmark = [needs_compiler, pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")]
 
 
 @pytest.fixture(autouse=True)

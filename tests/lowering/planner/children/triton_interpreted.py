@@ -20,7 +20,7 @@ from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine.generated import load
 from frisket.runtime.plans import run_triton as flat_triton
-from frisket.runtime.plans.place import SpanRequest
+from frisket.runtime.plans.run_triton import SpanRequest
 
 DOC = frozenset({"doc"})
 DEVICE = torch.get_default_device()

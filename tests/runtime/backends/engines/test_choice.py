@@ -17,9 +17,9 @@ from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends import flash
 from frisket.runtime.backends.base import RECORDS, register
-from frisket.runtime.backends.engines import costs
+from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
-from frisket.runtime.backends.flash import engine, tiles
+from frisket.runtime.backends.flash import executors, tiles
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.plans.host import Plan
@@ -99,7 +99,7 @@ def test_checked_engines_have_right_rows_in_the_results():
     """`CHECKED` names other platforms than the CPU where benchmarks/results has right rows of the engine."""
     path = ROOT / "benchmarks" / "results" / "gpu.json"
     rows = json.loads(path.read_text())["parts"]["right"]["rows"] if path.exists() else {}
-    for name, platforms in costs.CHECKED.items():
+    for name, platforms in proof.CHECKED.items():
         mine = [row for key, row in rows.items() if key.startswith(f"{name}, ")]
         for platform in platforms:
             assert platform == "cpu" or (
@@ -156,8 +156,8 @@ def flash_here(gpu, monkeypatch):
     monkeypatch.setenv("CXX", "nowhere")
     was = RECORDS["flash"]
     register(replace(was, platforms=("cuda", "cpu")))
-    row = costs.CostRow("flash", "cpu", costs.HALVES, lambda call: True, "", "")
-    monkeypatch.setattr(costs, "COSTS", (row,))
+    row = proof.CostRow("flash", "cpu", proof.HALVES, lambda call: True, "", "")
+    monkeypatch.setattr(proof, "COSTS", (row,))
     yield gpu
     register(was)
 
@@ -195,7 +195,7 @@ def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypat
 def test_sinks_of_calls_that_flash_takes(mask, monkeypatch):
     """The engine's own, and frisket's gradient of them; also where gradients are generated kernels'."""
     ran = []
-    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(given[-1]) or stand_in.attend(*given))
+    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(given[-1]) or stand_in.attend(*given))
     att = fk.compile(mask, engines="flash", sinks=torch.linspace(-1, 2, 4))
     arrays = [torch.randn(2, h, 50, 16).half() for h in (4, 2, 2)]
     assert set(att.check(*arrays).gradients) == {"dq", "dk", "dv", "dsinks"}

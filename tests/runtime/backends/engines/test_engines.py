@@ -15,9 +15,8 @@ from frisket.lowering.engines.forms import EngineForm, form_of  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends.base import RECORDS, register  # noqa: E402
 from frisket.runtime.backends.cudnn.torch import CudnnArguments, fitted  # noqa: E402
-from frisket.runtime.backends.engines import costs  # noqa: E402
-from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # noqa: E402
-from frisket.runtime.backends.engines.square import SquareMask, square  # noqa: E402
+from frisket.runtime.backends.engines import proof  # noqa: E402
+from frisket.runtime.backends.engines.proof import EngineCall, SquareMask, choose_engine, square  # noqa: E402
 from frisket.runtime.backends.sdpa import torch as sdpa  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.plans.compiled import compiled_program  # noqa: E402
@@ -117,8 +116,8 @@ def test_named_engine_refuses_sinks_and_largest_scores() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA is taken on the CPU wherever it is proved."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    row = costs.CostRow("sdpa", "cpu", ("float32",), lambda call: True, "", "")
-    monkeypatch.setattr(costs, "COSTS", (row,))
+    row = proof.CostRow("sdpa", "cpu", ("float32",), lambda call: True, "", "")
+    monkeypatch.setattr(proof, "COSTS", (row,))
 
 
 @pytest.mark.usefixtures("chosen")

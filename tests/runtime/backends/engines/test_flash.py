@@ -11,9 +11,8 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.flash import engine, tiles
-from frisket.runtime.backends.flash.blocks import tensors_of, write_order
-from frisket.runtime.backends.flash.call import call_of, flags_for
+from frisket.runtime.backends.flash import executors, tiles
+from frisket.runtime.backends.flash.call import call_of, flags_for, tensors_of, write_order
 
 LENGTH = 300
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
@@ -260,7 +259,7 @@ def test_flash_engine_reads_keys_in_pages(mask, page):
 
 def test_flash_engine_passes_the_page_table(monkeypatch):
     calls = []
-    monkeypatch.setattr(engine, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
+    monkeypatch.setattr(executors, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
     paged("k < n", 16, n=77)
     said = ["softmax_scale = 0.125", "seqused_k int32 [3]", "page_table int32 [3, 12]"]
     assert [str(call).splitlines() for call in calls] == [said]
@@ -289,7 +288,7 @@ def test_pages_that_flash_does_not_read(mask, page, score, words):
 def test_gradients_are_refused_before_the_forward(arch, monkeypatch):
     """Where one would be asked for; under no_grad the forward runs."""
     ran = []
-    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
     q, k, v = arrays(cases.Case("causal", 64, 64, heads=4))
     odd, learned = "causal & (q % 7 < 6)", torch.zeros(4, requires_grad=True)
     att = fk.compile("causal", "alibi(slopes)", slopes=learned, backend="flash", deterministic=False)

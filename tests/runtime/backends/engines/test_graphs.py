@@ -11,9 +11,9 @@ from support.tiers import thinned
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.runtime.backends.base import RECORDS, register
-from frisket.runtime.backends.engines import costs
-from frisket.runtime.backends.engines.square import square
-from frisket.runtime.backends.flash import engine, tiles
+from frisket.runtime.backends.engines import proof
+from frisket.runtime.backends.engines.proof import square
+from frisket.runtime.backends.flash import executors, tiles
 from frisket.runtime.backends.sdpa import torch as sdpa
 from frisket.runtime.torch.engine import EngineReady
 
@@ -23,8 +23,8 @@ def alone(monkeypatch):
     """No backend is named, and every engine that is proved wins on the CPU."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     kinds = ("float16", "bfloat16", "float32", "float64")
-    rows = [costs.CostRow(name, "cpu", kinds, lambda call: True, "", "") for name in ("flash", "cudnn", "sdpa")]
-    monkeypatch.setattr(costs, "COSTS", tuple(rows))
+    rows = [proof.CostRow(name, "cpu", kinds, lambda call: True, "", "") for name in ("flash", "cudnn", "sdpa")]
+    monkeypatch.setattr(proof, "COSTS", tuple(rows))
     torch._dynamo.reset()
 
 
@@ -150,7 +150,7 @@ def test_sinks_of_flash_in_a_graph(mask, called):
 def test_gradients_that_flash_lacks_are_refused_early(monkeypatch):
     """Where one would be asked for; under no_grad the forward runs."""
     ran = []
-    monkeypatch.setattr(engine, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
     q, k, v = (torch.randn(1, h, 40, 16).half() for h in (4, 2, 2))
     slopes = torch.zeros(4, requires_grad=True)
     alibi = fk.compile("causal", "alibi(slopes)", backend="flash", deterministic=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frisket.runtime.backends.engines.square import SquareMask
+from frisket.runtime.backends.engines.proof import SquareMask
 from frisket.runtime.backends.sdpa.torch import SdpaArguments, backward
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
-from frisket.runtime.parallel import jax_agree
+from frisket.runtime.parallel import jax_ring
 
 number, port, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -41,7 +41,7 @@ try:
         attended("causal & window(20)")
         attended(f"causal & window({21 + number})")
     elif number == 0:
-        jax_agree.PATIENCE = 2
+        jax_ring.PATIENCE = 2
         attended("causal")
     else:
         print("elsewhere", flush=True)

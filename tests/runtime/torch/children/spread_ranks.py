@@ -133,9 +133,13 @@ def models(rank, report, mesh):
 
 def compiled(rank, report):
     mesh, given = init_device_mesh("cpu", (RANKS,)), arrays(4, 2)
-    call = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for name, dim in (("batch", 0), ("heads", 1)):
-        report(f"compiled {name}", worst(results(call, spread(given, mesh, dim, False)), results(attention, given)))
+    want = results(attention, given)
+    for backend in ("aot_eager", "inductor", "inductor again"):  # again: from torch's cache of compiled graphs
+        torch._dynamo.reset()
+        call = torch.compile(attention, backend=backend.removesuffix(" again"), fullgraph=True)
+        for name, dim in (("batch", 0), ("heads", 1)):
+            report(f"{backend} {name}", worst(results(call, spread(given, mesh, dim, False)), want))
+        dist.barrier()
 
 
 def work(rank, report):

@@ -17,7 +17,7 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score, where
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.aten import forward as aten
-from frisket.lowering.aten.fold import folded
+from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
 from frisket.runtime.backends.triton import backward as triton_backward

@@ -83,9 +83,8 @@ def produce(
 @gluon.jit
 def weights_in(score, dtype: gl.constexpr):
     """The weights of a tile, which lie where its scores were."""
-    HALF: gl.constexpr = score.shape[1] // 2
     LAYOUT: gl.constexpr = blackwell.TensorMemoryLayout([score.shape[0], score.shape[1]], col_stride=1)
-    return seen_as(score.slice(0, HALF), dtype, [score.shape[0], score.shape[1]], LAYOUT)
+    return seen_as(score, dtype, [score.shape[0], 2 * score.shape[1]], LAYOUT).slice(0, score.shape[1])
 
 
 @gluon.jit
