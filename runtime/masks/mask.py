@@ -352,11 +352,11 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
     return ScoreMod(*_from_python(what, "score", params))
 
 
-def for_one_call(what: Any, kind: Any, params: Mapping[str, Any]) -> Any:
+def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:
     """As `mask` or `score`; the arrays of a function are not read again, because each call traces it."""
-    if not callable(what):
-        return (mask if kind == "mask" else score)(what, **params)
-    return (Mask if kind == "mask" else ScoreMod)(*_from_python(what, kind, params, again=False))
+    if not callable(source):
+        return (mask if kind == "mask" else score)(source, **params)
+    return (Mask if kind == "mask" else ScoreMod)(*_from_python(source, kind, params, again=False))
 
 
 def _from_python(

@@ -106,8 +106,6 @@ def test_sliding_window_warns_of_its_new_meaning_once(monkeypatch):
 
     def largest():
         masks = fk.mask("sliding_window(3)"), fk.mask("gym_sliding_window(3)")
-            fk.mask(f"{name}(3)").layout(9, 9).row_counts.max() for name in ("sliding_window", "gym_sliding_window")
-        ]
         fk.mask("causal & sliding_window(5)")
         return [m.layout(9, 9).row_counts.max() for m in masks]
 
