@@ -232,13 +232,13 @@ class Checker(Walk):
         body = yield definition.body, inner
         if moves is None or body.expr is None:
             return ERROR
-        if given:  # arguments may decide conditions such as `left == -1`
-            body = Value(decided(body.expr, {}), body.flex)
+        # arguments may decide conditions such as `left == -1`
+        e = decided(body.expr, {}) if given else body.expr
         if coordinates:
-            moved |= {LEAVES[c]: e for c, e in zip(coordinates, moves)}
-            self.charge(body.expr, node, frame)
-            return Value(ir.substitute(body.expr, moved), body.flex)
-        return body
+            moved |= {LEAVES[c]: x for c, x in zip(coordinates, moves)}
+            self.charge(e, node, frame)
+            e = ir.substitute(e, moved)
+        return Value(e, body.flex)
 
     def require(self, definition: Definition, place: Node, condition: Expr, advice: str) -> None:
         """Report a condition on arguments that is false; one of parameters is decided when they have values."""

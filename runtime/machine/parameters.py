@@ -274,10 +274,8 @@ class Origin:
 
     def renamed(self, names: Mapping[str, str]) -> Origin:
         """Facts known of those names that are keys, under their new names."""
-        declared, captured, paths = (
-            {names[n]: x for n, x in facts.items() if n in names}
-            for facts in (self.declared, self.captured, self.paths)
-        )
+        facts: Any = self.declared, self.captured, self.paths
+        declared, captured, paths = ({names[n]: x for n, x in values.items() if n in names} for values in facts)
         needs = {ir.renamed(e, dict(names)): x for e, x in self.needs.items() if names_of(e).keys() <= names.keys()}
         return replace(self.names, declared=declared, captured=captured, paths=paths, needs=needs)
 

@@ -77,7 +77,8 @@ class CompiledProgram:
         endless = dict.fromkeys("bhqk", 1 << 62)
         readers = *(p.expr for p in self.program.parts), self.analysed
         axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
-        return *axes, *{(c, *ends) for e in readers for c, _, *ends in segments_of_coordinates(e, self.arrays)}
+        segments = (x for e in readers for x in segments_of_coordinates(e, self.arrays))
+        return *axes, *{(c, first, last) for c, _, first, last in segments}
 
     def check_reach(self, lengths: Sizes, origin: Origin, sizes: Sizes | None) -> None:
         """Refuse a table that is read past its end."""
