@@ -353,7 +353,7 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
 
 
 def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:
-    """As `mask` or `score`; the arrays of a function are not read again, because each call traces it."""
+    """A mask or score mod for one call: the arrays of a function are not read again, because each call traces it."""
     if not callable(source):
         return (mask if kind == "mask" else score)(source, **params)
     return (Mask if kind == "mask" else ScoreMod)(*_from_python(source, kind, params, again=False))

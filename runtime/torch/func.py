@@ -12,8 +12,8 @@ import torch
 
 from frisket.dsl.ir import uses
 
+from . import running
 from .autograd import no_forward_mode, no_second
-from .running import call_of, gradient_inputs, refuse_stored
 from .values import names_of
 
 
@@ -39,7 +39,7 @@ class FuncAttend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
         *given, out, lse, norm = ctx.saved_tensors
-        refuse_stored(given[0], given[1], ctx.said[2])
+        running.refuse_stored(given[0], given[1], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
         found = iter(FuncBackward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class FuncBackward(torch.autograd.Function):
     def forward(said: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, norm: Any, *given: Any) -> Any:
         q, k, v, sinks, *values = given
         asked = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
-        inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), said, asked)
+        inputs = running.gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), said, asked)
         return tuple(torch.ops.frisket.attend_backward(*inputs))
 
     @staticmethod
@@ -115,7 +115,7 @@ def _apart(said: Any, dims: Any, values: Any) -> bool:
     numbers, spec, names = said
     if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
         return True
-    att, _ = call_of(values, numbers, spec, names)
+    att, _ = running.call_of(values, numbers, spec, names)
     return any(uses(e) & {"b", "B"} for e in att.program.exprs if e is not None)
 
 

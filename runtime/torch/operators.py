@@ -32,9 +32,9 @@ def _late(name: str) -> Callable[..., Any]:
     """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*given: Any, **named: Any) -> Any:
-        from . import func, running
+        from . import func
 
-        return getattr(func if name.startswith("transformed") else running, name)(*given, **named)
+        return getattr(func if name.startswith("transformed") else func.running, name)(*given, **named)
 
     return run
 
