@@ -12,7 +12,7 @@ import torch
 
 from frisket.dsl.ir import uses
 
-from . import running
+from . import running as running
 from .autograd import no_forward_mode, no_second
 from .values import names_of
 
