@@ -14,7 +14,7 @@ OFFSETS = [[-20, -5, 0, 0, 7, 30], [0, 0, 4, 9], [3, 8, 20], [-9, -4], [5, 6, 7,
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("off", [*OFFSETS[:2], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OFFSETS[2:])])
-@pytest.mark.parametrize("text", ["segment(off, q - k) == 1", "q >= k & segment(off, k - 9) != segment(off, q)"])
+@pytest.mark.parametrize("text", ["segment(off, q - k) == 1", "q >= k & segment(off, k - 9) != segment(off, q - 1)"])
 def test_segments_of_negative_differences_equal_the_reference(off, text):
     mask = fk.mask(text, off=np.array(off))
     att = fk.compile(mask, "score + 0.1 * segment(off, k - q)", off=np.array(off))
