@@ -54,7 +54,7 @@ def exported(f, strict):
 
 
 def in_turn(transform, f):
-    """The same of one entry after another, by torch's autograd: no transform."""
+    """Results of one entry after another, by torch's autograd: no transform."""
     if transform == "vmap":
         return torch.stack([f(q) for q in Q])
     entries = Q[:1] if transform in ("grad", "vjp") else Q
