@@ -110,7 +110,8 @@ class Compiled:
 
     tests/builds.json has the most kernels of each file and of the whole default run; a file that it does not name
     builds none. A kernel counts where it is built first, so a file has no more in a whole run than alone: its number
-    is that of `pytest FILE` without kernels on disk (FRISKET_CACHE_DIR), and a fourth or two for other processors."""
+    is that of `pytest FILE` with empty folders for FRISKET_CACHE_DIR and TMPDIR, and a fourth or two for other
+    processors."""
 
     def __init__(self) -> None:
         descriptor, self.builds = tempfile.mkstemp(prefix="frisket-builds-")
@@ -131,7 +132,10 @@ class Compiled:
         if exhaustive(session.config):
             return
         most = json.loads(BUILDS.read_text())
-        self.over = [f"{file}: {n}, at most {most.get(file, 0)}" for file, n in counts.items() if n > most.get(file, 0)]
+        for file, n in counts.items():
+            if n > most.get(file, 0):
+                tests = sorted({name for name in names if name.startswith(file)})
+                self.over += [f"{file}: {n}, at most {most.get(file, 0)}", *(f"  {test}" for test in tests)]
         if self.total > most["in all"]:
             self.over.append(f"in all: {self.total}, at most {most['in all']}")
         if self.over and session.exitstatus == pytest.ExitCode.OK:
