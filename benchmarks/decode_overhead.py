@@ -128,18 +128,18 @@ def in_torch(
         cache = caches["attention"].append(prompt, prompt, [STEPS // 2] * batch)  # as many keys as on average
         cache.attention(att, q, k, v)
         (step,) = cache._steps.values()
-        executor = step.ready.forward
+        executor = step.repeat.forward
 
-        def seen(*given: Any, **options: Any) -> Any:
-            ready.update(given=given, options=options)
-            return executor(*given, **options)
+        def recorded(*arguments: Any) -> Any:
+            ready["arguments"] = arguments
+            return executor(*arguments)
 
-        object.__setattr__(step.ready, "forward", seen)
+        step.repeat = step.repeat._replace(forward=recorded)
         cache.attention(att, q, k, v)
     run = {
         "step": lambda cache: cache.attention(att, q, k, v),
         "append": lambda cache: cache.append(k, v),
-        "attention": lambda cache: executor(*ready["given"], **ready["options"]),
+        "attention": lambda cache: executor(*ready["arguments"]),
     }
 
     def steps(name: str) -> Callable[[], Any]:
