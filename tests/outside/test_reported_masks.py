@@ -204,6 +204,7 @@ def check(case, dtype, way, framework, backend):
         assert error <= LIMITS[dtype], (name, error)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(("dtype", "way"), [("float32", "call"), ("bfloat16", "call"), ("float32", "vmap")])
 @pytest.mark.parametrize("name", CASES)
