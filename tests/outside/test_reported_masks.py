@@ -218,3 +218,35 @@ def test_reported_masks_and_their_gradients(name, dtype, way, framework):
 @pytest.mark.parametrize("name", CASES)
 def test_reported_masks_under_native_kernels(name, framework):
     check(CASES[name], "bfloat16", "call", framework, "cpp")
+
+
+class Capped(torch.nn.Module):
+    """Causal attention with one head and a learned cap, which a score mod reads twice from its closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.cap = torch.nn.Parameter(torch.rand(()) + 1)
+        self.weight = torch.nn.Parameter(torch.randn(16, 16) / 4)
+        self.attend = fk.compile("causal", lambda score, b, h, q, k: self.cap * torch.tanh(score / self.cap))
+
+    def forward(self, x):
+        x = x @ self.weight
+        return self.attend(x, x, x)
+
+
+def test_ensembles_of_modules_read_the_cap_of_each_member():
+    torch.manual_seed(0)
+    models, x = [Capped() for _ in range(3)], torch.randn(2, 1, 19, 16)
+
+    def loss(weights, x):
+        return torch.func.functional_call(models[0], weights, (x,)).square().sum()
+
+    stacked, _ = torch.func.stack_module_state(models)
+    found = torch.func.vmap(torch.func.grad(loss), (0, None))(stacked, x)
+    for i, model in enumerate(models):
+        cap, weight = wrt = [y.detach().double().requires_grad_() for y in (model.cap, model.weight)]
+        y = x.double() @ weight
+        weights = (cap * torch.tanh(y @ y.mT / 4 / cap)).exp().tril()
+        out = weights / weights.sum(-1, keepdim=True) @ y
+        for name, want in zip(("cap", "weight"), torch.autograd.grad(out.square().sum(), wrt), strict=True):
+            torch.testing.assert_close(found[name][i].double(), want, rtol=1e-5, atol=1e-5)
