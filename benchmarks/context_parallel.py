@@ -25,8 +25,8 @@ import numpy as np
 from store import keep
 
 import frisket as fk
-from frisket.runtime.parallel import partition as dealing
-from frisket.runtime.parallel.partition import TileCosts
+from frisket.runtime.parallel import deal as dealing
+from frisket.runtime.parallel.deal import TileCosts
 
 LENGTH, RANKS, TILE = 1 << 20, 64, 128
 KV_HEADS, DIM, ITEM = 8, 128, 2  # of the figures in bytes: 8 key heads of 128 in bfloat16

@@ -24,8 +24,8 @@ from store import keep, shown
 from support import browser
 
 from frisket.runtime.explore.analyst import Analyst
-from frisket.runtime.explore.page import page as page_of
 from frisket.runtime.explore.server import Server
+from frisket.runtime.explore.server import page as page_of
 
 TOKENS, DOCUMENTS = 131_072, 200
 GOAL = 100.0  # milliseconds

@@ -15,7 +15,7 @@ from pygments.lexer import RegexLexer
 from pygments.lexers import LEXERS
 from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, Whitespace
 
-from frisket.runtime.explore.page import token_classes
+from frisket.runtime.explore.server import token_classes
 
 __all__ = ["FrisketLexer"]
 FILE = Path(__file__).parent / "assets" / "frisket.tmLanguage.json"

@@ -27,7 +27,7 @@ from frisket.dsl.evaluate import evaluate  # noqa: E402
 from frisket.dsl.ir import uses  # noqa: E402
 from frisket.dsl.library import Entry  # noqa: E402
 from frisket.lowering.dense import coordinates  # noqa: E402
-from frisket.runtime.draw.palette import LIGHT  # noqa: E402
+from frisket.runtime.draw.pixels import LIGHT  # noqa: E402
 
 LENGTH, TILE = 64, 8
 LONGER = {  # pictures that need more tokens than 64: (tokens, tile)

@@ -1,6 +1,6 @@
 """The tables of docs/language.md: `python docs/language.py` writes them between its marks.
 
-Operators and their order come from grammar/mask.lark, functions and names from dsl/functions.py, the library from
+Operators and their order come from grammar/mask.lark, functions and names from dsl/operators.py, the library from
 dsl/library.frisket. What an operator or function takes is found by trying it on every type, what an example gives by
 the interpreter.
 """
@@ -25,7 +25,7 @@ import frisket as fk  # noqa: E402
 from frisket.dsl import ir  # noqa: E402
 from frisket.dsl.errors import FrisketError  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
-from frisket.dsl.functions import CALL_KEYWORDS, CONSTANTS, FORMS, FUNCTIONS  # noqa: E402
+from frisket.dsl.operators import CALL_KEYWORDS, CONSTANTS, FORMS, FUNCTIONS  # noqa: E402
 from frisket.dsl.program import parse_expression  # noqa: E402
 
 PAGE = HERE / "language.md"

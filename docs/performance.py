@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from frisket.runtime.bench import chart, schema
+from frisket.runtime.bench import schema
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -1050,14 +1050,14 @@ def charts() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for file in ("cpu-torch", "cpu-jax"):
         parts = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["parts"]
         for part in ("forward", "backward"):
-            rows = chart.ratios({part: parts[part]}, "native")
+            rows = schema.ratios({part: parts[part]}, "native")
             rows = {name: {p: x for p, x in of.items() if p not in OURS} for name, of in rows.items()}
             axis = "time of a peer / time of the native kernel"
             yield f"{file}-{part}.svg", partial(_draw, rows, axis)
 
 
 def _draw(rows: Any, axis: str, path: Path) -> None:
-    chart.draw(rows, path, axis=axis)
+    schema.draw(rows, path, axis=axis)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import frisket as fk
-from frisket.runtime.draw.palette import LIGHT
+from frisket.runtime.draw.pixels import LIGHT
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "cpu-torch.json"

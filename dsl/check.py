@@ -13,10 +13,9 @@ from . import ir, library
 from .errors import MaskSyntaxError, Problem
 from .evaluate import decided, evaluate
 from .forms import CALLED, at, reduce
-from .functions import BUILT_IN, FORMS, FUNCTIONS, LEAVES
 from .ir import COORDINATES, REDUCTIONS, Expr
 from .library import Definition
-from .operators import ERROR, Frame, Value
+from .operators import BUILT_IN, ERROR, FORMS, FUNCTIONS, LEAVES, Frame, Value
 from .parse import MAX_NODES, Node
 from .show import tree_size
 from .steps import Steps, Walk

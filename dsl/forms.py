@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from . import ir
 from .evaluate import evaluate
-from .functions import FORMS, LEAVES, RESERVED
 from .ir import COORDINATES, REDUCTIONS, Expr
-from .operators import ERROR, Frame, Value
+from .operators import ERROR, FORMS, LEAVES, RESERVED, Frame, Value
 from .parse import Node
 from .steps import Steps, Walk
 from .types import INT

@@ -8,10 +8,9 @@ from difflib import get_close_matches
 
 from . import ir, library
 from .errors import Problem
-from .functions import LEAVES
 from .ir import COORDINATES
 from .library import Definition
-from .operators import ERROR, Frame, Guess, Operators, Value
+from .operators import ERROR, LEAVES, Frame, Guess, Operators, Value
 from .parse import Node
 from .types import BOOL, Type, ranked
 

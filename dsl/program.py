@@ -20,10 +20,10 @@ from frisket.grammar import load
 from . import ir, library
 from .check import Checker, elaborate
 from .errors import MaskSyntaxError, ParameterError, Problem, Span
-from .functions import BUILT_IN, RESERVED
 from .hints import keyword, nearest
 from .ir import Expr
 from .library import Definition, define
+from .operators import BUILT_IN, RESERVED
 from .parse import Node, parse
 from .types import BOOL, FLOAT, INT, Type
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl import ir
-from frisket.dsl.functions import expm1
 from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 Equation = Any  # jax.extend.core.JaxprEqn

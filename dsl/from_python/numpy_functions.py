@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.from_torch.arrays import REDUCTIONS
-from frisket.dsl.functions import expm1
+from frisket.dsl.from_torch.scalars import REDUCTIONS
 from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, build, lit
+from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .elements import floor, joined, number, real, truth

@@ -27,9 +27,9 @@ from frisket.dsl import ir
 from frisket.dsl.errors import TraceError
 from frisket.dsl.from_jax import callables as from_jax
 from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
-from frisket.dsl.functions import BUILT_IN, RESERVED
 from frisket.dsl.hints import dense
 from frisket.dsl.ir import COORDINATES, Expr, to_float
+from frisket.dsl.operators import BUILT_IN, RESERVED
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 

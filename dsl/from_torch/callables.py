@@ -18,8 +18,9 @@ place in it. Functions without a counterpart are computed at once too, as long a
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,15 +30,58 @@ import numpy as np
 from frisket.dsl import ir
 from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.from_python.symbol import Symbol, context, operand, table
+from frisket.dsl.from_python.symbol import Symbol, context, handles, operand, table
 from frisket.dsl.from_python.user_line import fail, is_users, user_frame
 from frisket.dsl.ir import lit
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
 
-from .arrays import REDUCTIONS
-from .functions import FUNCTIONS, METHODS, called
+from .scalars import ARRAYS, REDUCTIONS, SCALARS, Function
+
+FUNCTIONS: dict[str, Function] = {**SCALARS, **ARRAYS}
+
+# -- methods and attributes of a symbol -------------------------------------------------------------
+
+
+def _size(x: Symbol, dim: int | None = None) -> Any:
+    return x.shape if dim is None else x.shape[dim]
+
+
+METHODS: dict[str, Function] = {
+    "size": _size,
+    "dim": lambda x: x.ndim,
+    "ndimension": lambda x: x.ndim,
+    "numel": lambda x: math.prod(x.shape),
+    "nelement": lambda x: math.prod(x.shape),
+    "is_floating_point": lambda x: x.expr.type is FLOAT,
+    "is_contiguous": lambda x: True,
+    "item": lambda x: x._number("`.item()` of a position: it has no value while the function is traced"),
+    "tolist": lambda x: x._number("`.tolist()` of a position: it has no value while the function is traced"),
+}
+ATTRIBUTES = frozenset({"T", "mT"})
+
+
+def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of `function`, with an error for arguments it does not take."""
+    try:
+        return function(*args, **{n: v for n, v in kwargs.items() if v is not None})
+    except TypeError as error:
+        fail(f"`{name}`: {str(error).replace('<lambda>', name)}")
+
+
+@handles("__getattr__")
+def attribute(x: Symbol, name: str) -> Any:
+    """The attribute `x.name` that Symbol itself does not have."""
+    if name in ATTRIBUTES:
+        return FUNCTIONS[name](x)
+    if name in METHODS or name in FUNCTIONS:
+        function = METHODS.get(name) or FUNCTIONS[name]
+        return lambda *args, **kwargs: called(name, function, (x, *args), kwargs)
+    if context.front is not None and not name.startswith("__"):
+        return context.front.attribute(x, name)
+    raise AttributeError(f"a position has no `{name}`")
+
 
 RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson dropout "

@@ -30,9 +30,8 @@ from frisket.lowering.simplify.affine import linear, write
 from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .ids import common_ids
 from .questions import always, beyond, mixed, never, some
-from .table import Table
+from .table import Table, common_ids
 
 Array = NDArray[Any]
 EMPTY, PARTIAL, FULL = 0, 1, 2

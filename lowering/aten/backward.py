@@ -20,9 +20,8 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .captured import LaneGradients
 from .flash import FUSED, flash_backward, fusible
-from .steps import Block, Heads, KeyPiece, chunks, cut, shares
+from .steps import Block, Heads, KeyPiece, chunks, cut, shares, spread
 from .tiles import LOG2E, AtenTiles, finite, tame
-from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again

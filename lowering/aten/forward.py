@@ -14,11 +14,9 @@ from typing import Any
 
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-from .flash import FUSED, flash, fusible
-from .sliding import sliding
-from .steps import Block, chunks, cut
+from .flash import FUSED, flash, fusible, sliding
+from .steps import Block, chunks, cut, spread
 from .tiles import LN2, LOG2E, AtenTiles, finite, tame
-from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 20  # scores of one step: fewer, larger steps pay for their Python even out of the second-level cache

@@ -21,8 +21,8 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, make, substitute, transform, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import INT, Type
-from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
+from frisket.lowering.analysis.table import sides_of_ids
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from frisket.lowering.analysis.tiles import EMPTY
-from frisket.runtime.export.block_mask import mask_mod_of
+from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.masks.mask import Mask
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage

@@ -16,9 +16,9 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.machine.parameters import traced
 
+from .checks import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .jax_plain import JaxCache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 from .pool import Copy, PagePool
-from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 
-from .seats import Ledger
+from .checks import Ledger
 
 Copy = tuple[int, int]  # (page to read, page to write)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from frisket.dsl.errors import ShapeError
 
+from .checks import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .pool import Copy, PagePool
-from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .torch_plain import TorchCache
 from .torch_store import Taken
 

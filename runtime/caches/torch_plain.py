@@ -20,8 +20,8 @@ from frisket.runtime.plans.call import results
 from . import torch_store as store
 from .checks import ASKED, check_beside, check_path, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
-from .torch_native import append as native_append
 from .torch_store import NARROW, PLAIN, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
+from .torch_store import append as native_append
 
 
 class TorchCache(nn.Module):

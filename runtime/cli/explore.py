@@ -13,8 +13,7 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.dsl.types import FLOAT
 from frisket.runtime.explore.analyst import Analyst
 from frisket.runtime.explore.answer import slider
-from frisket.runtime.explore.page import page
-from frisket.runtime.explore.server import Server
+from frisket.runtime.explore.server import Server, page
 
 from .answer import CommandResult, rows
 from .input import LENGTH, scalar, source, table

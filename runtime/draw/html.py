@@ -25,8 +25,7 @@ from frisket.grammar.memo import memo
 from frisket.runtime.layouts.tiling import Tiling
 
 from . import portable
-from .palette import DARK, LIGHT, Palette
-from .pixels import of_tiles, png, start
+from .pixels import DARK, LIGHT, Palette, of_tiles, png, start
 from .save import save
 
 ROOM = str(__package__)

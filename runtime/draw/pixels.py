@@ -1,6 +1,8 @@
 """The pixels of a layout: a colour for every tile, every few tiles, every token, or every few tokens.
 
->>> from frisket.runtime.draw.palette import LIGHT
+Blue, orange and paper are apart for every kind of colour vision and in greyscale.
+
+>>> from frisket.runtime.draw.pixels import LIGHT
 >>> from frisket.runtime.masks.mask import mask
 >>> panel = of_tiles(mask("causal").layout(512, 512), LIGHT)
 >>> panel.colours.shape, panel.step, panel.tiles
@@ -23,8 +25,25 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
 from frisket.runtime.layouts.tiling import Tiling
 
-from .palette import Palette
 from .terminal import of_layout
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours as `#rrggbb`. From `full` over `partial` and `tint` to `empty` the luminance goes one way."""
+
+    full: str
+    partial: str  # a partial tile, and in a picture of tokens what it shows
+    tint: str  # what a partial tile hides; of many tiles drawn as one, where little is read
+    empty: str
+    paper: str
+    ink: str
+    dim: str
+
+
+LIGHT = Palette("#0a4c86", "#d9730d", "#f3bd7c", "#f3f4f6", "#ffffff", "#1b1f24", "#57606a")
+DARK = Palette("#a8dcff", "#d98032", "#704218", "#1d2026", "#111317", "#e6e9ed", "#9aa4af")
+
 
 Array = NDArray[Any]
 CELLS = 512  # along each axis at most

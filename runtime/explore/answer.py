@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from frisket.dsl import errors
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, Problem, ShapeError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.functions import BUILT_IN, CONSTANTS
 from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, walk
 from frisket.dsl.library import definitions
+from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type

@@ -18,11 +18,10 @@ from frisket.runtime.torch.jagged import closed_all, opened
 from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError
-from .function_state import state_of
 from .kernel_options import options_of, read
 from .nested import NAMES, check_total, local, local_live, visible_inside
 from .pair import pair_of
-from .score_mod import scored, traced
+from .score_mod import scored, state_of, traced
 from .tile_tensors import LISTS, columns_of, kinds_of
 
 

@@ -15,7 +15,7 @@ from frisket.dsl.show import show
 from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
-from frisket.runtime.export.block_mask import exact_lists
+from frisket.runtime.export.tile_lists import exact_lists
 from frisket.runtime.machine.leave import outside
 from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout

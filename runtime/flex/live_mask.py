@@ -25,7 +25,7 @@ from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.export.block_mask import written
+from frisket.runtime.export.tile_lists import written
 from frisket.runtime.machine.parameters import BoundExpr, as_value, kind_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask, only
 from frisket.runtime.torch.spec import text_of

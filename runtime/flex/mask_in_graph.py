@@ -17,9 +17,9 @@ from torch import Tensor
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.runtime.masks.mask import program
 
+from .derived import Pick, picks
 from .errors import MaskModError
 from .live_mask import LiveMask
-from .slicing import Pick, picks
 from .tile_tensors import LISTS, TENSORS, Lists, ordered, with_columns, with_orders
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, uses, var, walk
 from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
-from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import Solved
-from frisket.lowering.analysis.table import Table, TableFacts
+from frisket.lowering.analysis.table import Table, TableFacts, sides_of_ids
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify

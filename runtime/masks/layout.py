@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from frisket.runtime.export.bsr import BSR, Splash
-    from frisket.runtime.export.flashmask import FlashMask
-    from frisket.runtime.export.slices import Slices, Varlen
+    from frisket.runtime.export.slices import FlashMask, Slices, Varlen
     from frisket.runtime.export.tile_lists import FA4
     from frisket.runtime.machine.parameters import BoundExpr
 
@@ -111,14 +110,14 @@ class Layout(Tiling):
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
         not exact, or the lists would take more than 8 GiB."""
-        from frisket.runtime.export.block_mask import to_block_mask
+        from frisket.runtime.export.tile_lists import to_block_mask
 
         return to_block_mask(self, device, separate_full_blocks)
 
     @of_something
     def to_flashmask(self) -> FlashMask:
         """FlashMask's start and end rows per key column. `ExportError` where three runs of queries do not see a key."""
-        from frisket.runtime.export.flashmask import to_flashmask
+        from frisket.runtime.export.slices import to_flashmask
 
         return to_flashmask(self)
 

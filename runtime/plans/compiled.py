@@ -17,13 +17,13 @@ from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, substitute, walk
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.analysis.decide import sees_itself
-from frisket.lowering.analysis.decode import DecodeSpans, decode_spans
+from frisket.lowering.analysis.layout import DecodeSpans, decode_spans
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.kernels.cpp.tiles import FEW
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare, simplify
-from frisket.lowering.simplify.ends import Fact, facts_of
+from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of

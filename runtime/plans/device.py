@@ -34,7 +34,7 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import FAR, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import prepare, simplify
-from frisket.lowering.simplify.ends import facts_of
+from frisket.lowering.simplify.curves import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import framework_of, version_of

@@ -16,8 +16,14 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 from frisket.dsl.evaluate import evaluate  # noqa: E402
 from frisket.dsl.from_python.trace import trace  # noqa: E402
-from frisket.dsl.from_torch.arrays import REDUCTIONS  # noqa: E402
-from frisket.dsl.from_torch.scalars import BINARY, ON_FLOAT, ON_NUMBER, PIECES, SCALARS  # noqa: E402
+from frisket.dsl.from_torch.scalars import (  # noqa: E402
+    BINARY,
+    ON_FLOAT,
+    ON_NUMBER,
+    PIECES,
+    REDUCTIONS,
+    SCALARS,
+)
 
 FLOATS = torch.tensor([-7.5, -3.0, -2.5, -1.0, -0.5, -1e-9, 0.0, 1e-9, 0.3, 0.5, 1.0, 1.5, 2.5, 3.0, 8.25, 30.0], dtype=torch.float64)  # fmt: skip
 WILD = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -2.0, 3.0], dtype=torch.float64)

@@ -20,7 +20,7 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.from_jax import scalars as jax_scalars
 from frisket.dsl.from_python import numpy_functions
-from frisket.dsl.from_torch import functions as torch_functions
+from frisket.dsl.from_torch import callables as torch_callables
 from frisket.dsl.ir import lit
 from frisket.lowering.simplify import RULES, Simplifier, facts, rules_division
 from frisket.runtime.calls.rows import Rows
@@ -130,7 +130,7 @@ def test_wrong_rows_of_a_program_fail_the_fuzz_target(target):
 @pytest.mark.parametrize(
     ("name", "table", "key"),
     [("numpy", numpy_functions.UFUNCS, "minimum"),
-     pytest.param("torch", torch_functions.FUNCTIONS, "minimum", marks=pytest.mark.exhaustive),
+     pytest.param("torch", torch_callables.FUNCTIONS, "minimum", marks=pytest.mark.exhaustive),
      pytest.param("jax", jax_scalars.SCALARS, "min", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import readme
 from support.pages import script
 
-from frisket.dsl.functions import BUILT_IN
+from frisket.dsl.operators import BUILT_IN
 from frisket.dsl.program import read
 from frisket.runtime.machine.settings import VARIABLES
 from frisket.runtime.masks.mask import load

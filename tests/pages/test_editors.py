@@ -10,7 +10,7 @@ from pygments.token import Error
 from support.pages import DOCS, script
 
 from frisket.dsl.library import library
-from frisket.runtime.explore.page import token_classes
+from frisket.runtime.explore.server import token_classes
 
 EDITORS = script("editors")
 LARK = (DOCS.parent / "grammar" / "mask.lark").read_text(encoding="utf-8")

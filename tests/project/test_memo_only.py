@@ -24,7 +24,7 @@ REGISTRIES = {
     ("runtime/machine/cpp_threads.py", "_kept"),  # memory that compiled functions point to
     ("runtime/machine/once.py", "SAID"),  # warnings that were given
     ("runtime/parallel/jax_ring.py", "_met"),  # what all processes agreed on
-    ("runtime/parallel/torch_wire.py", "_agreed"),
+    ("runtime/parallel/torch_ring.py", "_agreed"),
 }
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from support.lowering import planner_numpy
 
-from frisket.dsl import evaluate, functions, ir, operators
+from frisket.dsl import evaluate, ir, operators
 from frisket.dsl.from_jax import scalars as from_jax
 from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import scalars as from_torch
@@ -84,7 +84,7 @@ def results(name: str) -> set[Type | None]:
 def written(name: str) -> bool:
     """Whether the language has a sign or a function for it."""
     signs = {*operators.SIGNS.values(), *ir.ON_INT.values(), "neg", "not", "bitnot"}
-    return name in signs or name in functions.FUNCTIONS
+    return name in signs or name in operators.FUNCTIONS
 
 
 def printed(name: str) -> bool:
@@ -102,7 +102,7 @@ def printed(name: str) -> bool:
 
 def documented(name: str) -> bool:
     """Whether docs/language.md has it: functions by name, signs are held by that page's own test."""
-    return (name not in functions.FUNCTIONS and written(name)) or mentioned("docs/language.py")(name)
+    return (name not in operators.FUNCTIONS and written(name)) or mentioned("docs/language.py")(name)
 
 
 def mentioned(*files: str, also: Container[str] = ()) -> Callable[[str], bool]:
@@ -148,7 +148,7 @@ of_jax = mentioned("dsl/from_jax/", "dsl/from_python/", also=from_jax.SCALARS)
 of_numpy = mentioned("dsl/from_python/", also=numpy_functions.FLOAT_FUNCTIONS)
 TABLES = [
     Table("dsl/evaluate.py", "OPERATORS: its meaning in numpy", evaluate.OPERATORS.__contains__),
-    Table("dsl/functions.py", "FUNCTIONS, or a sign in SIGNS of dsl/operators.py: how the language writes it", written),
+    Table("dsl/operators.py", "FUNCTIONS, or a sign in SIGNS of dsl/operators.py: how the language writes it", written),
     Table("dsl/show.py", "its text, which parses back to the same Expr", printed),
     Table("docs/language.py", "MEANINGS or OPERATORS: an example for docs/language.md", documented),
     Table("dsl/from_python/numpy_functions.py", "numpy's name for it", of_numpy, BITS | {"random"}, CHOSEN),

@@ -18,7 +18,7 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import Bounds, Geometry, Spans, make_plan
-from frisket.lowering.simplify.ends import Fact, facts_of
+from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
 

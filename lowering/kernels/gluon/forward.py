@@ -25,9 +25,8 @@ from frisket.dsl.work import HEAVY
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
-from frisket.lowering.kernels.triton.parameters import arguments, padded
 from frisket.lowering.kernels.triton.rows import RowKernel
-from frisket.lowering.kernels.triton.writer import Dims, TritonKernel, module
+from frisket.lowering.kernels.triton.writer import Dims, TritonKernel, arguments, module, padded
 from frisket.lowering.plan import LoopPlan, Target
 
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))

@@ -19,8 +19,19 @@ from frisket.lowering.plan import LoopPlan, Target
 
 from .cotangents import GradientKernel, sums
 from .forward import describable
-from .parameters import Argument, arguments, padded, rows_of_tables
-from .writer import LINE, Dims, TritonKernel, launched, masked, module, wrapped
+from .writer import (
+    LINE,
+    Argument,
+    Dims,
+    TritonKernel,
+    arguments,
+    launched,
+    masked,
+    module,
+    padded,
+    rows_of_tables,
+    wrapped,
+)
 
 DELTA_KERNEL, DQ, DKV = (skeleton(__package__, name) for name in ("delta", "dq", "dkv"))
 WARP = 32  # threads

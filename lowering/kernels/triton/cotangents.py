@@ -14,10 +14,9 @@ from frisket.lowering.kernels.expr import POSITION, SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import PartSums
-from .parameters import arguments, taken
 from .rows import RowKernel
 from .units import machine
-from .writer import Dims, TritonKernel, check_tile, launched, masked
+from .writer import Dims, TritonKernel, arguments, check_tile, launched, masked, taken
 
 
 @dataclass(frozen=True)

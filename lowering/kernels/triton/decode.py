@@ -16,8 +16,7 @@ from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import ForwardKernel, combine
-from .parameters import padded
-from .writer import Dims, TritonKernel, check_tile, module
+from .writer import Dims, TritonKernel, check_tile, module, padded
 
 DECODE = skeleton(__package__, "decode")
 

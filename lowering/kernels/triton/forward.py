@@ -24,10 +24,9 @@ from frisket.lowering.kernels.expr import COLUMN, LEVELS, Text
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
-from .parameters import padded, parts
 from .rows import RowKernel
 from .units import machine
-from .writer import Dims, TritonKernel, check_tile, launched, masked, module, wrapped
+from .writer import Dims, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
 
 FORWARD = skeleton(__package__, "forward")
 PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows

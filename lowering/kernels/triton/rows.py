@@ -14,11 +14,10 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
-from frisket.lowering.simplify.ends import Ends
+from frisket.lowering.simplify.curves import Ends
 
-from .parameters import Parameters
 from .units import ALONG, by_distance, last_factor, machine
-from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
+from .writer import LINE, Dims, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
 
 QUERIES = frozenset(("q", "q0", "q1"))
 

@@ -2,27 +2,187 @@
 
 Parts of an expression that depend on b, h and the coordinate of the program's own tile are computed before the loop
 over the other's tiles, parts that depend on the other coordinate alone once per tile, the rest per position.
+
+A kernel says what it reads by the names of its parameters: pointers, strides, lengths, and values such as origins and
+slots. Its entry for JAX takes arrays, lengths, and results, in this order; it works the strides out, where their
+factors tell the compiler what divides them, and loads values from two vectors, so that they are operands and never a
+part of what is compiled.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text
-from frisket.lowering.kernels.text import filled, skeleton
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
+from frisket.lowering.kernels.text import Names, Page, filled, skeleton
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
 
 from . import expr as expr_triton
-from .parameters import Argument, arguments, padded, taken
 from .units import ALONG, GATHERED, Q_LINE, START
+
+NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
+QUERY = var("q")
+# Names that a kernel uses itself: a slot or table of such a name gets another one.
+OWN = (
+    """
+attention_forward attention_delta attention_dq attention_dkv attention_dv attention_decode attention_combine
+Q K V Out Lse Low Top Sinks DOut DQ DK DV Spans Count SliceOf Order records scale heads q_len kv_len
+b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH NEAR b h q k q_first q_last k_first k_last
+BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record used
+query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
+at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
+range float int bool out_at
+attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
+dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
+Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
+weight query_at pool page paged seen scaled h_first
+q_line k_line away here
+Stats stats stats_at pairs factor edge _ DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
+Parts LANES lanes rows_of_tiles of_rows needed begun at_row first_at
+gluon gl hopper mbarrier tma produce consume load_tile store_tile group_barrier sigmoid ALL STAGES half outs turns
+q_full k_full k_free v_full v_free slot phase before before_phase left borders n weights zero dtype
+SCORES SUMS ROWS COLUMNS HALF EACH LAYOUT blackwell multiply columns_of seen_as weights_in
+s_full p_full o_full scores sums key grown some every of_sequences behind exp2_polynomial exponent biased rest whole
+any_grown
+of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums attention_dv_sums
+""".split()
+    + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
+    + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A slot or table as a parameter of the kernel: its value or pointer, and for a table its axes."""
+
+    name: str
+    sizes: tuple[str, ...] = ()
+    strides: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.name, *self.sizes, *self.strides)
+
+
+def arguments(plan: LoopPlan) -> dict[str, Argument]:
+    """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
+    names = Names({*OWN, *SIZES, *expr_triton.all_names()})
+    found = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
+    for t in plan.every_table:
+        wish = NAMED.get(t.source, t.source)
+        name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
+        axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
+        sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
+        found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
+    return found
+
+
+def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
+    """The axis of each table, before its last, that counts queries: the 1 of `bias[h, q, k]`, by `TableUse.name`."""
+    roots = [e for e in (plan.mask, plan.score, plan.weight) if e is not None]
+    found: dict[str, set[int]] = {}
+    for node in walk(*roots):
+        if node.op == "lookup":
+            axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
+            found.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
+    return {n: axes.pop() for n, axes in found.items() if len(axes) == 1 and -1 not in axes}
+
+
+def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
+    """Whether so many rows of a table, along one of its axes, are within 2**31 entries of one another."""
+    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31
+
+
+def taken(plan: LoopPlan) -> Names:
+    """The names that the kernel of this plan uses for other things."""
+    return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
+
+
+def parts(dim: int) -> tuple[int, ...]:
+    """The powers of two, one or two, that a head size is worked on in: 96 as 64 and 32, not as a padded 128.
+
+    >>> parts(96), parts(128), parts(72), parts(112), parts(40)
+    ((64, 32), (128,), (64, 16), (128,), (64,))
+    """
+    most = 1 << (dim.bit_length() - 1)
+    rest = padded(dim - most)
+    return (most, rest) if dim > 64 and dim > most > rest else (padded(dim),)
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that Triton's dot needs."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of one kernel beside its tensors: `used` are the variables its expressions mention, `tabled`
+    says that the records come from a table, `closed` that they come from formulas, `ordered` that rows are taken in
+    the order of their work."""
+
+    plan: LoopPlan
+    used: frozenset[str]
+    tabled: bool
+    closed: bool
+    ordered: bool = True
+
+    def origins(self) -> list[str]:
+        """The origins that the expressions and bounds ask for."""
+        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
+        if self.closed:
+            return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
+        return [n for n, names in of.items() if self.used.intersection(names)]
+
+    def run_time(self, numbers: Sequence[str]) -> list[str]:
+        """The scalars whose value must not make a new kernel."""
+        slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
+        sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
+        own = ["records"] if self.tabled else []
+        return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes, *self._steps()]
+
+    def _steps(self) -> list[str]:
+        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
+        tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
+        return [n for t in tables for n in t.strides[:-1]]
+
+    def sizes(self) -> list[str]:
+        """The global sizes that the expressions read."""
+        return [n for n in SIZES if n in self.used]
+
+    def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
+        """The holes of a kernel's decorator and of parameters.tpl; `numbers` are integers of the kernel's own."""
+        named, origins = arguments(self.plan), self.origins()
+        varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
+        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
+        if len(varying) >= 80:
+            wrapped = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
+            jit = ["@triton.jit(", "    do_not_specialize=[", *wrapped, "    ]", ")"]
+        return {
+            "jit": jit,
+            "numbers": ", ".join(numbers),
+            "tabled": self.tabled,
+            "closed": self.closed,
+            "everything": not self.tabled and not self.closed,
+            "ordered": self.ordered,
+            "origins": "".join(f"{n}_origin, " for n in origins)[:-1],
+            "moved": [n for n in origins if n in "qk"],
+            "sizes": "".join(f"{n}, " for n in self.sizes())[:-1],
+            "slots": "".join(f"{named[s.name].name}, " for s in self.plan.slots)[:-1],
+            "tables": [f"{', '.join(named[t.name].all)}," for t in self.plan.every_table],
+        }
+
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward
@@ -310,3 +470,104 @@ def wrapped(load: str, longest: int = LINE) -> str:
     if len(address) > 100:
         address = re.sub(r" \+ (?=step\(|\(?step_from\(|clamp\(|page\b|at\[|\(tile )", "\n    + ", address)
     return "\n".join([head, f"    {address},", *[f"    mask={mask},"] * bool(mask), tail])
+
+
+LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches", "queries", "pack")
+ORIGINS = ("b_origin", "h_origin", "q_origin", "k_origin")
+STRIDE = re.compile(r"stride_([qkvog])([bhsd])")
+PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two int32, as JAX has them
+
+
+@dataclass(frozen=True)
+class Form:
+    """The properties of a call on which the text of its entries depends, beside the plan: head sizes, whether
+    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, and the strides of tables that 16
+    divides."""
+
+    dims: Dims
+    per_batch: bool = False
+    pairs: frozenset[str] = frozenset()
+    aligned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class JaxEntry:
+    """The text of an entry, and its arguments: `arrays` and `results` by the kernel's names, `whole` and `real` the
+    contents of the vectors of values."""
+
+    name: str
+    text: str
+    arrays: tuple[str, ...]
+    lengths: tuple[str, ...]
+    results: tuple[str, ...]
+    constants: tuple[str, ...]
+    whole: tuple[str, ...]
+    real: tuple[str, ...]
+
+
+def parameters(source: str) -> dict[str, dict[str, bool]]:
+    """The kernels of a module's text, each with its parameters: whether they are constants of the compiler."""
+    return {
+        node.name: {a.arg: a.annotation is not None for a in node.args.args}
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("attention_")
+    }
+
+
+def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, results: Sequence[str]) -> JaxEntry:
+    """The entry to a kernel with these parameters; the kernel writes `results`."""
+    known = arguments(plan)
+    slots = {known[s.name].name: s.type for s in plan.slots}
+    tables = [known[t.name] for t in plan.every_table]
+    sizes = [n for t in tables for n in t.sizes if n in named]
+    steps = {n: t.sizes[i + 1 :] for t in tables for i, n in enumerate(t.strides)}
+    vectors = {"q_origin", "k_origin"} if form.per_batch else set()
+    constants = tuple(n for n, constant in named.items() if constant)
+    lengths = (*(n for n in ("scale", *LENGTHS) if n in named), *sizes)
+    values = [n for n in named if n in (*ORIGINS, *SIZES, *slots) and n not in vectors]
+    whole = tuple(n for n in values if slots.get(n) is not FLOAT)
+    real = tuple(n for n in values if slots.get(n) is FLOAT)
+    rest = {*constants, *lengths, *values, *results, *steps}
+    arrays = tuple(n for n in named if n not in rest and not STRIDE.fullmatch(n))
+
+    def given(n: str) -> str:
+        if found := STRIDE.fullmatch(n):
+            return _stride(found[1], found[2], form.dims, plan.page)
+        if n in steps:
+            text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
+            return f"({text}) // 16 * 16" if n in form.aligned else text
+        if n in real:
+            return f"tl.load(Real + {real.index(n)})"
+        if n in whole:
+            load = f"tl.load(Whole + {whole.index(n)})"
+            return f"{load} != 0" if slots.get(n) is BOOL else load
+        if n in form.pairs:
+            return PAIRS.format(n)
+        if n in lengths:  # jax-triton makes a constant of every 1
+            return f"tl.cast({n}, tl.{'float32' if n == 'scale' else 'int32'})"
+        return n
+
+    page, name = Page(), f"{kernel}_from_jax"
+    page.line("@triton.jit")
+    with page.block(f"def {name}(", "):"):
+        vectors_of_values = ("Whole",) * bool(whole) + ("Real",) * bool(real)
+        for group in ((*arrays, *vectors_of_values), lengths, results, [f"{n}: tl.constexpr" for n in constants]):
+            if group:
+                page.line(", ".join(group) + ",")
+    head = Page()
+    with head.block(str(page).rstrip()):
+        if whole and plan.int64:
+            head.line(f"Whole = {PAIRS.format('Whole')}")
+        with head.block(f"{kernel}(", ")"):
+            head.line(*(f"{n}={given(n)}," for n in named))
+    return JaxEntry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
+
+
+def _stride(letter: str, axis: str, dims: Dims, page: int) -> str:
+    """The strides of a compact [batch, length, heads, dim], or of keys [pages, tokens of a `page`, heads, dim]."""
+    dim = dims.head_dim if letter in "qk" else dims.v_dim
+    keys = letter in "kv"
+    heads = f"heads // {dims.group}" if keys and dims.group > 1 else "heads"
+    step = f"{heads} * {dim}"
+    length = str(page) if keys and page else "kv_len" if keys else "q_len"
+    return {"b": f"tl.cast({length}, tl.int64) * ({step})", "h": str(dim), "s": step, "d": "1"}[axis]

@@ -22,9 +22,9 @@ from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
-from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, Spans, Target
-from frisket.lowering.simplify.ends import ends_of
+from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.rows import row_parts
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning

@@ -14,8 +14,7 @@ import numpy as np
 
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
-from frisket.lowering.kernels.triton.parameters import padded
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
 from frisket.runtime.plans.device import FlatPlan
 

@@ -25,8 +25,7 @@ from frisket.lowering.kernels.triton import captured as emit
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.cotangents import Sum, sums, weights
-from frisket.lowering.kernels.triton.parameters import padded
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.lowering.xla.captured import folded as xla_folded
 

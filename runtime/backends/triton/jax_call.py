@@ -21,10 +21,8 @@ from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import POSITION, levels
-from frisket.lowering.kernels.triton import entry as triton_entry
-from frisket.lowering.kernels.triton.entry import Form, JaxEntry
-from frisket.lowering.kernels.triton.parameters import arguments, near, rows_of_tables
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
 from frisket.lowering.plan import Geometry, LoopPlan, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.cpp.jax import _halves as halves
@@ -145,14 +143,14 @@ class JaxTritonCall:
         return dict(zip(entry.results, found, strict=True))
 
 
-kernels_of = memo(group="kernels")(triton_entry.parameters)
+kernels_of = memo(group="kernels")(triton_writer.parameters)
 
 
 @memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
     named = kernels_of(source)[kernel]
-    made = triton_entry.entry(kernel, named, plan, form, results)
+    made = triton_writer.entry(kernel, named, plan, form, results)
     return getattr(_loaded(f"{source}\n\n{made.text}"), made.name), made
 
 

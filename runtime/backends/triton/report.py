@@ -14,8 +14,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.triton.parameters import arguments
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.runtime.machine.extras import pip_install
 

@@ -39,8 +39,8 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.captured import NAMES, square
-from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
+from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, Target, score_class
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of

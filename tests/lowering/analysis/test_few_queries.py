@@ -5,8 +5,7 @@ import pytest
 from support.tiers import thinned
 
 import frisket as fk
-from frisket.lowering.analysis.decode import SLICES, decode_spans
-from frisket.lowering.analysis.layout import analyse, bind
+from frisket.lowering.analysis.layout import SLICES, analyse, bind, decode_spans
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import whole
 from frisket.lowering.simplify import prepare, simplify

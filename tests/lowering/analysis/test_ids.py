@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.lowering.analysis import ids
+from frisket.lowering.analysis import table as analysis_table
 from frisket.lowering.analysis.tiles import Grid
 
 MASKS = {
@@ -70,7 +70,7 @@ def test_tokens_that_see_their_image_are_exact():
 
 def test_a_condition_without_values_is_left_out():
     text, t = "causal | same(t) & q * 9223372036854775807 > 3", np.repeat(np.random.default_rng(0).permutation(40), 5)
-    assert ids.common_ids(fk.mask(text, t=t).expr, {"t": t}, GRID, lambda condition, env: None)
+    assert analysis_table.common_ids(fk.mask(text, t=t).expr, {"t": t}, GRID, lambda condition, env: None)
     with pytest.raises(fk.EvaluationError, match="64 bits"):  # of an element, as without sets
         fk.mask(text, t=t).layout(200, 200, block=16)
 
@@ -80,7 +80,7 @@ def test_tables_of_many_entries_are_left_alone(monkeypatch):
     table = np.random.default_rng(0).permutation(length)
     want = fk.mask("t[q] == t[k]", t=table).layout(length, length, block=16).kinds()
     assert (want.sum(axis=(2, 3)) > 0).all()
-    monkeypatch.setattr(ids, "BYTES", 0)
+    monkeypatch.setattr(analysis_table, "BYTES", 0)
     np.testing.assert_array_equal(fk.mask("t[q] == t[k]", t=table).layout(length, length, block=16).kinds(), want)
 
 
@@ -89,7 +89,9 @@ def test_boxes_share_an_id_where_their_entries_do():
     tables = {"t": rng.integers(0, 400, 85), "u": rng.integers(0, 400, 101)}
     zero = np.zeros(1, np.int64)
     grid = Grid(85, 101, (8, 8), zero, zero, zero, zero)
-    (clause,) = ids.common_ids(fk.mask("t[q] == u[k]", **tables).expr, tables, grid, lambda condition, env: None)
+    (clause,) = analysis_table.common_ids(
+        fk.mask("t[q] == u[k]", **tables).expr, tables, grid, lambda condition, env: None
+    )
     assert clause.rest is None
     runs = [[(a, b) for b in range(n + 1) for a in range(b)] for n in (grid.rows, grid.columns)]
     boxes = np.array([(0, *rows, *columns) for rows in runs[0] for columns in runs[1]]).T

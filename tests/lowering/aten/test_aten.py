@@ -16,8 +16,8 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering import dense
+from frisket.lowering.aten import flash as aten_flash
 from frisket.lowering.aten import forward as aten
-from frisket.lowering.aten import sliding as aten_sliding
 from frisket.lowering.aten import tiles as aten_tiles
 from frisket.lowering.aten.expr import OPERATORS, TileProgram, distance_only
 from frisket.lowering.aten.steps import steps
@@ -248,9 +248,9 @@ ELSEWHERE = {"softcap": SCORES["softcap"], "bias": SCORES["bias"], "hidden": whe
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "band", "by-head", "documents", "sinks", "empty-rows"])
 def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape):
     used = []
-    real = aten_sliding._results
-    monkeypatch.setattr(aten_sliding, "_results", lambda *a: (used.append(a), real(*a))[1])
-    monkeypatch.setattr(aten_sliding, "FLASH_ROWS", 1)
+    real = aten_flash._results
+    monkeypatch.setattr(aten_flash, "_results", lambda *a: (used.append(a), real(*a))[1])
+    monkeypatch.setattr(aten_flash, "FLASH_ROWS", 1)
     check(*run(MASKS[mask], SLIDING[mod], shape, shared=mod != "by batch"), tolerance=1e-5)
     # the logarithm is NaN for keys ahead, and where a mask hides them is that of a hidden place
     assert bool(used) == (mask in ("causal", "window") or (mask in ("none", "band") and mod != "nan-outside"))
@@ -258,7 +258,7 @@ def test_biases_by_distance_take_the_flash_kernel(monkeypatch, mask, mod, shape)
 
 @pytest.mark.parametrize("mod", ELSEWHERE)
 def test_aten_sliding_call_leaves_out_most_score_mods(monkeypatch, mod):
-    monkeypatch.setattr(aten_sliding, "_results", None)
+    monkeypatch.setattr(aten_flash, "_results", None)
     check(*run(causal, ELSEWHERE[mod], Geometry(1, 4, 2, 600, 600, 16, 16, 0.25), shared=True), tolerance=1e-5)
 
 

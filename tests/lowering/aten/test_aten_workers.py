@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frisket.grammar import memo
-from frisket.lowering.aten import workers
+from frisket.lowering.aten import steps
 
 AT_EXIT = """
 import atexit, torch, frisket as fk
@@ -48,11 +48,11 @@ def test_thread_pool_works_where_no_second_thread_starts(monkeypatch):
         start(thread)
 
     torch.set_num_threads(3)
-    workers._pool.memo.clear()
+    steps._pool.memo.clear()
     monkeypatch.setattr(threading.Thread, "start", one)
     try:
         done = []
-        workers.spread(done.append, [1, 2, 3, 4])
+        steps.spread(done.append, [1, 2, 3, 4])
         assert sorted(done) == [1, 2, 3, 4]
         memo.clear()
         started[0].join(30)
@@ -60,4 +60,4 @@ def test_thread_pool_works_where_no_second_thread_starts(monkeypatch):
     finally:
         monkeypatch.undo()
         torch.set_num_threads(before)
-        workers._pool.memo.clear()
+        steps._pool.memo.clear()

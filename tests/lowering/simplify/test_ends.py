@@ -10,7 +10,7 @@ from frisket.dsl.ir import TRUE, lookup, param
 from frisket.dsl.sugar import eq, h, k, q
 from frisket.lowering.plan import make_plan
 from frisket.lowering.simplify import simplify
-from frisket.lowering.simplify.ends import ends_of
+from frisket.lowering.simplify.curves import ends_of
 
 N = 40
 TABLES = {"end": np.random.default_rng(3).integers(-2, N + 2, N), "start": np.array([5]), "size": np.array([-3, 4])}

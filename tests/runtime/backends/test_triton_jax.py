@@ -18,10 +18,9 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
-from frisket.lowering.kernels.triton import entry as triton_entry
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton.entry import Form
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import jax_call as triton_jax_device
@@ -47,9 +46,9 @@ def test_jax_entry_of_a_triton_kernel_passes_known_sizes():
     made = make_plan(mask, score * ir.param("c", FLOAT))
     dims = Dims(64, 48, "float16", 2)
     source = triton_forward.emit(made, Target("triton", 64, 64), dims)
-    named = triton_entry.parameters(source)["attention_forward"]
+    named = triton_writer.parameters(source)["attention_forward"]
     form = Form(dims, pairs=frozenset({"Counted"}), aligned=frozenset({"keep_stride1"}))
-    found = triton_entry.entry("attention_forward", named, made, form, ("Out", "Lse"))
+    found = triton_writer.entry("attention_forward", named, made, form, ("Out", "Lse"))
     assert (
         found.text
         == """\

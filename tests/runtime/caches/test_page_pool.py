@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
+from frisket.runtime.caches.checks import seated
 from frisket.runtime.caches.pool import PagePool
-from frisket.runtime.caches.seats import seated
 
 
 class Stored:

@@ -19,7 +19,7 @@ from support.lowering.effort import at_most
 import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw import html, portable
-from frisket.runtime.draw.palette import DARK, LIGHT
+from frisket.runtime.draw.pixels import DARK, LIGHT
 
 DOC = np.arange(1024) // 300
 MASK = fk.mask("causal & (window(w) | same(doc) | sinks(4))", w=200, doc=DOC)

@@ -23,7 +23,7 @@ from frisket.runtime.explore.answer import (
     offsets,
     slider,
 )
-from frisket.runtime.explore.page import PARTS, page, shown
+from frisket.runtime.explore.server import PARTS, page, shown
 
 DOC = np.arange(512, dtype=np.int32) // 100
 

@@ -7,7 +7,7 @@ from support.torch.callables import in_torch
 from support.torch.dense import dense
 
 from frisket.flex import AuxRequest, create_block_mask, flex_attention
-from frisket.runtime.flex.function_state import state_of
+from frisket.runtime.flex.score_mod import state_of
 
 
 def arrays(case, dtype=torch.float32, grad=False):

@@ -12,7 +12,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
-from frisket.runtime.parallel import partition as dealing
+from frisket.runtime.parallel import deal as dealing
 
 LENGTH, TILE = 500, 16
 DOC = np.repeat(np.arange(12), np.random.default_rng(3).integers(5, 90, 12))[:LENGTH].astype(np.int32)

@@ -26,8 +26,7 @@ from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.forward import emit
-from frisket.lowering.kernels.triton.parameters import arguments
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Bounds, Geometry, Pages, Target, make_plan
 from frisket.runtime.backends.triton import tiles
 

@@ -18,8 +18,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.backward import emit
-from frisket.lowering.kernels.triton.parameters import padded
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Bounds, Target, make_plan
 from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.backends.triton import backward as triton_backward
