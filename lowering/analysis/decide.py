@@ -14,7 +14,7 @@ and clamps: a mask that relies on any of that means different things in differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -368,7 +368,7 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
     found: dict[tuple[Expr, int], Lookup] = {}
     proved: set[Expr] = set()
     while True:
-        context = _contexts(e, proved)
+        context = contexts(e, proved)
         for node in nodes:
             for axis in range(len(node.args)):
                 if (node, axis) not in found or not found[node, axis].proved:
@@ -379,11 +379,22 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
         proved = now  # more neighbours may guard: ask again
 
 
-def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
-    """The condition, for every node, under which its value counts."""
+def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
+    """The condition, for every node, under which its value counts. Only operands whose lookups are all in `proved` are
+    part of conditions.
+
+    >>> from frisket.dsl.ir import lookup
+    >>> from frisket.dsl.sugar import k
+    >>> read = lookup("t", (k,))
+    >>> contexts((k < 8) & (read > 0), ())[read]
+    Expr('k < 8')
+    """
 
     def sound(e: Expr) -> bool:
-        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op in _READS)
+        nodes = list(walk(e))
+        closed = {n.name[1] for n in nodes if n.op == "reduce"}  # heights of the variables of reductions inside e
+        free = any(n.op == "bound" and n.name not in closed for n in nodes)
+        return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
 
     found = {root: TRUE}
     for node in reversed(list(walk(root))):
@@ -401,13 +412,28 @@ def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
     return found
 
 
+def stays_inside(node: Expr, grid: Grid, scope: Scope) -> bool:
+    """Whether every index of a lookup stays inside its table at all positions, by its bounds alone."""
+    return all(_within(*_range(index, grid, scope), *_entries(node, i, scope)) for i, index in enumerate(node.args))
+
+
+def _entries(node: Expr, axis: int, scope: Scope) -> tuple[int, int]:
+    """The indices that an axis of a table has, `[start, stop)`; of offsets the positions that have a segment."""
+    table = scope.arrays[node.name]
+    return (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+
+
+def _within(lo: int | None, hi: int | None, start: int, stop: int) -> bool:
+    return lo is not None and hi is not None and lo >= start and hi < stop
+
+
 def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
     index, table = node.args[axis], scope.arrays[node.name]
     lo, hi = _range(index, grid, scope)
-    start, stop = (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+    start, stop = _entries(node, axis, scope)
     offsets = (start, stop) if node.op == "segment" else None
     made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, table.shape[axis], True, offsets=offsets)
-    if lo is not None and hi is not None and lo >= start and hi < stop:
+    if _within(lo, hi, start, stop):
         return made
     outside = conj(where, disj(index < start, index >= stop))
     try:

@@ -5,7 +5,7 @@ Inputs are checked first: lengths, origins and tiles that make sense, and tables
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -16,8 +16,18 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, uses, var, walk
-from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
+from frisket.dsl.sugar import eq
+from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.decide import (
+    Lookup,
+    contexts,
+    lookups,
+    no_row_empty,
+    pair_counts,
+    row_counts,
+    stays_inside,
+)
 from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
@@ -28,6 +38,7 @@ from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
 from frisket.runtime.machine.parameters import (
+    ShortTable,
     looks_like_lengths,
     names_of,
     own_state,
@@ -441,24 +452,41 @@ def check_reach(
     mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows. Refuse
-    offsets that do not hold a bare coordinate whose segment counts. Hidden positions may lie beyond: lookups clamp.
-    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known."""
+    """Refuse a table that a bare coordinate of `readers` runs past the end of, at a position that `mask` shows and
+    where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups clamp.
+    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known; a
+    lookup that such values guard is not checked."""
     ends = whole(origin, lengths)
     stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths
     known = {**tables, **shapes}
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
-        beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
-        found = analyse(
-            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
-            tables=known,
-        )  # fmt: skip
-        if found.exact and found.spans.count.any():
-            need = stops[coordinate]
+    scope = Scope(
+        {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}, {n: Table(t) for n, t in known.items()}, _STEPS
+    )
+    place = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "origin": origin}
+    visible = bind_in_part(mask, known)
+    diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
+    for e in readers:
+        reader = bind_in_part(e, known)
+        shown: dict[ShortTable, bool | None] = dict.fromkeys(short_tables(reader, known, stops))
+        checked = 0
+        while checked != len(shown):  # a lookup that never leaves its table may guard others
+            checked = len(shown)
+            guards = contexts(reader, _inside(reader, {one.node for one in shown}, shapes, place, scope))
+            for one in list(shown):
+                guard = substitute(guards[one.node], diagonal)
+                beyond = simplify(conj(visible, guard, var(one.coordinate) >= one.length))
+                if names_of(beyond).keys() & shapes.keys():
+                    continue
+                found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                shown[one] = bool(found.spans.count.any()) if found.exact else None
+            shown = {one: s for one, s in shown.items() if s is not False}
+        for one in (x for x, s in shown.items() if s):
+            need = stops[one.coordinate]
             raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+                f"table `{one.node.name}` has {one.length} entries on axis {one.axis} and is read at "
+                f"`{one.coordinate}` = 0..{need - 1}; give {need}, or hide what lies beyond: "
+                f"`{one.coordinate} < {one.length} & ...`"
             )
     for e in readers:
         outside = {
@@ -467,14 +495,24 @@ def check_reach(
         }  # fmt: skip
         if not outside or names_of(e).keys() & shapes.keys():
             continue
-        reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
-        grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
-        env = {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}
-        scope = Scope(env, {n: Table(t) for n, t in known.items()}, _STEPS)
-        for one in lookups(reader, visible, grid, scope):
+        reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
+        grid, _ = grid_of(make("both", (reader, seen)), q_len, kv_len, batch, heads, (1, 1), origin)
+        for one in lookups(reader, seen, grid, scope):
             if one.offsets and one.witness and one.table in outside:
                 advice = _advice(one.table, tables[one.table], outside[one.table])
                 raise ParameterError(f"{one}\n  {advice}")
+
+
+def _inside(
+    reader: Expr, short: Collection[Expr], unknown: Collection[str], place: Mapping[str, Any], scope: Scope
+) -> set[Expr]:
+    """The lookups of `reader`, but those in `short`, that stay inside their tables at all positions."""
+    grid, _ = grid_of(reader, **place, block=(1, 1))
+    at_coordinates = {n for n in walk(reader) if all(a.op == "var" and a.name in COORDINATES for a in n.args)}
+    return {
+        n for n in walk(reader) if n.op in ("lookup", "segment") and n not in short
+        and (n in at_coordinates or (not names_of(n).keys() & unknown and stays_inside(n, grid, scope)))
+    }  # fmt: skip
 
 
 def _advice(name: str, offsets: Array, stop: int) -> str:

@@ -75,8 +75,8 @@ class CompiledProgram:
     def reads(self) -> tuple[tuple[str, int, int], ...]:
         """(coordinate, start, stop) of every axis of a table that a bare coordinate indexes, and of offsets."""
         endless = dict.fromkeys("bhqk", 1 << 62)
-        readers = *(p.expr for p in self.program.parts), self.analysed
-        axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
+        readers = [p.expr for p in self.program.parts]
+        axes = {(x.coordinate, 0, x.length) for e in readers for x in short_tables(e, self.arrays, endless)}
         segments = (x for e in readers for x in segments_of_coordinates(e, self.arrays))
         return *axes, *{(c, first, last) for c, _, first, last in segments}
 
@@ -86,9 +86,8 @@ class CompiledProgram:
             return
         places = dict(zip("bhqk", zip(origin, whole(origin, lengths), strict=True), strict=True))
         if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
-            seen = TRUE if self.program.mask is None else self.program.mask.expr
-            for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.analysed, [self.analysed])):
-                check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
+            readers = [p.expr for p in self.program.parts]
+            check_reach(self.analysed, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
         """Whether every query sees a key, where that is known without counting."""
