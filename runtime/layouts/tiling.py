@@ -453,9 +453,9 @@ def check_reach(
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Refuse a table that a bare coordinate of `readers` runs past the end of, at a position that `mask` shows and
-    where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups clamp.
-    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known; a
-    lookup that such values guard is not checked."""
+    where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups
+    clamp. `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not
+    known; a lookup that such values guard is not checked."""
     ends = whole(origin, lengths)
     stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths

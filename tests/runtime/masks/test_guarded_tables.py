@@ -18,10 +18,14 @@ from frisket.dsl.ir import BOOL, Expr, build, conj, disj, extent, lit, lookup, s
 from frisket.dsl.sugar import k, q, where
 from frisket.flex import create_block_mask, flex_attention
 
-T, I, B = 5, 9, 2
+T, REST, B = 5, 9, 2
 RNG = np.random.default_rng(0)
-TEXT, IMAGE, BIAS = RNG.random((B, T)) > 0.4, RNG.random((B, I)) > 0.3, RNG.standard_normal((B, T)).astype(np.float32)
-WHOLE = np.concatenate([TEXT, IMAGE], 1)[:, None, None].repeat(T + I, 2)
+TEXT, IMAGE, BIAS = (
+    RNG.random((B, T)) > 0.4,
+    RNG.random((B, REST)) > 0.3,
+    RNG.standard_normal((B, T)).astype(np.float32),
+)
+WHOLE = np.concatenate([TEXT, IMAGE], 1)[:, None, None].repeat(T + REST, 2)
 MASKS = {
     "both sides": "k < T & tm[b, k] | k >= T & im[b, k - T]",
     "literals": "k < 5 & tm[b, k] | k >= 5 & im[b, k - 5]",
@@ -45,14 +49,14 @@ SCORES = {
 def test_masks_guard_reads_of_short_tables(name):
     values = {n: x for n, x in {"tm": TEXT, "im": IMAGE, "T": T}.items() if n in MASKS[name].replace("true", "")}
     mask = fk.mask(MASKS[name], **values)
-    mask.layout(T + I, T + I, batch=B)
-    np.testing.assert_array_equal(mask.dense(T + I, T + I, batch=B), WHOLE)
+    mask.layout(T + REST, T + REST, batch=B)
+    np.testing.assert_array_equal(mask.dense(T + REST, T + REST, batch=B), WHOLE)
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_guard_reads_of_short_tables(name):
-    x = RNG.standard_normal((B, T + I, 1, 4)).astype(np.float32)
-    bias = np.concatenate([BIAS, np.zeros((B, I), np.float32)], 1)
+    x = RNG.standard_normal((B, T + REST, 1, 4)).astype(np.float32)
+    bias = np.concatenate([BIAS, np.zeros((B, REST), np.float32)], 1)
     if name == "hidden by the score":
         bias[:, T:] = -np.inf
     s = np.einsum("bqhd,bkhd->bhqk", x, x) / 2 + bias[:, None, None]
@@ -73,17 +77,17 @@ def test_functions_guard_reads_of_short_tables():
         lambda b, h, q, k: (k < T) & TEXT[b, k] | (k >= T) & IMAGE[b, k - T],
     ):
         mask = fk.mask(f)
-        mask.layout(T + I, T + I, batch=B)
-        np.testing.assert_array_equal(mask.dense(T + I, T + I, batch=B), WHOLE)
+        mask.layout(T + REST, T + REST, batch=B)
+        np.testing.assert_array_equal(mask.dense(T + REST, T + REST, batch=B), WHOLE)
 
 
 def test_flex_guards_reads_of_short_tables():
     tm, im, ft = map(torch.from_numpy, (TEXT, IMAGE, BIAS))
-    n = T + I
+    n = T + REST
     held = create_block_mask(lambda b, h, i, j: torch.where(j < T, tm[b, j], im[b, j - T]), B, None, n, n, device="cpu")
     x = torch.randn(B, 1, n, 4)
     found = flex_attention(x, x, x, lambda s, b, h, i, j: s + torch.where(j < T, ft[b, j], 0.0), held)
-    s = x @ x.mT / 2 + torch.nn.functional.pad(ft, (0, I))[:, None, None]
+    s = x @ x.mT / 2 + torch.nn.functional.pad(ft, (0, REST))[:, None, None]
     want = s.masked_fill(~torch.from_numpy(WHOLE), -torch.inf).softmax(-1) @ x
     torch.testing.assert_close(found, want)
     with pytest.raises(IndexError, match=r"`tm` has 5 entries|reads `tm` at"):
@@ -104,18 +108,18 @@ REFUSED = {
 def test_reads_that_no_condition_guards_are_refused(name):
     used = {n: x for n, x in {"tm": np.ones((B, T), bool), "im": IMAGE, "T": T}.items() if n in REFUSED[name]}
     with pytest.raises(fk.ParameterError, match=r"table `tm` has 5 entries on axis 1 and is read at `k` = 0\.\.13"):
-        fk.mask(REFUSED[name], **used).layout(T + I, T + I, batch=B)
+        fk.mask(REFUSED[name], **used).layout(T + REST, T + REST, batch=B)
 
 
 def test_a_score_is_no_guard():
-    x = np.zeros((B, T + I, 1, 4), np.float32)
+    x = np.zeros((B, T + REST, 1, 4), np.float32)
     with pytest.raises(fk.ParameterError, match="table `ft` has 5 entries"):
         fk.attention(*[jnp.asarray(x)] * 3, None, "where(score > 0.0, score + ft[b, k], score)", ft=BIAS)
 
 
 @pytest.mark.parametrize("array", [torch.from_numpy, jnp.asarray])
 def test_tables_on_devices_are_guarded_by_positions(array):
-    n = T + I
+    n = T + REST
     plan = fk.compile("tm[b, k] if k < T else im[b, k - T]", T=T).plan(
         n, n, B, tm=array(TEXT), im=array(IMAGE), flat=True
     )
