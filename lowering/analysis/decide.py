@@ -55,10 +55,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
     """(slice, global q, global k) of a visible position or None; the first of its slice where rows can be solved."""
     if mask is FALSE:
         return None
-    env = {
-        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
-        "k1": grid.k + grid.kv_len - 1,
-    }  # fmt: skip
+    env = _corners(grid)
     hidden = np.zeros(len(grid.b), bool)
     if grid.q_len * grid.kv_len * steps(mask) > _FEW and not any(n.op == "lookup" for n in walk(mask)):
         hidden = _known(never(mask), env, scope, len(grid.b))  # of tables, rows tell more for less
@@ -171,6 +168,11 @@ def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int
     q, k = q[seen], k[seen]
     first = np.lexsort((k, q))[0]
     return int(q[first]), int(k[first])
+
+
+def _corners(grid: Grid) -> dict[str, Any]:
+    q1, k1 = grid.q + grid.q_len - 1, grid.k + grid.kv_len - 1
+    return {"b": grid.b, "h": grid.h, "q0": grid.q, "q1": q1, "k0": grid.k, "k1": k1}
 
 
 # -- a row without one ----------------------------------------------------------------------------
@@ -380,15 +382,7 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
 
 
 def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
-    """The condition, for every node, under which its value counts. Only operands whose lookups are all in `proved` are
-    part of conditions.
-
-    >>> from frisket.dsl.ir import lookup
-    >>> from frisket.dsl.sugar import k
-    >>> read = lookup("t", (k,))
-    >>> contexts((k < 8) & (read > 0), ())[read]
-    Expr('k < 8')
-    """
+    """The condition, for every node, under which its value counts: of operands whose lookups are all in `proved`."""
 
     def sound(e: Expr) -> bool:
         nodes = list(walk(e))
@@ -413,27 +407,24 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
 
 
 def stays_inside(node: Expr, grid: Grid, scope: Scope) -> bool:
-    """Whether every index of a lookup stays inside its table at all positions, by its bounds alone."""
-    return all(_within(*_range(index, grid, scope), *_entries(node, i, scope)) for i, index in enumerate(node.args))
+    """Whether the bounds of every index say that a lookup stays inside its table."""
+    return all(_reach(node, axis, grid, scope)[-1] for axis in range(len(node.args)))
 
 
-def _entries(node: Expr, axis: int, scope: Scope) -> tuple[int, int]:
-    """The indices that an axis of a table has, `[start, stop)`; of offsets the positions that have a segment."""
+def _reach(node: Expr, axis: int, grid: Grid, scope: Scope) -> tuple[int | None, int | None, int, int, bool]:
+    """The bounds of an index, the entries `[start, stop)` of its axis, and whether the bounds are inside."""
     table = scope.arrays[node.name]
-    return (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
-
-
-def _within(lo: int | None, hi: int | None, start: int, stop: int) -> bool:
-    return lo is not None and hi is not None and lo >= start and hi < stop
+    lo, hi = _range(node.args[axis], grid, scope)
+    start, stop = (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+    return lo, hi, start, stop, lo is not None and hi is not None and lo >= start and hi < stop
 
 
 def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
-    index, table = node.args[axis], scope.arrays[node.name]
-    lo, hi = _range(index, grid, scope)
-    start, stop = _entries(node, axis, scope)
+    index, size = node.args[axis], scope.arrays[node.name].shape[axis]
+    lo, hi, start, stop, inside = _reach(node, axis, grid, scope)
     offsets = (start, stop) if node.op == "segment" else None
-    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, table.shape[axis], True, offsets=offsets)
-    if _within(lo, hi, start, stop):
+    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets)
+    if inside:
         return made
     outside = conj(where, disj(index < start, index >= stop))
     try:
@@ -450,10 +441,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
     """The bounds of an index over the whole crop."""
-    env = {
-        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
-        "k1": grid.k + grid.kv_len - 1,
-    }  # fmt: skip
+    env = _corners(grid)
     r = ends(simplify(literal(index, scope.env)))
     try:
         lo = None if r.lo is None else int(np.min(scope.value(r.lo, env)))

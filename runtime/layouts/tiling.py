@@ -38,7 +38,6 @@ from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
 from frisket.runtime.machine.parameters import (
-    ShortTable,
     looks_like_lengths,
     names_of,
     own_state,
@@ -468,25 +467,22 @@ def check_reach(
     diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
     for e in readers:
         reader = bind_in_part(e, known)
-        shown: dict[ShortTable, bool | None] = dict.fromkeys(short_tables(reader, known, stops))
-        checked = 0
-        while checked != len(shown):  # a lookup that never leaves its table may guard others
-            checked = len(shown)
-            guards = contexts(reader, _inside(reader, {one.node for one in shown}, shapes, place, scope))
-            for one in list(shown):
-                guard = substitute(guards[one.node], diagonal)
-                beyond = simplify(conj(visible, guard, var(one.coordinate) >= one.length))
-                if names_of(beyond).keys() & shapes.keys():
-                    continue
-                found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
-                shown[one] = bool(found.spans.count.any()) if found.exact else None
-            shown = {one: s for one, s in shown.items() if s is not False}
-        for one in (x for x, s in shown.items() if s):
-            need = stops[one.coordinate]
+        left, shown = short_tables(reader, known, stops), {}
+        while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
+            guards = contexts(reader, _inside(reader, {node for _, node, _, _ in left}, shapes, place, scope))
+            shown = dict.fromkeys(left)
+            for one in left:
+                coordinate, node, _, have = one
+                beyond = simplify(conj(visible, substitute(guards[node], diagonal), var(coordinate) >= have))
+                if not names_of(beyond).keys() & shapes.keys():
+                    found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    shown[one] = bool(found.spans.count.any()) if found.exact else None
+            left = [one for one in left if shown[one] is not False]
+        for coordinate, node, axis, have in (one for one in left if shown[one]):
+            need = stops[coordinate]
             raise ParameterError(
-                f"table `{one.node.name}` has {one.length} entries on axis {one.axis} and is read at "
-                f"`{one.coordinate}` = 0..{need - 1}; give {need}, or hide what lies beyond: "
-                f"`{one.coordinate} < {one.length} & ...`"
+                f"table `{node.name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             )
     for e in readers:
         outside = {

@@ -18,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,19 +154,10 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     return value
 
 
-class ShortTable(NamedTuple):
-    """A lookup at a bare coordinate that runs past the end of an axis of its table."""
-
-    coordinate: str
-    node: Expr
-    axis: int
-    length: int  # entries of the axis
-
-
-def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[ShortTable]:
-    """All lookups at bare coordinates that run past the end of a table."""
+def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
+    """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
     return [
-        ShortTable(index.name, node, axis, have)
+        (index.name, node, axis, have)
         for node in ir.walk(e) if node.op == "lookup"
         for axis, (index, have) in enumerate(zip(node.args, tables[node.name].shape, strict=True))
         if index.op == "var" and sizes.get(index.name, 0) > have

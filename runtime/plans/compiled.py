@@ -76,7 +76,7 @@ class CompiledProgram:
         """(coordinate, start, stop) of every axis of a table that a bare coordinate indexes, and of offsets."""
         endless = dict.fromkeys("bhqk", 1 << 62)
         readers = [p.expr for p in self.program.parts]
-        axes = {(x.coordinate, 0, x.length) for e in readers for x in short_tables(e, self.arrays, endless)}
+        axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
         segments = (x for e in readers for x in segments_of_coordinates(e, self.arrays))
         return *axes, *{(c, first, last) for c, _, first, last in segments}
 
