@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
+from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -406,9 +406,20 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     return found
 
 
-def stays_inside(node: Expr, grid: Grid, scope: Scope) -> bool:
-    """Whether the bounds of every index say that a lookup stays inside its table."""
-    return all(_reach(node, axis, grid, scope)[-1] for axis in range(len(node.args)))
+def guards(
+    root: Expr, short: Collection[Expr], unknown: Collection[str], grid: Grid, scope: Scope
+) -> Mapping[Expr, Expr]:
+    """The `contexts` of an expression in which lookups guard others if they stay inside their tables by their bounds,
+    are not in `short`, and read bare coordinates or none of the `unknown` tables."""
+
+    def inside(n: Expr) -> bool:
+        if all(a.op == "var" and a.name in COORDINATES for a in n.args):
+            return True
+        return not any(name in unknown for kind in free_names(n) for name in kind) and all(
+            _reach(n, axis, grid, scope)[-1] for axis in range(len(n.args))
+        )
+
+    return contexts(root, {n for n in walk(root) if n.op in _READS and n not in short and inside(n)})
 
 
 def _reach(node: Expr, axis: int, grid: Grid, scope: Scope) -> tuple[int | None, int | None, int, int, bool]:

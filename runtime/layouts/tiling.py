@@ -5,7 +5,7 @@ Inputs are checked first: lengths, origins and tiles that make sense, and tables
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -16,18 +16,10 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
+from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis.decide import (
-    Lookup,
-    contexts,
-    lookups,
-    no_row_empty,
-    pair_counts,
-    row_counts,
-    stays_inside,
-)
+from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.ids import sides_of_ids
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
@@ -467,13 +459,14 @@ def check_reach(
     diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
     for e in readers:
         reader = bind_in_part(e, known)
+        grid, _ = grid_of(reader, block=(1, 1), **place)
         left, shown = short_tables(reader, known, stops), {}
         while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
-            guards = contexts(reader, _inside(reader, {node for _, node, _, _ in left}, shapes, place, scope))
+            when = guards(reader, {node for _, node, _, _ in left}, shapes, grid, scope)
             shown = dict.fromkeys(left)
             for one in left:
                 coordinate, node, _, have = one
-                beyond = simplify(conj(visible, substitute(guards[node], diagonal), var(coordinate) >= have))
+                beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not names_of(beyond).keys() & shapes.keys():
                     found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
                     shown[one] = bool(found.spans.count.any()) if found.exact else None
@@ -497,18 +490,6 @@ def check_reach(
             if one.offsets and one.witness and one.table in outside:
                 advice = _advice(one.table, tables[one.table], outside[one.table])
                 raise ParameterError(f"{one}\n  {advice}")
-
-
-def _inside(
-    reader: Expr, short: Collection[Expr], unknown: Collection[str], place: Mapping[str, Any], scope: Scope
-) -> set[Expr]:
-    """The lookups of `reader`, but those in `short`, that stay inside their tables at all positions."""
-    grid, _ = grid_of(reader, **place, block=(1, 1))
-    at_coordinates = {n for n in walk(reader) if all(a.op == "var" and a.name in COORDINATES for a in n.args)}
-    return {
-        n for n in walk(reader) if n.op in ("lookup", "segment") and n not in short
-        and (n in at_coordinates or (not names_of(n).keys() & unknown and stays_inside(n, grid, scope)))
-    }  # fmt: skip
 
 
 def _advice(name: str, offsets: Array, stop: int) -> str:

@@ -108,7 +108,8 @@ class Mask(BoundExpr):
         self.check_tables(q_len, kv_len, batch, heads)
         shape = (batch, heads, q_len, kv_len)
         env = {**coordinates(*shape), **self.scalars}
-        return visible(self.expr, env, self.tables, shape).copy()
+        with self.locating(self):
+            return visible(self.expr, env, self.tables, shape).copy()
 
     @counting
     def layout(
@@ -128,7 +129,8 @@ class Mask(BoundExpr):
         `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that are out of range, `ParameterError` for
         a parameter without a value.
         """
-        return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
+        with self.locating(self):
+            return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
