@@ -15,7 +15,7 @@ and clamps: a mask that relies on any of that means different things in differen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -342,6 +342,7 @@ class Lookup:
     witness: tuple[int, int, int, int] | None = None
     value: int | None = None
     offsets: tuple[int, int] | None = None  # of `segment`: the first and the last entry, between which the index stays
+    node: Expr | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         if self.offsets:
@@ -361,7 +362,7 @@ class Lookup:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: x for name, x in asdict(self).items() if name != "node"}
 
 
 def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
@@ -434,20 +435,20 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     index, size = node.args[axis], scope.arrays[node.name].shape[axis]
     lo, hi, start, stop, inside = _reach(node, axis, grid, scope)
     offsets = (start, stop) if node.op == "segment" else None
-    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets)
+    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
     if inside:
         return made
     outside = conj(where, disj(index < start, index >= stop))
     try:
         at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):
-        return Lookup(**{**made.as_dict(), "proved": False})
+        return replace(made, proved=False)
     if at is None:
         return made
     slice, q, k = at
     witness = (int(grid.b[slice]), int(grid.h[slice]), q, k)
     value = int(scope.value(index, dict(zip("bhqk", witness, strict=True))))
-    return Lookup(**{**made.as_dict(), "proved": False, "witness": witness, "value": value})
+    return replace(made, proved=False, witness=witness, value=value)
 
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:

@@ -131,10 +131,10 @@ def check_device(block_mask: Any, query: Tensor) -> None:
         )
 
 
-def check_gathers(score: ScoreMod, mask: Mask | None, query: Tensor, key: Tensor) -> None:
+def check_gathers(score: ScoreMod, mask: Mask | None, query: Tensor, key: Tensor, words: Any = None) -> None:
     """Refuse a score mod that reads outside a table where the mask shows the position."""
     b, h, q_len, _ = query.shape
-    check_lookups(score.lookups(q_len, key.shape[2], mask, batch=b, heads=h))
+    check_lookups(score.lookups(q_len, key.shape[2], mask, batch=b, heads=h), words)
 
 
 def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, query: Tensor, key: Tensor) -> None:

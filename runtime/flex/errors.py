@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from frisket.dsl.errors import ParameterError, ShapeError, TraceError
 from frisket.lowering.analysis.decide import Lookup
@@ -36,18 +36,19 @@ class ArrayError(ShapeError, NotImplementedError):
     """Arrays that attention does not take."""
 
 
-def check_lookups(lookups: Iterable[Lookup]) -> None:
-    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
+def check_lookups(lookups: Iterable[Lookup], words: Callable[[Lookup], tuple[str, str, str]] | None = None) -> None:
+    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently. `words`
+    are (lookup, index, position) where the user writes other positions than those of the mask."""
     for one in lookups:
         if one.proved or one.witness is None or one.value is None:
             continue
         b, h, q, k = one.witness
+        text, index, at = words(one) if words else (one.text, one.index, f"query {q:,}, key {k:,} (b {b}, h {h})")
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
-        bound = f"{one.index} >= 0" if negative else f"{one.index} < {one.size}"
+        bound = f"{index} >= 0" if negative else f"{index} < {one.size}"
         raise GatherError(
-            f"`{one.text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
-            f"at query {q:,}, key {k:,} (b {b}, h {h}){wraps}\n"
-            f"  hide such positions first, `({bound}) & ...`, or clamp the index: "
-            f"`({one.index}).clamp(0, {one.size - 1})`"
+            f"`{text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
+            f"at {at}{wraps}\n"
+            f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({index}).clamp(0, {one.size - 1})`"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class FlexPair:
         self, mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]
     ) -> None:
         score, names = (None, {}) if mod is None else apart(mod.live, visible)
+        self.renamed = names
         wanted = {} if score is None else names_of(score.expr)
         back = {new: old for old, new in names.items()}
         own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
@@ -61,15 +63,19 @@ class FlexPair:
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
         return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.held)
 
-    def check(self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any) -> None:
-        """Once for these lengths, where nothing is on a device."""
+    def check(
+        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any,
+        words: Callable[..., tuple[str, str, str]] | None = None,
+    ) -> None:  # fmt: skip
+        """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = query.shape[:3], key.shape[2], asked.promises
         if place in self.checked or 0 in query.shape or 0 in key.shape:
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
                 shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
-                check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key)
+                in_words = words and partial(words, self.renamed)
+                check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key, in_words)
             check_promises(asked.promises, self.att, block_mask, query, key)
         self.checked.add(place)
 

@@ -87,3 +87,33 @@ def test_tensors_that_are_not_jagged(q_nt, kv_nt, text):
     with pytest.raises(ValueError, match=text) as e:
         ours.create_nested_block_mask("causal", 1, 1, q_nt, kv_nt)
     assert isinstance(e.value, fk.FrisketError)
+
+
+SHORT = torch.zeros(2, 20)
+BESIDES = {
+    "score": lambda q, k: ours.flex_attention(q, k, k, lambda s, b, h, i, j: s + SHORT[b, j - i + 10]),
+    "score under a mask": lambda q, k: ours.flex_attention(
+        q, k, k, lambda s, b, h, i, j: s + SHORT[b, j - i + 10],
+        ours.create_nested_block_mask(lambda b, h, i, j: i <= j, 1, 1, q, k),
+    ),
+    "mask": lambda q, k: ours.create_nested_block_mask(lambda b, h, i, j: SHORT[b, j - i + 10] >= 0, 1, 1, q, k),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", BESIDES)
+@pytest.mark.parametrize("longer", [0, 3])  # keys have other offsets
+def test_nested_lookup_errors_count_inside_a_sequence(way, longer):
+    with pytest.raises(IndexError) as caught:
+        BESIDES[way](nested([5, 17]), nested([5, 17 + longer]))
+    said = str(caught.value).splitlines()
+    assert said == [
+        "`SHORT[b, k - q + 10]` reads `SHORT` at 20 on axis 1, which has entries 0..19, at query 0, key 10 of "
+        "sequence 1 (h 0)",
+        "  hide such positions first, `(k - q + 10 < 20) & ...`, or clamp the index: `(k - q + 10).clamp(0, 19)`",
+    ]
+
+
+def test_nested_offsets_of_the_user_keep_their_names():
+    q_offsets = torch.tensor([0, 3, 22])
+    with pytest.raises(IndexError, match=r"^`q_offsets\[k - q\]` reads `q_offsets` at -1 .* of sequence 0"):
+        ours.flex_attention(*[nested([5, 17])] * 3, lambda s, b, h, i, j: s + q_offsets[j - i])
