@@ -150,13 +150,7 @@ class EvaluationError(FrisketError, ValueError):
       to test a bit write `(q >> 63) & 1`
     """
 
-    def __init__(self, message: str, clause: Any = None, remedy: str = "", place: str = "") -> None:
-        super().__init__(message, clause, remedy, place)
-        self.clause = clause
-
-    def __str__(self) -> str:
-        message, clause, remedy, place = self.args
-        return message if clause is None else f"{message} in `{clause!r}`{place}\n  {remedy}"
+    clause: Any = None
 
 
 class LoweringError(FrisketError):

@@ -220,7 +220,9 @@ def leaves_64_bits(clause: Expr, whole: Expr | None = None, place: str = "") -> 
         ]
         bits = next((a for a in read if a is not clause), var("x"))
         remedy = f"to test a bit write `({build('shr', bits, clause.args[1])!r}) & 1`"
-    return EvaluationError("an integer leaves 64 bits", clause, remedy, place)
+    error = EvaluationError(f"an integer leaves 64 bits in `{clause!r}`{place}\n  {remedy}")
+    error.clause = clause
+    return error
 
 
 def _within(estimate: Array) -> None:

@@ -160,12 +160,7 @@ class Candidate:
         """Numbers that rise as the order goes on, of positions."""
         if self.table is not None:
             return np.argsort(self.places(length))[p]
-        return np.where(p < self.start, self._end + p, rank(self.digits, p - self.start))
-
-    @property
-    def _end(self) -> int:
-        """The first number that is no digits'."""
-        return prod(d.radix for d in self.digits)
+        return np.where(p < self.start, prod(d.radix for d in self.digits) + p, rank(self.digits, p - self.start))
 
     def beside(self, p: int, size: int, length: int) -> NDArray[np.int64]:
         """The positions in the tile of `size` places that holds a position."""
@@ -173,9 +168,8 @@ class Candidate:
         if self.table is not None:
             return self.places(length)[start : start + size]
         numbers = start + np.arange(size)
-        found = self.start + of_rank(self.digits, numbers)
-        in_front = numbers[(numbers >= self._end) & (numbers < self._end + self.start)] - self._end
-        return np.concatenate([found[found < length], in_front])
+        found, last = self.start + of_rank(self.digits, numbers), numbers - prod(d.radix for d in self.digits)
+        return np.concatenate([found[found < length], last[(last >= 0) & (last < self.start)]])
 
     def __str__(self) -> str:
         return self.name

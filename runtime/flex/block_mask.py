@@ -221,7 +221,7 @@ class BlockMask(theirs.BlockMask):
         made = self._now()
         if "checked" not in made and not self.live.plainly_inside(self._sizes):
             lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
-            check_lookups(lookups, beside(self.live, "words", lambda: None))
+            check_lookups(lookups, words=beside(self.live, "words", lambda: None))
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:

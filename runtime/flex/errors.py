@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError, TraceError
-from frisket.dsl.ir import Expr, free_names
 from frisket.dsl.show import show
 from frisket.lowering.analysis.decide import Lookup
 
@@ -39,16 +39,16 @@ class ArrayError(ShapeError, NotImplementedError):
     """Arrays that attention does not take."""
 
 
-Words: TypeAlias = Callable[[Lookup], tuple[Expr, str]]  # a lookup in the user's names, and the position of its witness
-
-
-def check_lookups(lookups: Iterable[Lookup], words: Words | None = None) -> None:
-    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
+def check_lookups(lookups: Iterable[Lookup], renamed: Mapping[str, str] | None = None, words: Any = None) -> None:
+    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently. Of a
+    lookup in the user's names and its witness, `words` gives what the user wrote and where it is wrong."""
     for one in lookups:
         if one.proved or one.witness is None or one.value is None or one.node is None:
             continue
-        node, at = words(one) if words else (one.node, position(one))
-        known = [n for kind in free_names(node) for n in kind]
+        b, h, q, k = one.witness
+        node = ir.renamed(one.node, {new: old for old, new in (renamed or {}).items()})
+        node, at = words(node, one.witness) if words else (node, f"query {q:,}, key {k:,} (b {b}, h {h})")
+        known = [n for kind in ir.free_names(node) for n in kind]
         text, index = show(node, known), show(node.args[one.axis], known)
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
@@ -58,9 +58,3 @@ def check_lookups(lookups: Iterable[Lookup], words: Words | None = None) -> None
             f"at {at}{wraps}\n"
             f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({index}).clamp(0, {one.size - 1})`"
         )
-
-
-def position(one: Lookup) -> str:
-    """The witness of a lookup in words."""
-    b, h, q, k = one.witness or (0, 0, 0, 0)
-    return f"query {q:,}, key {k:,} (b {b}, h {h})"

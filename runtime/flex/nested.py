@@ -14,7 +14,6 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.grammar.memo import beside, remember
-from frisket.lowering.analysis.decide import Lookup
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
@@ -29,22 +28,17 @@ def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     inner = mod.at(names.places(False), values_of(names, ragged))
     outer = own_sequence(names, ragged)
     made = LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
-    beside(made, "words", lambda: partial(in_sequences, names, ragged, {}))
+    beside(made, "words", lambda: partial(in_sequences, names, ragged))
     return made
 
 
-def in_sequences(names: JaggedTables, ragged: Ragged, renamed: Mapping[str, str], one: Lookup) -> tuple[Expr, str]:
-    """A lookup and the position of its witness as the user counts, inside a sequence. `renamed` are the user's names
-    that the mask has under others."""
-    assert one.node is not None
-    assert one.witness is not None
+def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int, ...]) -> tuple[Expr, str]:
+    """A lookup of packed positions as the user wrote it, inside a sequence, and the position (b, h, q, k) in words."""
     places = [x for visible in (True, False) for x in names.places(visible).items() if x[0] is not B]
-    node = ir.substitute(one.node, {ir.renamed(e, dict(renamed)): name for name, e in places})
-    _, h, q, k = one.witness
-    q_offsets, kv_offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
-    s = int(np.searchsorted(q_offsets, q, "right")) - 1
-    at = f"query {q - q_offsets[s]:,}, key {k - kv_offsets[s]:,} of sequence {s} (h {h})"
-    return ir.renamed(node, {new: old for old, new in renamed.items()}), at
+    offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
+    s = int(np.searchsorted(offsets[0], at[2], "right")) - 1
+    q, k = (x - of[s] for x, of in zip(at[2:], offsets, strict=True))
+    return ir.substitute(node, {e: name for name, e in places}), f"query {q:,}, key {k:,} of sequence {s} (h {at[1]})"
 
 
 def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from frisket.dsl import ir
-from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import beside, remember
-from frisket.lowering.analysis.decide import Lookup
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.options import Options
@@ -23,8 +20,8 @@ from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.torch import op as torch_op
 
-from .checks import check_gathers, check_promises
-from .errors import position
+from .checks import check_promises
+from .errors import check_lookups
 from .kernel_options import Asked
 from .live_mask import LiveMask
 from .score_mod import KEPT, Scored, Watched, apart
@@ -68,7 +65,7 @@ class FlexPair:
 
     def check(
         self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any,
-        words: Callable[..., tuple[Expr, str]] | None = None,
+        words: Any = None,
     ) -> None:  # fmt: skip
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = query.shape[:3], key.shape[2], asked.promises
@@ -77,8 +74,11 @@ class FlexPair:
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
                 shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
-                in_words = partial(words or _as_named, self.renamed)
-                check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key, in_words)
+                score = self.att.score.bind(**shapes)
+                lookups = score.lookups(
+                    query.shape[2], key.shape[2], self.att.mask, batch=query.shape[0], heads=query.shape[1]
+                )
+                check_lookups(lookups, self.renamed, words)
             check_promises(asked.promises, self.att, block_mask, query, key)
         self.checked.add(place)
 
@@ -100,12 +100,6 @@ class FlexPair:
             self.att, Request(query, key, value, plan, top=top, layout="bhsd", params=params)
         )
         return found
-
-
-def _as_named(renamed: Mapping[str, str], one: Lookup) -> tuple[Expr, str]:
-    """A lookup under the user's names, of which a mask and a score mod may share some, and where it is wrong."""
-    assert one.node is not None
-    return ir.renamed(one.node, {new: old for old, new in renamed.items()}), position(one)
 
 
 _PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
