@@ -407,20 +407,16 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     return found
 
 
-def guards(
-    root: Expr, short: Collection[Expr], unknown: Collection[str], grid: Grid, scope: Scope
-) -> Mapping[Expr, Expr]:
-    """The `contexts` of an expression in which lookups guard others if they stay inside their tables by their bounds,
-    are not in `short`, and read bare coordinates or none of the `unknown` tables."""
+def guards(e: Expr, short: Collection[Expr], unknown: Collection[str], grid: Grid, scope: Scope) -> Mapping[Expr, Expr]:
+    """The `contexts` of an expression. A lookup guards others if it stays inside its table by its bounds and is not in
+    `short`. It reads bare coordinates, or no `unknown` table."""
 
     def inside(n: Expr) -> bool:
-        if all(a.op == "var" and a.name in COORDINATES for a in n.args):
-            return True
-        return not any(name in unknown for kind in free_names(n) for name in kind) and all(
-            _reach(n, axis, grid, scope)[-1] for axis in range(len(n.args))
-        )
+        bare = all(a.op == "var" and a.name in COORDINATES for a in n.args)
+        known = not any(name in unknown for kind in free_names(n) for name in kind)
+        return bare or (known and all(_reach(n, i, grid, scope)[-1] for i in range(len(n.args))))
 
-    return contexts(root, {n for n in walk(root) if n.op in _READS and n not in short and inside(n)})
+    return contexts(e, {n for n in walk(e) if n.op in _READS and n not in short and inside(n)})
 
 
 def _reach(node: Expr, axis: int, grid: Grid, scope: Scope) -> tuple[int | None, int | None, int, int, bool]:

@@ -381,6 +381,12 @@ class Facts:
         return self.layout.lookups
 
     @property
+    def counted(self) -> str:
+        """The visible pairs in words, or the reason why they are not counted."""
+        pairs = self.visible_pairs
+        return f"{pairs:,} pairs" if pairs is not None else "not counted: too many pairs to look at"
+
+    @property
     def hints(self) -> tuple[str, ...]:
         """Remarks on clauses that show less than their name says: sink tokens of the first document alone.
 
@@ -413,7 +419,11 @@ class Facts:
         return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
 
     def __str__(self) -> str:
-        rows = {True: "every query sees a key", False: "some query sees no key", None: "not known if all see a key"}
+        rows = {
+            True: "every query sees a key",
+            False: "some query sees no key",
+            None: "the budget does not suffice to know whether every query sees a key",
+        }
         lines = {
             "rows": rows[self.rows_nonempty],
             "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
@@ -423,9 +433,7 @@ class Facts:
         if not self.exact:
             left = self.layout.analysis.undecided
             lines["exact"] = f"no: {left:,} tiles count as partial without being looked at"
-        pairs = self.visible_pairs
-        if pairs is not None:
-            lines["visible"] = f"{pairs:,} pairs"
+        lines["visible"] = self.counted
         if self.tables:
             lines["tables"] = "\n".join(f"{name}: {facts}" for name, facts in self.tables.items())
         if self.lookups:
