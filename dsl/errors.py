@@ -136,13 +136,21 @@ class ShapeError(FrisketError, ValueError):
 
 
 class EvaluationError(FrisketError, ValueError):
-    """An expression has no value at these positions.
+    """An expression has no value at these positions. `clause` is the Expr whose integers leave 64 bits, if they do.
 
     >>> import frisket as fk
-    >>> fk.mask("q * 9223372036854775807 > k").dense(4, 4)
-    Traceback (most recent call last):
-    frisket.dsl.errors.EvaluationError: an integer leaves 64 bits
+    >>> try:
+    ...     fk.mask("causal & (q & (1 << 63)) != 0").dense(4, 4)
+    ... except fk.EvaluationError as error:
+    ...     print(error)
+    an integer leaves 64 bits in `1 << 63`
+      mask 1:16
+        causal & (q & (1 << 63)) != 0
+                       ^^^^^^^
+      to test a bit write `(q >> 63) & 1`
     """
+
+    clause: Any = None
 
 
 class LoweringError(FrisketError):

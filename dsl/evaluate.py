@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, conj, disj, make, named, substitute, walk
+from .ir import Expr, build, conj, disj, make, named, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import outside, steps
@@ -79,7 +79,7 @@ class _Evaluation:
             return self.hooks[node.op](node, *args)
         if node.op == "lit":
             if node.type is INT and not -(2**63) <= node.name < 2**63:
-                raise EvaluationError("an integer leaves 64 bits")
+                raise leaves_64_bits(node)
             return np.asarray(node.name, DTYPES[node.type])
         if node.op in ("var", "param"):
             if node.name not in self.env:
@@ -91,7 +91,10 @@ class _Evaluation:
             return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
         if node.op in ("lookup", "segment"):
             return _lookup(node, table_array(self.tables, node.name), args)
-        return OPERATORS[node.op](*args)
+        try:
+            return OPERATORS[node.op](*args)
+        except EvaluationError:
+            raise leaves_64_bits(node) from None
 
     def _with_ends(self, body: Expr) -> Expr:
         """The body with numbers as bounds of its reductions, so that steps can be counted: `extent(t, 0)` is one."""
@@ -206,6 +209,20 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
 
 
 # -- operators ------------------------------------------------------------------------------------
+
+
+def leaves_64_bits(clause: Expr, whole: Expr | None = None, place: str = "") -> EvaluationError:
+    """The error for a clause of `whole` whose integers leave 64 bits."""
+    remedy = "integers do not wrap: make factors smaller, for example by `%`, or bound them by `min`"
+    if clause.op == "shl":
+        read = [
+            a for e in walk(clause if whole is None else whole) if e.op == "bitand" and clause in e.args for a in e.args
+        ]
+        bits = next((a for a in read if a is not clause), var("x"))
+        remedy = f"to test a bit write `({build('shr', bits, clause.args[1])!r}) & 1`"
+    error = EvaluationError(f"an integer leaves 64 bits in `{clause!r}`{place}\n  {remedy}")
+    error.clause = clause
+    return error
 
 
 def _within(estimate: Array) -> None:

@@ -445,13 +445,13 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float 
     for e in walk(*parts):
         if e.type is INT:
             size[e] = _magnitude(e, [size.get(a, 0.0) for a in e.args], limits)
-            widest = max(widest, min(size[e], 2.0**62 if e.op == "lookup" else size[e]))
+            wide = min(size[e], 2.0**62 if e.op == "lookup" else size[e])
+            if wide >= most:
+                remedy = "bound its parameters, or keep its products and powers smaller"
+                raise LoweringError(f"an integer of this mask may leave 64 bits in `{e!r}`\n  {remedy}")
+            widest = max(widest, wide)
         elif e.type is BOOL:
             size[e] = 1.0
-    if widest >= most:
-        raise LoweringError(
-            "an integer of this mask may leave 64 bits\n  bound its parameters, or keep its products and powers smaller"
-        )
     return widest >= 2.0**31
 
 

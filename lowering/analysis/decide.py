@@ -14,15 +14,15 @@ and clamps: a mask that relies on any of that means different things in differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
+from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -55,10 +55,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
     """(slice, global q, global k) of a visible position or None; the first of its slice where rows can be solved."""
     if mask is FALSE:
         return None
-    env = {
-        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
-        "k1": grid.k + grid.kv_len - 1,
-    }  # fmt: skip
+    env = _corners(grid)
     hidden = np.zeros(len(grid.b), bool)
     if grid.q_len * grid.kv_len * steps(mask) > _FEW and not any(n.op == "lookup" for n in walk(mask)):
         hidden = _known(never(mask), env, scope, len(grid.b))  # of tables, rows tell more for less
@@ -171,6 +168,11 @@ def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int
     q, k = q[seen], k[seen]
     first = np.lexsort((k, q))[0]
     return int(q[first]), int(k[first])
+
+
+def _corners(grid: Grid) -> dict[str, Any]:
+    q1, k1 = grid.q + grid.q_len - 1, grid.k + grid.kv_len - 1
+    return {"b": grid.b, "h": grid.h, "q0": grid.q, "q1": q1, "k0": grid.k, "k1": k1}
 
 
 # -- a row without one ----------------------------------------------------------------------------
@@ -340,6 +342,7 @@ class Lookup:
     witness: tuple[int, int, int, int] | None = None
     value: int | None = None
     offsets: tuple[int, int] | None = None  # of `segment`: the first and the last entry, between which the index stays
+    node: Expr | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         if self.offsets:
@@ -359,7 +362,7 @@ class Lookup:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: x for name, x in asdict(self).items() if name != "node"}
 
 
 def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
@@ -368,7 +371,7 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
     found: dict[tuple[Expr, int], Lookup] = {}
     proved: set[Expr] = set()
     while True:
-        context = _contexts(e, proved)
+        context = contexts(e, proved)
         for node in nodes:
             for axis in range(len(node.args)):
                 if (node, axis) not in found or not found[node, axis].proved:
@@ -379,11 +382,14 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
         proved = now  # more neighbours may guard: ask again
 
 
-def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
-    """The condition, for every node, under which its value counts."""
+def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
+    """The condition, for every node, under which its value counts: of operands whose lookups are all in `proved`."""
 
     def sound(e: Expr) -> bool:
-        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op in _READS)
+        nodes = list(walk(e))
+        closed = {n.name[1] for n in nodes if n.op == "reduce"}  # heights of the variables of reductions inside e
+        free = any(n.op == "bound" and n.name not in closed for n in nodes)
+        return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
 
     found = {root: TRUE}
     for node in reversed(list(walk(root))):
@@ -401,33 +407,49 @@ def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
     return found
 
 
-def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
-    index, table = node.args[axis], scope.arrays[node.name]
-    lo, hi = _range(index, grid, scope)
+def guards(e: Expr, short: Collection[Expr], unknown: Collection[str], grid: Grid, scope: Scope) -> Mapping[Expr, Expr]:
+    """The `contexts` of an expression. A lookup guards others if it stays inside its table by its bounds and is not in
+    `short`. It reads bare coordinates, or no `unknown` table."""
+
+    def inside(n: Expr) -> bool:
+        bare = all(a.op == "var" and a.name in COORDINATES for a in n.args)
+        known = not any(name in unknown for kind in free_names(n) for name in kind)
+        return bare or (known and all(_reach(n, i, grid, scope)[-1] for i in range(len(n.args))))
+
+    return contexts(e, {n for n in walk(e) if n.op in _READS and n not in short and inside(n)})
+
+
+def _reach(node: Expr, axis: int, grid: Grid, scope: Scope) -> tuple[int | None, int | None, int, int, bool]:
+    """The bounds of an index, the entries `[start, stop)` of its axis, and whether the bounds are inside."""
+    table = scope.arrays[node.name]
+    lo, hi = _range(node.args[axis], grid, scope)
     start, stop = (int(table[0]), int(table[-1])) if node.op == "segment" else (0, table.shape[axis])
+    return lo, hi, start, stop, lo is not None and hi is not None and lo >= start and hi < stop
+
+
+def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lookup:
+    index, size = node.args[axis], scope.arrays[node.name].shape[axis]
+    lo, hi, start, stop, inside = _reach(node, axis, grid, scope)
     offsets = (start, stop) if node.op == "segment" else None
-    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, table.shape[axis], True, offsets=offsets)
-    if lo is not None and hi is not None and lo >= start and hi < stop:
+    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
+    if inside:
         return made
     outside = conj(where, disj(index < start, index >= stop))
     try:
         at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):
-        return Lookup(**{**made.as_dict(), "proved": False})
+        return replace(made, proved=False)
     if at is None:
         return made
     slice, q, k = at
     witness = (int(grid.b[slice]), int(grid.h[slice]), q, k)
     value = int(scope.value(index, dict(zip("bhqk", witness, strict=True))))
-    return Lookup(**{**made.as_dict(), "proved": False, "witness": witness, "value": value})
+    return replace(made, proved=False, witness=witness, value=value)
 
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
     """The bounds of an index over the whole crop."""
-    env = {
-        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
-        "k1": grid.k + grid.kv_len - 1,
-    }  # fmt: skip
+    env = _corners(grid)
     r = ends(simplify(literal(index, scope.env)))
     try:
         lo = None if r.lo is None else int(np.min(scope.value(r.lo, env)))

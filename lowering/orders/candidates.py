@@ -25,7 +25,7 @@ q % 4 * 4 + q // 4
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -147,24 +147,29 @@ class Candidate:
     digits: tuple[OrderDigit, ...] = ()
     table: Array | None = None
     apart: bool = False  # remainders, one after another, and no tiles: keys may move where queries stay
+    start: int = 0  # positions in front of the digits' own, such as text before an image: they come last
 
     def places(self, length: int) -> NDArray[np.int64]:
         """The position at every place, int64 [length]."""
         if self.table is None:
-            return places(self.digits, length)
+            own = self.start + places(self.digits, length - self.start)
+            return np.concatenate([own, np.arange(self.start)]) if self.start else own
         return np.argsort(self.table[:length], kind="stable")
 
     def rank(self, p: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Numbers that rise as the order goes on, of positions."""
-        return rank(self.digits, p) if self.table is None else np.argsort(self.places(length))[p]
+        if self.table is not None:
+            return np.argsort(self.places(length))[p]
+        return np.where(p < self.start, prod(d.radix for d in self.digits) + p, rank(self.digits, p - self.start))
 
     def beside(self, p: int, size: int, length: int) -> NDArray[np.int64]:
         """The positions in the tile of `size` places that holds a position."""
         start = int(self.rank(np.array([p]), length)[0]) // size * size
         if self.table is not None:
             return self.places(length)[start : start + size]
-        found = of_rank(self.digits, start + np.arange(size))
-        return found[found < length]
+        numbers = start + np.arange(size)
+        found, last = self.start + of_rank(self.digits, numbers), numbers - prod(d.radix for d in self.digits)
+        return np.concatenate([found[found < length], last[(last >= 0) & (last < self.start)]])
 
     def __str__(self) -> str:
         return self.name
@@ -172,12 +177,14 @@ class Candidate:
 
 def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator[Candidate]:
     """Every order that a mask without scalars suggests for this many positions, each once."""
-    seen: set[tuple[OrderDigit, ...]] = set()
-    for chain in _chains(sorted(cuts(mask)), length):
-        for made in _of_chain(chain, length):
-            if not in_order(made.digits) and made.digits not in seen:
-                seen.add(made.digits)
-                yield made
+    seen: set[tuple[int, tuple[OrderDigit, ...]]] = set()
+    for start in sorted({0, *(n for n in starts(mask) if n < length)}):
+        for chain in _chains(sorted(cuts(mask)), length - start):
+            for made in _of_chain(chain, length - start):
+                if not in_order(made.digits) and (start, made.digits) not in seen:
+                    seen.add((start, made.digits))
+                    last = f", positions below {start:,} last" if start else ""
+                    yield replace(made, name=made.name + last, start=start)
     for name in dict.fromkeys(n.name for n in walk(mask) if n.op == "lookup" and len(n.args) == 1):
         table = tables.get(name)
         if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
@@ -208,6 +215,13 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
     shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
     said = f"tiles of {shapes} in {' x '.join(reversed(names))}" + "".join(f", rising {n}" for n in groups)
     yield Candidate(said, table=np.argsort(np.lexsort([*keys, *(values[n] for n in groups)])))
+
+
+def starts(mask: Expr) -> set[int]:
+    """The positions at which quotients and remainders begin to count: 77 of `(q - 77) // 32`."""
+    counted = [linear(n.args[0]) for n in walk(mask) if n.op in ("floordiv", "mod")]
+    single = [e for e in counted if len(e.terms) == 1 and e.terms[0][1] == 1 and e.terms[0][0].name in ("q", "k")]
+    return {-e.const for e in single if e.const < 0}
 
 
 def cuts(mask: Expr) -> set[int]:

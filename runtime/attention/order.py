@@ -251,7 +251,8 @@ def _places(order: Candidate | None, length: int) -> NDArray[np.int32]:
 
 
 def _formula(order: Candidate, length: int, name: str) -> Expr | None:
-    return position(order.digits, var(name)) if order.table is None and closed(order.digits, length) else None
+    formula = order.table is None and not order.start and closed(order.digits, length)
+    return position(order.digits, var(name)) if formula else None
 
 
 def _moved(

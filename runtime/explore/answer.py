@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 from frisket.dsl import errors
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, Problem, ShapeError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, walk
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, var, walk
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show
-from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.runtime.draw import html, portable
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -161,7 +161,7 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
     unfinished(found, roots, {*request.values, *files})
-    values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and names[n][0] == 0}
+    values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
     scalars, made = all_sliders(values, tables, whole, request.problem)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
@@ -233,10 +233,9 @@ def cost(layout: Layout, spent: float) -> str:
     read, tiles = c.partial + c.full, c.partial + c.full + c.empty
     tile = layout.block[0] * layout.block[1]  # computed whole, also where the lengths end inside it
     held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
-    rows = []
-    if (pairs := facts.visible_pairs) is not None:
-        rows.append(("visible", f"{html.percent(pairs, total)}, {pairs:,} pairs"))
-    rows += [
+    pairs = facts.visible_pairs
+    rows = [
+        ("visible", facts.counted if pairs is None else f"{html.percent(pairs, total)}, {facts.counted}"),
         ("tiles read", f"{html.percent(read, tiles)}, {read:,} of {tiles:,}"),
         ("forward", f"{flops(read * tile)}, dense {flops(tiles * tile)}"),
         ("layout", f"{amount(held, 1024, 'B')}, a dense mask {amount(total, 1024, 'B')}"),
@@ -307,7 +306,7 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     bq, bk = request.block
     if request.block != Question.block:
         words += ["--block", str(bq) if bq == bk else f"{bq}x{bk}"]
-    for s in scalars:
+    for s in (x for x in scalars if x.name not in tables):
         words += ["--set", f"{s.name}={str(s.value).lower() if s.type == 'Bool' else s.value}"]
     return shlex.join([*words, *(word for name in tables for word in ("--table", f"{name}={name}.npy"))])
 
@@ -395,16 +394,24 @@ class MadeUp:
 def all_sliders(
     values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: ProblemSize
 ) -> tuple[list[Slider], dict[str, MadeUp]]:
-    """Every scalar of `e` with its slider, and the tables that are not among `tables`."""
+    """Every scalar of `e` with its slider, and the tables that are not among `tables`. A table of one Int for each
+    batch entry, `n[b]`, has a slider for all of them."""
     names = names_of(e)
+    missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
+    reads = [n for n in walk(e) if n.op in ("lookup", "segment") and n.name in missing]
+    more = {n.name for n in reads if n.args != (var("b"),) or n.type is not INT or n.name.startswith(("len", "stop"))}
+    alike = {n.name for n in reads} - more
     scalars = [
         slider(n, t, values[n] if n in values else guess(n, t, problem), guess(n, t, problem))
         for n, (rank, t) in names.items()
-        if rank == 0
+        if rank == 0 or n in alike
     ]
     numbers = {s.name: s.value for s in scalars}
-    missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
-    return scalars, {n: made_up(n, t, e, numbers, problem) for n, t in missing.items()}
+    made = {n: made_up(n, t, e, numbers, problem) for n, t in missing.items() if n not in alike}
+    for n in alike:
+        size, value = (problem.batch,), numbers[n]
+        made[n] = MadeUp(np.full(size, value), f"{n} = np.full({size}, {value})", "one number for all batch entries")
+    return scalars, made
 
 
 # -- numbers ----------------------------------------------------------------------------------------

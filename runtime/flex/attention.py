@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -19,7 +20,7 @@ from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError
 from .kernel_options import options_of, read
-from .nested import NAMES, check_total, local, local_live, visible_inside
+from .nested import NAMES, check_total, in_sequences, local, local_live, values_of, visible_inside
 from .pair import pair_of
 from .score_mod import scored, state_of, traced
 from .tile_tensors import LISTS, columns_of, kinds_of
@@ -140,7 +141,7 @@ def attend(
     kernel_options: Any, top: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, max) of a call in eager mode."""
-    ragged = nested = None
+    ragged = nested = words = None
     if isinstance(query, Tensor) and query.is_nested:
         nested = query
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
@@ -170,10 +171,11 @@ def attend(
         found: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, live, visible, options, top)
     else:
         if mod is not None and ragged is not None:
-            mod, more = local(mod, ragged)
-            tensors = {**tensors, **more}
+            mod, names = local(mod, ragged)
+            tensors = {**tensors, **values_of(names, ragged)}
+            words = partial(in_sequences, names, ragged)
         made = pair_of(mod, visible, options, tensors)
-        made.check(query, key, tensors, asked, block_mask)
+        made.check(query, key, tensors, asked, block_mask, words)
         found = made(query, key, value, tensors, top)
     found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
     return found if nested is None else closed_all(found, nested)

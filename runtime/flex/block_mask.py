@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as theirs
 
 from frisket.dsl import ir
 from frisket.dsl.show import show
+from frisket.grammar.memo import beside
 from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
@@ -219,7 +220,8 @@ class BlockMask(theirs.BlockMask):
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
         made = self._now()
         if "checked" not in made and not self.live.plainly_inside(self._sizes):
-            check_lookups(score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28))
+            lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
+            check_lookups(lookups, words=beside(self.live, "words", lambda: None))
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import symbolic
 from frisket.runtime.machine.integers import as_int
-from frisket.runtime.masks.mask import Mask, ScoreMod
 
-from .errors import ArrayError, check_lookups
+from .errors import ArrayError
 from .kernel_options import KernelOptionError
 
 SHORT = 128  # queries: fewer are a step of decoding to torch
@@ -129,12 +128,6 @@ def check_device(block_mask: Any, query: Tensor) -> None:
         raise BackendError(
             f"query is on {query.device}, block_mask on {device}\n  block_mask.to({str(query.device)!r}) moves it"
         )
-
-
-def check_gathers(score: ScoreMod, mask: Mask | None, query: Tensor, key: Tensor) -> None:
-    """Refuse a score mod that reads outside a table where the mask shows the position."""
-    b, h, q_len, _ = query.shape
-    check_lookups(score.lookups(q_len, key.shape[2], mask, batch=b, heads=h))
 
 
 def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError, TraceError
+from frisket.dsl.show import show
 from frisket.lowering.analysis.decide import Lookup
 
 
@@ -36,18 +39,22 @@ class ArrayError(ShapeError, NotImplementedError):
     """Arrays that attention does not take."""
 
 
-def check_lookups(lookups: Iterable[Lookup]) -> None:
-    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
+def check_lookups(lookups: Iterable[Lookup], renamed: Mapping[str, str] | None = None, words: Any = None) -> None:
+    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently. Of a
+    lookup in the user's names and its witness, `words` gives what the user wrote and where it is wrong."""
     for one in lookups:
-        if one.proved or one.witness is None or one.value is None:
+        if one.proved or one.witness is None or one.value is None or one.node is None:
             continue
         b, h, q, k = one.witness
+        node = ir.renamed(one.node, {new: old for old, new in (renamed or {}).items()})
+        node, at = words(node, one.witness) if words else (node, f"query {q:,}, key {k:,} (b {b}, h {h})")
+        known = [n for kind in ir.free_names(node) for n in kind]
+        text, index = show(node, known), show(node.args[one.axis], known)
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
-        bound = f"{one.index} >= 0" if negative else f"{one.index} < {one.size}"
+        bound = f"{index} >= 0" if negative else f"{index} < {one.size}"
         raise GatherError(
-            f"`{one.text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
-            f"at query {q:,}, key {k:,} (b {b}, h {h}){wraps}\n"
-            f"  hide such positions first, `({bound}) & ...`, or clamp the index: "
-            f"`({one.index}).clamp(0, {one.size - 1})`"
+            f"`{text}` reads `{node.name}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
+            f"at {at}{wraps}\n"
+            f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({index}).clamp(0, {one.size - 1})`"
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
-from frisket.dsl.ir import TRUE, B, conj, lit
+from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.grammar.memo import beside, remember
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
@@ -25,7 +27,18 @@ def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     names = names_in(mod, ragged)
     inner = mod.at(names.places(False), values_of(names, ragged))
     outer = own_sequence(names, ragged)
-    return LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
+    made = LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
+    beside(made, "words", lambda: partial(in_sequences, names, ragged))
+    return made
+
+
+def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int, ...]) -> tuple[Expr, str]:
+    """A lookup of packed positions as the user wrote it, inside a sequence, and the position (b, h, q, k) in words."""
+    places = [x for visible in (True, False) for x in names.places(visible).items() if x[0] is not B]
+    offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
+    s = int(np.searchsorted(offsets[0], at[2], "right")) - 1
+    q, k = (x - of[s] for x, of in zip(at[2:], offsets, strict=True))
+    return ir.substitute(node, {e: name for name, e in places}), f"query {q:,}, key {k:,} of sequence {s} (h {at[1]})"
 
 
 def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:
@@ -63,16 +76,15 @@ def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
     return own if visible.expr is TRUE else visible.join("and", own)
 
 
-def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
-    """A score mod that gets positions inside the sequence, and its tables; remembered with the score mod."""
+def local(mod: Scored, ragged: Ragged) -> tuple[Scored, JaggedTables]:
+    """A score mod that gets positions inside the sequence, and the names of its tables; kept with the score mod."""
     made: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
     key = ragged.pattern, ragged.sequences
     if key not in made:
         names = names_in(mod.live, ragged)
         live = replace(mod.live, expr=ir.substitute(mod.live.expr, names.places(True)))
         remember(made, key, (replace(mod, live=live), names), 8)
-    found, names = made[key]
-    return found, values_of(names, ragged)
+    return made[key]
 
 
 def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:

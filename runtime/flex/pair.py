@@ -20,7 +20,8 @@ from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.torch import op as torch_op
 
-from .checks import check_gathers, check_promises
+from .checks import check_promises
+from .errors import check_lookups
 from .kernel_options import Asked
 from .live_mask import LiveMask
 from .score_mod import KEPT, Scored, Watched, apart
@@ -40,6 +41,7 @@ class FlexPair:
         self, mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]
     ) -> None:
         score, names = (None, {}) if mod is None else apart(mod.live, visible)
+        self.renamed = names
         wanted = {} if score is None else names_of(score.expr)
         back = {new: old for old, new in names.items()}
         own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
@@ -61,15 +63,22 @@ class FlexPair:
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
         return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.held)
 
-    def check(self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any) -> None:
-        """Once for these lengths, where nothing is on a device."""
+    def check(
+        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any,
+        words: Any = None,
+    ) -> None:  # fmt: skip
+        """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = query.shape[:3], key.shape[2], asked.promises
         if place in self.checked or 0 in query.shape or 0 in key.shape:
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
                 shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
-                check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key)
+                score = self.att.score.bind(**shapes)
+                lookups = score.lookups(
+                    query.shape[2], key.shape[2], self.att.mask, batch=query.shape[0], heads=query.shape[1]
+                )
+                check_lookups(lookups, self.renamed, words)
             check_promises(asked.promises, self.att, block_mask, query, key)
         self.checked.add(place)
 

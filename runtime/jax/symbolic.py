@@ -10,7 +10,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, walk
+from frisket.lowering.analysis.count import literal
+from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.kernels.expr import machine
 from frisket.lowering.kernels.jnp_expr import JNP
@@ -100,14 +102,19 @@ KNOWN = frozenset({*JNP, "lit", "var", "param", "lookup"})
 
 
 def _check_lengths(program: CallProgram, values: Mapping[str, Any], g: Geometry) -> None:
-    """Tables that are read at bare positions are as long as there are positions."""
+    """Tables that are read at bare positions are as long as there are positions, or a condition says that positions end
+    before them."""
     have = {"b": g.batch, "h": g.heads, "q": g.q_len, "k": g.kv_len}
-    for n in (n for p in program.parts for n in walk(p.expr) if n.op == "lookup"):
+    seen = TRUE if program.mask is None else program.mask.expr
+    reads = [x for p in program.parts for x in contexts(p.expr, ()).items() if x[0].op == "lookup"]
+    for n, when in reads:
         for axis, index in enumerate(n.args):
             need = have.get(index.name) if index.op == "var" else None
             length: Any = np.shape(values[n.name])[axis] if n.name in values else None
-            known = isinstance(need, int) and isinstance(length, int)
-            if need is not None and not (length >= need if known else length == need):
+            fixed = isinstance(length, int)
+            if need is not None and not (length >= need if fixed and isinstance(need, int) else length == need):
+                if fixed and literal(conj(seen, when, index >= length), program.scalars) is FALSE:
+                    continue
                 raise ParameterError(
                     f"table `{n.name}` has {length} entries on axis {axis} and is read at `{index.name}`, of which "
                     f"there are {need}; give the exported function a table of that length"

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, uses, var, walk
-from frisket.lowering.analysis.decide import Lookup, lookups, no_row_empty, pair_counts, row_counts
+from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
+from frisket.dsl.sugar import eq
+from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import Solved
@@ -378,6 +380,12 @@ class Facts:
         return self.layout.lookups
 
     @property
+    def counted(self) -> str:
+        """The visible pairs in words, or the reason why they are not counted."""
+        pairs = self.visible_pairs
+        return f"{pairs:,} pairs" if pairs is not None else "not counted: too many pairs to look at"
+
+    @property
     def hints(self) -> tuple[str, ...]:
         """Remarks on clauses that show less than their name says: sink tokens of the first document alone.
 
@@ -410,7 +418,11 @@ class Facts:
         return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
 
     def __str__(self) -> str:
-        rows = {True: "every query sees a key", False: "some query sees no key", None: "not known if all see a key"}
+        rows = {
+            True: "every query sees a key",
+            False: "some query sees no key",
+            None: "the budget does not suffice to know whether every query sees a key",
+        }
         lines = {
             "rows": rows[self.rows_nonempty],
             "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
@@ -420,9 +432,7 @@ class Facts:
         if not self.exact:
             left = self.layout.analysis.undecided
             lines["exact"] = f"no: {left:,} tiles count as partial without being looked at"
-        pairs = self.visible_pairs
-        if pairs is not None:
-            lines["visible"] = f"{pairs:,} pairs"
+        lines["visible"] = self.counted
         if self.tables:
             lines["tables"] = "\n".join(f"{name}: {facts}" for name, facts in self.tables.items())
         if self.lookups:
@@ -440,23 +450,38 @@ def check_reach(
     mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows. Refuse
-    offsets that do not hold a bare coordinate whose segment counts. Hidden positions may lie beyond: lookups clamp.
-    `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not known."""
+    """Refuse a table that a bare coordinate of `readers` runs past the end of, at a position that `mask` shows and
+    where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups
+    clamp. `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not
+    known; a lookup that such values guard is not checked."""
     ends = whole(origin, lengths)
     stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths
     known = {**tables, **shapes}
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
-        beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
-        found = analyse(
-            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
-            tables=known,
-        )  # fmt: skip
-        if found.exact and found.spans.count.any():
+    scope = Scope(
+        {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}, {n: Table(t) for n, t in known.items()}, _STEPS
+    )
+    place = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "origin": origin}
+    visible = bind_in_part(mask, known)
+    diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
+    for e in readers:
+        reader = bind_in_part(e, known)
+        grid, _ = grid_of(reader, block=(1, 1), **place)
+        left, shown = short_tables(reader, known, stops), {}
+        while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
+            when = guards(reader, {node for _, node, _, _ in left}, shapes, grid, scope)
+            shown = dict.fromkeys(left)
+            for one in left:
+                coordinate, node, _, have = one
+                beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
+                if not names_of(beyond).keys() & shapes.keys():
+                    found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    shown[one] = bool(found.spans.count.any()) if found.exact else None
+            left = [one for one in left if shown[one] is not False]
+        for coordinate, node, axis, have in (one for one in left if shown[one]):
             need = stops[coordinate]
             raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"table `{node.name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
                 f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             )
     for e in readers:
@@ -466,11 +491,9 @@ def check_reach(
         }  # fmt: skip
         if not outside or names_of(e).keys() & shapes.keys():
             continue
-        reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
-        grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
-        env = {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}
-        scope = Scope(env, {n: Table(t) for n, t in known.items()}, _STEPS)
-        for one in lookups(reader, visible, grid, scope):
+        reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
+        grid, _ = grid_of(make("both", (reader, seen)), q_len, kv_len, batch, heads, (1, 1), origin)
+        for one in lookups(reader, seen, grid, scope):
             if one.offsets and one.witness and one.table in outside:
                 advice = _advice(one.table, tables[one.table], outside[one.table])
                 raise ParameterError(f"{one}\n  {advice}")

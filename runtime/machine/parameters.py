@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError, Span
-from frisket.dsl.evaluate import evaluate
+from frisket.dsl.errors import EvaluationError, ParameterError, Span, caret
+from frisket.dsl.evaluate import evaluate, leaves_64_bits
 from frisket.dsl.from_python.closure import Path, read_again
 from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
@@ -34,6 +35,7 @@ from frisket.dsl.notebook import table
 from frisket.dsl.program import Declared, Parsed, check_names, entries_of, read, type_of
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
+from frisket.lowering.analysis.count import literal
 
 from .leave import outside
 
@@ -154,16 +156,14 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     return value
 
 
-def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, str, int, int]]:
-    """(coordinate, table, axis, its length) wherever a bare coordinate runs past the end of a table."""
-    found = []
-    for node in ir.walk(e):
-        if node.op == "lookup":
-            for axis, index in enumerate(node.args):
-                have = tables[node.name].shape[axis]
-                if index.op == "var" and sizes.get(index.name, 0) > have:
-                    found.append((index.name, node.name, axis, have))
-    return found
+def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
+    """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
+    return [
+        (index.name, node, axis, have)
+        for node in ir.walk(e) if node.op == "lookup"
+        for axis, (index, have) in enumerate(zip(node.args, tables[node.name].shape, strict=True))
+        if index.op == "var" and sizes.get(index.name, 0) > have
+    ]  # fmt: skip
 
 
 def digest(value: Any) -> Any:
@@ -335,6 +335,22 @@ class BoundExpr:
     def sites(self) -> tuple[tuple[Span, Expr], ...]:
         """Sub-expressions, each with its place in the source text."""
         return self.origin.sites
+
+    @staticmethod
+    @contextmanager
+    def locating(*parts: BoundExpr) -> Iterator[None]:
+        """Show, in an error for an integer that leaves 64 bits, where its clause stands in the text of one of them."""
+        try:
+            yield
+        except EvaluationError as error:
+            clause = error.clause
+            for part in parts if clause is not None else ():
+                for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
+                    if e is clause or literal(e, part.scalars) is clause:
+                        where, picture = caret(part.source, span, part.what) if span else ("", "")
+                        lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
+                        raise leaves_64_bits(e, part.expr, "".join(f"\n  {x}" for x in lines)) from None
+            raise
 
     @property
     def tables(self) -> dict[str, Array]:

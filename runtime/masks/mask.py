@@ -108,7 +108,8 @@ class Mask(BoundExpr):
         self.check_tables(q_len, kv_len, batch, heads)
         shape = (batch, heads, q_len, kv_len)
         env = {**coordinates(*shape), **self.scalars}
-        return visible(self.expr, env, self.tables, shape).copy()
+        with self.locating(self):
+            return visible(self.expr, env, self.tables, shape).copy()
 
     @counting
     def layout(
@@ -128,7 +129,8 @@ class Mask(BoundExpr):
         `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that are out of range, `ParameterError` for
         a parameter without a value.
         """
-        return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
+        with self.locating(self):
+            return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
@@ -310,18 +312,25 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
     not define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
     `ParameterError` for a value that does not fit its name.
     """
-    if isinstance(what, Mask):
+    return _built(Mask, ScoreMod, "mask", what, params)  # type: ignore[no-any-return]
+
+
+def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any]) -> Any:
+    """A mask or a score mod from anything that stands for one."""
+    if isinstance(what, kind):
         return what.bind(**params)
-    if isinstance(what, ScoreMod):
-        raise ParameterError("this is a score mod, not a mask")
+    if isinstance(what, other):
+        hint = "; a mask is given as mask=..." if other is Mask else ""
+        raise ParameterError(f"this is a {other.what}, not a {kind.what}{hint}")
     if isinstance(what, Expr):
-        return Mask(what, params)
+        return kind(what, params)
     if isinstance(what, str):
-        made = _program(what, "mask", "mask", params).mask
-        if made is None:
-            raise ParameterError("this text has a score mod and no mask; use frisket.score")
+        if (made := getattr(_program(what, name, name, params), name)) is None:
+            raise ParameterError(
+                f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
+            )
         return made
-    return Mask(*_from_python(what, "mask", params))
+    return kind(*_from_python(what, name, params))
 
 
 def _mask_or_none(what: MaskLike | None) -> Mask | None:
@@ -338,18 +347,7 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
 
     Tables and numbers that require a gradient are learned: `params`, or what a function captures. Raises as `mask`.
     """
-    if isinstance(what, ScoreMod):
-        return what.bind(**params)
-    if isinstance(what, Mask):
-        raise ParameterError("this is a mask, not a score mod; a mask is given as mask=...")
-    if isinstance(what, Expr):
-        return ScoreMod(what, params)
-    if isinstance(what, str):
-        made = _program(what, "score", "score", params).score
-        if made is None:
-            raise ParameterError("this text has a mask and no score mod; use frisket.mask")
-        return made
-    return ScoreMod(*_from_python(what, "score", params))
+    return _built(ScoreMod, Mask, "score", what, params)  # type: ignore[no-any-return]
 
 
 def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:

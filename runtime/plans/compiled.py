@@ -28,7 +28,7 @@ from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.integers import as_int
-from frisket.runtime.machine.parameters import names_of, segments_of_coordinates, short_tables
+from frisket.runtime.machine.parameters import BoundExpr, names_of, segments_of_coordinates, short_tables
 from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
@@ -75,7 +75,7 @@ class CompiledProgram:
     def reads(self) -> tuple[tuple[str, int, int], ...]:
         """(coordinate, start, stop) of every axis of a table that a bare coordinate indexes, and of offsets."""
         endless = dict.fromkeys("bhqk", 1 << 62)
-        readers = *(p.expr for p in self.program.parts), self.analysed
+        readers = [p.expr for p in self.program.parts]
         axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
         segments = (x for e in readers for x in segments_of_coordinates(e, self.arrays))
         return *axes, *{(c, first, last) for c, _, first, last in segments}
@@ -86,9 +86,8 @@ class CompiledProgram:
             return
         places = dict(zip("bhqk", zip(origin, whole(origin, lengths), strict=True), strict=True))
         if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
-            seen = TRUE if self.program.mask is None else self.program.mask.expr
-            for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.analysed, [self.analysed])):
-                check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
+            readers = [p.expr for p in self.program.parts]
+            check_reach(self.analysed, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
         """Whether every query sees a key, where that is known without counting."""
@@ -184,7 +183,8 @@ def work(
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     base.check_reach(lengths, origin, sizes)
     rest = base, lengths, block, origin, sizes, dropout
-    return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
+    with BoundExpr.locating(*program.parts):
+        return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
 
 
 def _work(

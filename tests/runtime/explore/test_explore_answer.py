@@ -273,3 +273,27 @@ def test_explorer_answer_escapes_hostile_text():
     assert text.count("<script nonce=") == 4
     found = answer({"text": f"causal # {hostile}"}, {})
     assert "<script" not in "".join(found[n] for n in ("shape", "block", "tiles", "facts", "cost"))
+
+
+def test_number_of_each_batch_entry_gets_one_slider():
+    asked = {"text": "causal & k < n[b]", "q_len": 64, "kv_len": 64, "batch": 3}
+    found = answer(asked, {})
+    assert [(s["name"], s["value"]) for s in found["scalars"]] == [("n", 64)]
+    assert found["made"] == {"n": "one number for all batch entries"}
+    moved = answer({**asked, "values": {"n": 9}}, {})
+    assert moved["scalars"][0]["value"] == 9
+    assert "n = np.full((3,), 9)" in moved["python"]
+    assert "--table n=n.npy" in moved["command"]
+    assert "--set" not in moved["command"]
+    assert not answer(asked, {"n": np.array([3, 4, 5])})["scalars"]  # a file has its values
+    for text in ("k < n[b] + n[q]", "k < n[b, h]", "n[b] > 0.5", "k < lengths[b]"):
+        assert not answer({**asked, "text": text}, {})["scalars"], text
+
+
+def test_facts_that_are_not_computed_say_why():
+    found = answer({"text": "random(3, b, h, q, k) < 0.5", "q_len": 1 << 17, "kv_len": 1 << 17}, {})
+    for part in ("facts", "cost"):
+        assert "not counted: too many pairs to look at" in found[part]
+    text = str(fk.mask("random(3, b, h, q, k) < 0.5").layout(1 << 17, 1 << 17, budget=1000).facts)
+    assert "the budget does not suffice to know whether every query sees a key" in text
+    assert "\nvisible   not counted: too many pairs to look at" in text

@@ -87,3 +87,41 @@ def test_tensors_that_are_not_jagged(q_nt, kv_nt, text):
     with pytest.raises(ValueError, match=text) as e:
         ours.create_nested_block_mask("causal", 1, 1, q_nt, kv_nt)
     assert isinstance(e.value, fk.FrisketError)
+
+
+SHORT = torch.zeros(2, 20)
+BESIDES = {
+    "score": lambda q, k: ours.flex_attention(q, k, k, lambda s, b, h, i, j: s + SHORT[b, j - i + 10]),
+    "score under a mask": lambda q, k: ours.flex_attention(
+        q, k, k, lambda s, b, h, i, j: s + SHORT[b, j - i + 10],
+        ours.create_nested_block_mask(lambda b, h, i, j: i <= j, 1, 1, q, k),
+    ),
+    "mask": lambda q, k: ours.create_nested_block_mask(lambda b, h, i, j: SHORT[b, j - i + 10] >= 0, 1, 1, q, k),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", BESIDES)
+@pytest.mark.parametrize("longer", [0, 3])  # keys have other offsets
+def test_nested_lookup_errors_count_inside_a_sequence(way, longer):
+    with pytest.raises(IndexError) as caught:
+        BESIDES[way](nested([5, 17]), nested([5, 17 + longer]))
+    said = str(caught.value).splitlines()
+    assert said == [
+        "`SHORT[b, k - q + 10]` reads `SHORT` at 20 on axis 1, which has entries 0..19, at query 0, key 10 of "
+        "sequence 1 (h 0)",
+        "  hide such positions first, `(k - q + 10 < 20) & ...`, or clamp the index: `(k - q + 10).clamp(0, 19)`",
+    ]
+
+
+def test_flex_lookup_errors_keep_names_that_two_tables_share():
+    q_offsets = torch.tensor([0, 3, 22])
+    with pytest.raises(IndexError, match=r"^`q_offsets\[k - q\]` reads `q_offsets` at -?\d+ .* of sequence \d"):
+        ours.flex_attention(*[nested([5, 17])] * 3, lambda s, b, h, i, j: s + q_offsets[j - i])
+    x, wide, short = torch.zeros(1, 1, 25, 8), torch.ones(25), torch.ones(20)
+    seen, added = (
+        (lambda t: lambda b, h, i, j: t[i] > j - 9)(wide),
+        (lambda t: lambda s, b, h, i, j: s + t[i - j])(short),
+    )
+    held = ours.create_block_mask(seen, 1, 1, 25, 25, "cpu")  # both call their table `t`
+    with pytest.raises(IndexError, match=r"^`t\[q - k\]` reads `t` at .* on axis 0"):
+        ours.flex_attention(x, x, x, added, held)
