@@ -28,7 +28,7 @@ from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import traced
+from frisket.runtime.machine.parameters import refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -82,8 +82,9 @@ class AttentionFn:
 
         `mask`, which `layer(x, mask=...)` passes on, is joined to this function's own:
 
-        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; what is not 0 is seen. It is read as a
-          table, tile by tile, and never copied to that shape;
+        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; a key is visible where it is above 0. It
+          is read as a table, tile by tile, and never copied to that shape. Negative numbers are those of a bias: an
+          error, and under `jax.jit`, where nothing can be raised, the result is NaN;
         - a dict of values for names in this function's texts, `mask={"doc": doc}`: other ones at every step. With
           "mask" it may hold one of these masks too, with "sinks" attention sinks [heads];
         - a text, a function or an `fk.Mask`.
@@ -106,7 +107,9 @@ class AttentionFn:
         lead, lengths = _lengths(query, key, value)
         values = dict(mask) if isinstance(mask, Mapping) else {}
         given, sinks = values.pop("mask", None) if isinstance(mask, Mapping) else mask, values.pop("sinks", None)
-        array = given if hasattr(given, "shape") else None
+        array = jnp.asarray(given) if hasattr(given, "shape") else None
+        if array is not None:
+            refuse_additive(array)
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
         text = _both(text, given if array is None else None)
@@ -120,10 +123,11 @@ class AttentionFn:
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
-            where, tables[MASK] = _table(MASK, jnp.asarray(array) != 0, lead, lengths)
+            where, tables[MASK] = _table(MASK, array > 0, lead, lengths)
             text = _both(text, where)
         if bias is not None:
-            where, tables[BIAS] = _table(BIAS, jnp.asarray(bias), lead, lengths)
+            refuse_bools(bias := jnp.asarray(bias))
+            where, tables[BIAS] = _table(BIAS, bias, lead, lengths)
             added = as_score(f"score + {where}")
             mod = added if mod is None else mod.then(added)
         rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
@@ -135,6 +139,8 @@ class AttentionFn:
             q, k, v, seed=seed, sinks=sinks, layout="bshd",
             sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
         )  # fmt: skip
+        if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
+            out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
         return out.reshape(*lead, *out.shape[1:])
 
     def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
@@ -181,7 +187,7 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
-    seen = (jnp.asarray(mask) != 0).any(tuple(range(mask.ndim - 1)))
+    seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
     return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
 

@@ -132,6 +132,21 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 
+def refuse_additive(mask: Any) -> None:
+    """Raise for a mask array of negative numbers: they are to be added to scores, and 0 is where a key is visible."""
+    if mask.dtype != bool and not traced(mask) and bool((mask < 0).any()):
+        raise ParameterError(
+            "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
+            "mask=bias == 0"
+        )
+
+
+def refuse_bools(bias: Any) -> None:
+    """Raise for a bias of Bools."""
+    if str(bias.dtype).endswith("bool"):
+        raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
+
+
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     """The value as the type its name has; an Int does for a Float, nothing else changes type."""
     have, kind = type_of(name, value)

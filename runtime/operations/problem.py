@@ -17,7 +17,7 @@ from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import as_value, names_of, traced
+from frisket.runtime.machine.parameters import as_value, names_of, refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -71,12 +71,18 @@ def problem(
         at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
+        refuse_additive(array)
         if array.dtype != bool:
-            raise ParameterError(f"the mask is an array of {array.dtype}; True is what is seen: mask != 0, or bias=")
+            raise ParameterError(
+                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; what is added to scores is "
+                "bias=mask"
+            )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
     if soft_cap is not None:
         scores.append(as_score("softcap(c)", c=float(soft_cap)))
     if bias is not None:
+        bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
+        refuse_bools(bias)
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
