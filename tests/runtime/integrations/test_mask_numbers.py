@@ -55,7 +55,8 @@ def test_traced_additive_masks_of_flax_give_nan():
     assert np.isnan(jax.jit(lambda m: FN(Q, K, V, mask=m))(ADDED)).all()
     both = jnp.asarray(np.stack([ADDED, SEEN[None, None]]))
     out = jax.jit(jax.vmap(lambda m: FN(Q, K, V, mask=m)))(both)
-    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
 
 
 def test_traced_additive_masks_of_caches_hide_every_key():
@@ -66,7 +67,7 @@ def test_traced_additive_masks_of_caches_hide_every_key():
 
 def test_biases_of_bools_are_refused():
     for call in (FN, AttentionRegistry.create("frisket-xla")):
-        with pytest.raises(fk.ParameterError, match="the bias is an array of bool, .* give Bools as mask="):
+        with pytest.raises(fk.ParameterError, match=r"the bias is an array of bool, .* give Bools as mask="):
             call(Q, K, V, bias=SEEN[None, None])
 
 

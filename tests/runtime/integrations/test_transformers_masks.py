@@ -238,8 +238,10 @@ def test_errors_in_the_text_come_with_a_caret():
 def test_square_masks_of_ints_are_refused(dtype):
     """Eager attention adds them and sdpa refuses them; they were read as Bools."""
     seen = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=dtype)
-    what = str(dtype).removeprefix("torch.")
-    refused(rf"attention_mask is {what}\[2, 1, .*it is Bools, .* or Floats that are added", call={"attention_mask": seen})
+    message = (
+        rf"attention_mask is {str(dtype).removeprefix('torch.')}\[2, 1, .* it is Bools, .* or Floats that are added"
+    )
+    refused(message, call={"attention_mask": seen})
 
 
 def test_transformers_plugin_refuses_bad_masks():
