@@ -19,7 +19,7 @@ from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
-from frisket.runtime.machine.parameters import as_value, is_tensor, learns, traced
+from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
@@ -71,6 +71,8 @@ def compile(
     Raises what `frisket.mask` and `frisket.score` raise, and `BackendError` for a backend that is not there.
     """
     check_name(backend)
+    if isinstance(sinks, np.ndarray | list | tuple):  # a copy, because the attention compares by it
+        sinks = as_value("sinks", sinks)
     options = Options(
         scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic),
         engines=engines_named(engines),
@@ -132,7 +134,7 @@ def attention(
         found = written_call(mask, score, said, request, return_lse or return_max)
         return results(found, return_lse, return_max)
     options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
-    params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
+    params = {n: call_value(n, x) for n, x in params.items()}
     att = attention_for(mask, score, options, params)
     return att(
         q, k, v, seed=seed, sinks=sinks, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse,

@@ -28,7 +28,7 @@ from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import refuse_additive, refuse_bools, traced
+from frisket.runtime.machine.parameters import call_value, refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -105,8 +105,9 @@ class AttentionFn:
         _refuse(attn_weights_value_einsum, "attn_weights_value_einsum", fused)
         query, key, value = _promoted(dtype, query, key, value)
         lead, lengths = _lengths(query, key, value)
-        values = dict(mask) if isinstance(mask, Mapping) else {}
-        given, sinks = values.pop("mask", None) if isinstance(mask, Mapping) else mask, values.pop("sinks", None)
+        values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
+        given, sinks = values.pop("mask", None), values.pop("sinks", None)
+        values = {n: call_value(n, x) for n, x in values.items()}
         array = jnp.asarray(given) if hasattr(given, "shape") else None
         if array is not None:
             refuse_additive(array)

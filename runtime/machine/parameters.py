@@ -80,9 +80,33 @@ def kind_of(x: Number) -> Any:
     return (float, math.copysign(1.0, x)) if type(x) is float else type(x)
 
 
+def stacked(name: str, value: Any) -> Any:
+    """A list or tuple that holds traced numbers or tensors of torch as one array of theirs: `jax.jit` takes lists
+    apart, and the entries may learn. Other values stay as they are."""
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [stacked(name, x) for x in value]
+    try:
+        if any(map(traced, parts)):
+            return sys.modules["jax"].numpy.asarray(value)
+        if any(map(is_tensor, parts)):
+            torch = sys.modules["torch"]
+            return torch.stack([torch.as_tensor(x) for x in parts])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ParameterError(f"`{name}` is not an array: {error}") from None
+    return value
+
+
+def call_value(name: str, value: Any) -> Any:
+    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are."""
+    value = stacked(name, value)
+    return as_value(name, value) if isinstance(value, list | tuple | np.generic) else value
+
+
 @outside
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
+    value = stacked(name, value)
     if traced(value):
         raise ParameterError(
             f"`{name}` is traced by jax.jit or another transform, and this takes values; compile the mask without it "

@@ -144,6 +144,13 @@ class AttentionMetadata(Record):
         if (self.blocksize_q is None) != (self.blocksize_k is None):
             raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same values; of `base_config` all that is taken is among them."""
+        return type(other) is type(self) and {**vars(self), "base_config": 0} == {**vars(other), "base_config": 0}
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.mesh, self.platform, self.backend, self.sequence_axis_name))
+
     def set_attrs_carefully(
         self, attr_name: str = EMPTY_VAL, default: Any = EMPTY_VAL, pickup_name: str | None = None,
         use_base_config: bool = True, *, attr: str = EMPTY_VAL,

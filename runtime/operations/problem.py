@@ -17,7 +17,7 @@ from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import as_value, names_of, refuse_additive, refuse_bools, traced
+from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -48,7 +48,7 @@ def problem(
 ) -> OpCall:  # fmt: skip
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
     are, `causal` and `window` have the last query at the last key. `called` are the operator's keywords."""
-    values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
+    values = {n: call_value(n, x) for n, x in params.items()}
     if taken := next((n for n in values if n in TABLES), None):
         raise ParameterError(
             f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
@@ -149,6 +149,7 @@ def _check_place(what: str, moved: bool) -> None:
 
 def _sinks(x: Any, heads: int) -> Any:
     """Sinks [heads]: several of a head are one, whose weight is theirs together."""
+    x = jnp.asarray(x) if isinstance(x, list | tuple) else x
     if x is None or getattr(x, "ndim", 0) < 2:
         return x
     if x.ndim != 2 or x.shape[0] not in (1, heads):
