@@ -55,9 +55,9 @@ class Options:
         return [(name, text) for name, text, usual in both if text != usual]
 
 
-def flag(value: Any) -> bool:
+def flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
-        raise ParameterError(f"deterministic is {value!r}; it is True or False")
+        raise ParameterError(f"{name} is {value!r}; it is True or False")
     return value
 
 

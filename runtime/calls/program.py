@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
 from frisket.dsl.hints import CALLED, keyword
-from frisket.dsl.ir import COORDINATES, Expr, renamed, substitute, var
+from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
@@ -22,6 +22,7 @@ from frisket.runtime.machine.parameters import (
     Origin,
     as_value,
     digest,
+    learns,
     names_of,
     offsets_of,
     own_state,
@@ -128,6 +129,15 @@ class CallProgram:
             return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
 
         return self.changed(bare)
+
+    def scaled(self, scale: Any = None) -> tuple[CallProgram, str]:
+        """A program whose score mod multiplies `score` first, and the name of the factor: a traced or learned scalar,
+        or None for one that calls give."""
+        name = next(n for i in count(1) if (n := f"softmax_scale_{i}") not in self.names)
+        held = {} if scale is None else {name: scale}
+        first = ScoreMod(SCORE * param(name, FLOAT), held if learns(scale) else None, Origin(captured=held))
+        reads = self.score is not None and "score" in uses(self.score.expr)
+        return replace(self, score=first.then(self.score) if reads and self.score else self.score or first), name
 
     def changed(self, change: Callable[[Any], Any]) -> CallProgram:
         """A program with every part changed."""

@@ -24,8 +24,9 @@ with extras():
     import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.attention.entry import scaled_attention
 from frisket.runtime.backends.registry import check_name
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import call_value, refuse_additive, refuse_bools, traced
@@ -37,7 +38,7 @@ MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a laye
 
 
 def attention_fn(
-    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: float | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: Any = None,
     backend: str | None = None, decode: bool = True, **params: Any,
 ) -> AttentionFn:  # fmt: skip
     """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
@@ -51,7 +52,7 @@ def attention_fn(
     _refuse_traced(params)
     made = program_of(mask, score, params)
     _refuse_traced(made.captured)
-    return AttentionFn(made.mask, made.score, Options(scale, backend=backend), decode)
+    return AttentionFn(made.mask, made.score, Options(scale_of(scale), backend=backend), decode)
 
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
@@ -132,13 +133,13 @@ class AttentionFn:
             added = as_score(f"score + {where}")
             mod = added if mod is None else mod.then(added)
         rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
-        options = Options(self.options.scale, backend=self.options.backend, dropout=rate)
-        att = attention_for(text, mod, options, {**values, **tables})
+        options = Options(backend=self.options.backend, dropout=rate)
+        att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
         out: jax.Array = att(
             q, k, v, seed=seed, sinks=sinks, layout="bshd",
-            sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
+            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,
         )  # fmt: skip
         if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
             out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import rate_of
 from frisket.runtime.modeling.meshes import create_mesh
 from frisket.runtime.sharding import names as n
@@ -141,6 +142,7 @@ class AttentionMetadata(Record):
         self.platform = _member(Platform, "platform", self.platform)
         self.backend = _member(Backend, "backend", self.backend)
         self.dropout_prob = rate_of(self.dropout_prob)
+        self.softmax_scale = scale_of(self.softmax_scale, "softmax_scale", known=True)
         if (self.blocksize_q is None) != (self.blocksize_k is None):
             raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
 

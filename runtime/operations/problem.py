@@ -14,7 +14,7 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for, stand_in
-from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.arrays import framework_of, scale_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, refuse_bools, traced
@@ -43,7 +43,7 @@ class OpCall:
 
 def problem(
     lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
-    causal: bool, window: Any, soft_cap: float | None, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+    causal: bool, window: Any, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
     called: Sequence[str],
 ) -> OpCall:  # fmt: skip
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
@@ -78,8 +78,14 @@ def problem(
                 "bias=mask"
             )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
-    if soft_cap is not None:
-        scores.append(as_score("softcap(c)", c=float(soft_cap)))
+    if not isinstance(scale, float | None):
+        scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
+    soft_cap = scale_of(soft_cap, "logits_soft_cap")
+    if isinstance(soft_cap, float):
+        scores.append(as_score("softcap(c)", c=soft_cap))
+    elif soft_cap is not None:
+        scores.append(as_score("softcap(logits_soft_cap)"))
+        values["logits_soft_cap"] = soft_cap
     if bias is not None:
         bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
         refuse_bools(bias)
