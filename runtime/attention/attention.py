@@ -517,12 +517,13 @@ class Attention:
 
         Takes q, k and v instead of sizes too. `dtype` is "float32" unless given.
         """
-        if backend not in (texts := printed()):
-            check_name(backend)
+        check_name(backend)
+        name = backend_named(backend, "torch").name
+        if name not in (texts := printed()):
             raise LoweringError(
                 f"backend {backend!r} runs library calls and has no kernel text; there is text for {', '.join(texts)}"
             )
-        return self.stages(*shape, backend=backend, **sizes).source
+        return self.stages(*shape, backend=name, **sizes).source
 
     @counting
     @of_now

@@ -12,9 +12,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
+from frisket.dsl.functions import LEAVES
 from frisket.dsl.hints import CALLED, keyword
 from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var
-from frisket.dsl.program import read
+from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.machine.parameters import (
@@ -213,6 +214,7 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:
     """Raise `ParameterError` for a keyword that is none of `called` and that nothing reads."""
     if unused := [n for n in params if n not in names]:
+        check_names([n for n in unused if n in LEAVES])
         hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
 

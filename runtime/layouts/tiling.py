@@ -455,10 +455,15 @@ def check_reach(
             tables=known,
         )  # fmt: skip
         if found.exact and found.spans.count.any():
-            need = stops[coordinate]
+            need, shape = stops[coordinate], known[name].shape
+            advice = f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+            if coordinate == "b" and have == 1 and len(shape) == 2:
+                advice = f"one row for all batch entries is a table of one axis: `same({name})`, or `{name}[q]`"
+            elif len(shape) == 2 and shape[1 - axis] == need:
+                advice = f"its axes are the other way round: give {name}.T"
             raise ParameterError(
                 f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+                f"{advice}"
             )
     for e in readers:
         outside = {

@@ -175,9 +175,10 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     """The value as the type its name has; an Int does for a Float, nothing else changes type."""
     have, kind = type_of(name, value)
     if rank is not None and have != rank:
-        more = (
-            f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`" if (rank, have) == (1, 2) else ""
-        )
+        more = {
+            (1, 2): f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`",
+            (2, 1): f"; for [length] write `same({name})`, or `{name}[q]`",
+        }.get((rank, have), "")
         raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}{more}")
     if kind is type or rank is None:
         return value
