@@ -32,6 +32,7 @@ KEYWORDS = {  # of attention elsewhere -> what says it here
     "alibi_slopes": 'write score="alibi(slopes)", slopes=...',
     "segment_ids": 'write mask="same_by_batch(ids)", ids=...',
 }
+OF_COMPILE = "mask score scale dropout backend tile engines reorder deterministic enable_gqa".split()
 CALLED = (
     "mask score scale sinks dropout seed backend return_lse return_max origin sizes layout plan enable_gqa "
     "deterministic tile k_scale v_scale pages"
@@ -63,6 +64,8 @@ def keyword(name: str, names: Sequence[str] = (), called: Sequence[str] = CALLED
     >>> keyword("casual"), keyword("casual", called=["causal", "bias"])
     ('write mask="causal"', 'did you mean the keyword `causal`?')
     """
+    if called is CALLED and name in OF_COMPILE:
+        return f"`{name}=` belongs to `frisket.compile`"
     elsewhere = KEYWORDS if called is CALLED else {}
     if name not in elsewhere and (near := nearest(name, names)):
         return f"did you mean `{near}`?"

@@ -86,8 +86,14 @@ class KnownNames(Operators):
         return None if guess is None else (name, guess.type, frozenset({name}))
 
     def _wider(self, frame: Frame, name: str, rank: int) -> str:
-        """The library's definition for tables with more axes than the called definition takes."""
+        """The library's definition for tables with more axes than the called definition takes, or with one."""
         axes = {2: ("batch", "[batch, length]"), 3: ("head", "[batch, heads, length]")}
+        if (
+            frame.definition
+            and rank == 1
+            and (plain := frame.definition.name.split("_by_")[0]) in library.definitions()
+        ):
+            return f"for a table [length] write `{plain}({name})`"
         if frame.definition is None or rank not in axes:
             return ""
         suffix, shape = axes[rank]

@@ -372,7 +372,9 @@ CONSTANTS: dict[str, Expr] = {
 }  # fmt: skip
 
 LEAVES = {n: ir.var(n) for n in (*ir.COORDINATES, *ir.SIZES)} | {"score": ir.SCORE} | CONSTANTS
-CALL_KEYWORDS = frozenset("scale mask score sinks dropout seed backend return_lse origin sizes plan layout".split())
+CALL_KEYWORDS = frozenset(
+    "scale mask score sinks dropout seed backend return_lse return_max origin sizes plan layout".split()
+)
 RESERVED = frozenset(LEAVES) | CALL_KEYWORDS
 
 

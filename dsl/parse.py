@@ -8,6 +8,7 @@ Neither recurses, and nothing is evaluated, so hostile text ends in a `MaskSynta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -166,11 +167,18 @@ def _unexpected(tokens: list[Token], i: int, row: dict[str, int], text: str, nam
         message = f"`{token.text}` stands where a value is expected"
     else:
         message = f"`{token.text}` is not expected here"
-    fail(text, name, token.start, token.stop, message, _remedy(token, last, before, wants_value, row))
+    fail(text, name, token.start, token.stop, message, _remedy(token, last, before, wants_value, row, text))
 
 
-def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, row: dict[str, int]) -> str:
+def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, row: dict[str, int], text: str) -> str:
     symbol = token.symbol
+    line = text[text.rfind("\n", 0, token.start) + 1 :].split("\n")[0].strip()
+    if defines := re.match(r"(?:(?:let|var|const)\s+)?([A-Za-z_]\w*\s*(?:\([\w\s,]*\))?\s*=[^=].*)", line):
+        compare = "; to compare, write `==`" if symbol == "=" else ""
+        if symbol == "=" or (before and before.text in ("let", "var", "const")):
+            return f"to define, write `def {defines[1]}`{compare}"
+    if symbol == "[" and wants_value:
+        return "a list is a table: name it, and give its numbers by that name, off=[0, 10]"
     if symbol == "NL":
         return "an expression over several lines goes in parentheses"
     if symbol == "$END" and before is None:

@@ -7,7 +7,7 @@ q >= k & abs(q - k) < w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, nan
@@ -127,7 +127,7 @@ def _unused(unused: list[str], checker: Checker) -> str:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def check_names(params: Mapping[str, Any]) -> None:
+def check_names(params: Iterable[str]) -> None:
     for n in params:
         if not isinstance(n, str) or not n.isidentifier() or not n.isascii() or n in load().words:
             raise ParameterError(f"{n!r} is not a name of the language")

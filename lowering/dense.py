@@ -9,6 +9,8 @@ rounded to float32, as kernels and frameworks compute them.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
@@ -56,6 +59,16 @@ def coordinates(
     }  # fmt: skip
 
 
+def check_room(shape: tuple[int, ...], bytes_each: int) -> None:
+    """Refuse a dense array that has more bytes than the machine."""
+    need, have = math.prod(shape) * bytes_each, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise ShapeError(
+            f"a dense array {list(shape)} has {need / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f}\n"
+            "  take fewer positions, or look at tiles: mask.layout(q_len, kv_len)"
+        )
+
+
 def visible(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
     """The dense mask, bool [batch, heads, q_len, kv_len]."""
     return np.broadcast_to(evaluate(mask, env, tables), shape).astype(bool)
@@ -78,6 +91,7 @@ def _rows(
     kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly,
 ) -> _DenseRows:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    check_room(shape, 8)
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
     sink = rounded(np.full(shape[1], -np.inf) if sinks is None else sinks)[:, None]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
-from frisket.dsl.from_python.closure import read_again
+from frisket.dsl.from_python.closure import RAW, read_again
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
@@ -28,7 +28,7 @@ from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import CallProgram, check_used, moved
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import Request, stacked_values
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
@@ -79,7 +79,9 @@ class Attention:
     >>> print(att.stages(q_len=64).simplified)
     mask = q >= k & q - k <= 255
 
-    Call it on torch tensors `[batch, heads, length, head_dim]` or JAX arrays `[batch, length, heads, head_dim]`.
+    Call it on torch tensors `[batch, heads, length, head_dim]` or JAX arrays `[batch, length, heads, head_dim]`. Equal
+    programs and options make equal attentions. Tables are compared by their entries, torch tensors that are learned,
+    captured or sinks by identity.
     """
 
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
@@ -113,6 +115,25 @@ class Attention:
             self.inputs: dict[str, Any] = {**self._shared, **flowing}  # of graphs that Dynamo makes
         both = [e for e in program.exprs if e is not None]
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - flowing)
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """The program and the options, without variables of flax that a function captured: those are leaves of their
+        module, and no trace of JAX reads them. Tensors of torch are the same objects, and so is what is read again."""
+        ways = {n: [path.from_object() for path in paths] for n, paths in self.paths.items()}
+        leaves = {n for n, paths in ways.items() if all(path.steps[-1:] == ((True, RAW),) for path in paths)}
+        objects = tuple(
+            (n, id(x), *((id(path.root), path.steps) for path in ways.get(n, ())))
+            for n, x in self.captured.items()
+            if n not in leaves and (n in ways or learns(x) or traced(x))
+        )
+        return self.program.without(leaves), self.options, objects
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and other.identity == self.identity)
+
+    def __hash__(self) -> int:
+        return hash(self.program.exprs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program and the options; a copy prepares its calls again."""
@@ -169,6 +190,14 @@ class Attention:
         """Another program with the same options."""
         state = self.__reduce__()[2]
         return type(self)(program, *state[1:])
+
+    def scaled(self) -> tuple[Attention, str]:
+        """Attention that takes the factor of scores as a parameter of its calls, and the name of that parameter."""
+        if "scaled" not in self._moved:
+            program, name = self.program.scaled()
+            self._moved["scaled"] = self._over(program), name
+        found: tuple[Attention, str] = self._moved["scaled"]
+        return found
 
     def _check_current(self, plan: CallPlan) -> None:
         """Raise where a plan holds an array that the attention's function captured, and another is there now."""
@@ -257,6 +286,8 @@ class Attention:
             params |= live_of(k_scale, v_scale, pages)
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
+        if params or isinstance(sinks, list | tuple):
+            sinks, params = stacked_values(sinks, params)
         watched = in_graph(q)
         plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
         if plain and (self.repeats or (plan is not None and framework_of(q) == "torch")):
@@ -416,7 +447,7 @@ class Attention:
         the host. A plan holds Float tables that only the score mod reads as they are, and gradients flow to them.
         """
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
-        host, given = divided(params, flat, self.program.learnable)
+        host, given = divided(stacked_values(None, params)[1], flat, self.program.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
         x = next(iter(given.values()), None)
@@ -486,12 +517,13 @@ class Attention:
 
         Takes q, k and v instead of sizes too. `dtype` is "float32" unless given.
         """
-        if backend not in (texts := printed()):
-            check_name(backend)
+        check_name(backend)
+        name = backend_named(backend, "torch").name
+        if name not in (texts := printed()):
             raise LoweringError(
                 f"backend {backend!r} runs library calls and has no kernel text; there is text for {', '.join(texts)}"
             )
-        return self.stages(*shape, backend=backend, **sizes).source
+        return self.stages(*shape, backend=name, **sizes).source
 
     @counting
     @of_now
@@ -557,6 +589,7 @@ class Attention:
                 q, k, v, plan=plan, seed=seed, sinks=sinks, gradients=gradients, origin=origin, sizes=sizes,
                 layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
             )  # fmt: skip
+        sinks, params = stacked_values(sinks, params)
         live = live_of(*map(unwrapped, (k_scale, v_scale, pages)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))

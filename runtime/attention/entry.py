@@ -11,7 +11,7 @@ import numpy as np
 from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
-from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, turn
+from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, scale_of, turn
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, engines_named, flag, rate_of, seed_of, sinks_of
@@ -19,7 +19,7 @@ from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
-from frisket.runtime.machine.parameters import as_value, is_tensor, learns, traced
+from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.call import results
 from frisket.runtime.plans.compiled import check_tile
@@ -32,7 +32,7 @@ from .report import oracle
 
 
 def compile(
-    mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
+    mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: Any = None,
     enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
     backend: str | None = None, tile: int | tuple[int, int] | None = None, engines: bool | str | Sequence[str] = True,
     reorder: Order | Literal["auto"] | None = None, **params: Any,
@@ -49,7 +49,8 @@ def compile(
 
     - `mask`, `score`: texts, Python functions, or what `frisket.mask` and `frisket.score` give. Values of their names
       follow as `**params`, here or at a call.
-    - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given.
+    - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given: a number, or an array or
+      tensor of one, which may be traced by JAX, or learned.
     - `enable_gqa`: whether query heads may share key heads, in groups.
     - `dropout`: the share of weights to drop, in [0, 1), at every call. Make another attention for inference.
     - `sinks`: [heads] or one number: logits in the softmax of every query that have no value. A call may give others.
@@ -71,11 +72,15 @@ def compile(
     Raises what `frisket.mask` and `frisket.score` raise, and `BackendError` for a backend that is not there.
     """
     check_name(backend)
+    if isinstance(sinks, np.ndarray | list | tuple):  # a copy, because the attention compares by it
+        sinks = as_value("sinks", sinks)
+    program, scale = program_of(mask, score, params), scale_of(scale)
+    if not isinstance(scale, float | None):
+        program, scale = program.scaled(scale)[0], 1.0
     options = Options(
-        scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic),
-        engines=engines_named(engines),
+        scale, flag(enable_gqa, "enable_gqa"), backend, check_tile(tile), rate_of(dropout), sinks,
+        deterministic=flag(deterministic, "deterministic"), engines=engines_named(engines),
     )  # fmt: skip
-    program = program_of(mask, score, params)
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
 
 
@@ -86,26 +91,26 @@ _compiled = Memo("runtime.attention.entry.attention_for", 128)
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, *, return_max: bool, **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_max: bool, **given: Any,
 ) -> Any: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, *, return_lse: Literal[True], **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[True], **given: Any,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, *, return_lse: Literal[False] = ..., **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[False] = ..., **given: Any,
 ) -> Array: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, *, return_lse: bool, **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: bool, **given: Any,
 ) -> Any: ...  # fmt: skip
 def attention(
     q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
+    scale: Any = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
     seed: Any = None, sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None,
     layout: str | None = None, return_lse: bool = False, return_max: bool = False,
     deterministic: bool = True, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
@@ -121,7 +126,8 @@ def attention(
     See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, gradients; `compile` for more.
     """
     check_name(backend)
-    rate, deterministic = rate_of(dropout), flag(deterministic)
+    rate, deterministic = rate_of(dropout), flag(deterministic, "deterministic")
+    enable_gqa = flag(enable_gqa, "enable_gqa")
     texts = isinstance(mask, str | None) and isinstance(score, str | None)
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
         from frisket.runtime.torch.graph import written_call
@@ -131,13 +137,23 @@ def attention(
         request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
         found = written_call(mask, score, said, request, return_lse or return_max)
         return results(found, return_lse, return_max)
-    options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
-    params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
-    att = attention_for(mask, score, options, params)
+    options = Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)
+    params = {n: call_value(n, x) for n, x in params.items()}
+    att, params = scaled_attention(mask, score, options, scale, params)
     return att(
         q, k, v, seed=seed, sinks=sinks, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse,
         return_max=return_max, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
     )  # fmt: skip
+
+
+def scaled_attention(
+    mask: Any, score: Any, options: Options, scale: Any, params: dict[str, Any]
+) -> tuple[Attention, dict[str, Any]]:
+    """`attention_for` with a scale, and the values of a call: a traced or learned scale is one of them."""
+    if isinstance(scale := scale_of(scale), float | None):
+        return attention_for(mask, score, replace(options, scale=scale), params), params
+    att, name = attention_for(mask, score, replace(options, scale=1.0), params).scaled()
+    return att, {**params, name: scale}
 
 
 def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:

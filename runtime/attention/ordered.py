@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -78,6 +79,12 @@ class OrderedAttention(Attention):
         if isinstance(order, Order):
             order.ready()
             self._fixed = order, *self._in_order(program, order)
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        o = self.order
+        places = () if isinstance(o, str) else (o.q_len, o.kv_len, o.block, digest(o.positions), digest(o.kv_positions))
+        return *super().identity, places
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, kind, state = super().__reduce__()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.dsl.errors import BackendError, FrisketError, ParameterError
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
@@ -77,7 +77,8 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
     - `gradients`: whether the kernels of gradients are compiled too.
     - `framework`: "torch" or "jax", whose arrays the calls take.
 
-    The report has a row for each kernel. The row of a kernel that cannot be compiled says why; no error is raised.
+    The report has a row for each kernel. The row of a kernel that cannot be compiled, or whose backend does not run
+    here, says why. A mask that no call could take raises the call's error.
     """
     if framework not in ("torch", "jax"):
         raise ParameterError(f"framework={framework!r}: write 'torch' or 'jax'")
@@ -136,7 +137,11 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     if isinstance(att, OrderedAttention):
         order, *both = att._at(s["q_len"], s["kv_len"], "cpu", {})
         att = both[order.rows is not None]  # native kernels find rows by themselves
-    call, engine = (_torch_call if torch else _jax_call)(att, s)
+    try:
+        call, engine = (_torch_call if torch else _jax_call)(att, s)
+    except BackendError as error:
+        yield name, "", str(error)
+        return
     ahead = RECORDS[call.backend].ahead
     if engine is not None and (engine.gradients or not gradients):
         yield name, "", f"backend {engine.backend!r} runs it"

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
+from frisket.dsl.hints import nearest
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.tuning import AS_CHOSEN
 from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
+
+MEANT = {  # devices and frameworks -> the backend that generates kernels for them
+    **dict.fromkeys(("cuda", "gpu", "rocm", "hip"), "triton"), **dict.fromkeys(("tpu", "pallas"), "pallas-tpu"),
+    "cpu": "cpp", "c++": "cpp", "jax": "xla", "torch": "aten",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
@@ -59,7 +65,9 @@ def library(framework: str) -> str:
 def check_name(name: str | None) -> None:
     """Raise for an unknown backend."""
     if name is not None and name not in names():
-        raise BackendError(f"no backend {name!r}; there are {', '.join(names())}")
+        near = MEANT.get(str(name).casefold()) or nearest(str(name), names())
+        hint = f" (did you mean {near!r}?)" if near else ""
+        raise BackendError(f"no backend {name!r}{hint}; there are {', '.join(names())}")
 
 
 def choose(name: str | None, framework: str, device: str) -> str:

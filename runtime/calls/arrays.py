@@ -181,7 +181,7 @@ class Arrays:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
         start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
-        factor = d**-0.5 if scale is None else _factor(scale)
+        factor = d**-0.5 if scale is None else scale_of(scale, known=True)
         return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
 
     def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
@@ -348,17 +348,22 @@ def _start(x: Any) -> Any:
     return at.astype(np.int64) if at.ndim else int(at)
 
 
-def _factor(scale: Any) -> float:
-    """The scale as a number; one that is learned or traced would lose its gradient here."""
+def scale_of(scale: Any, name: str = "scale", known: bool = False) -> Any:
+    """A scale as a number. Unless it must be `known`, one that is traced or learned is returned as a Float scalar,
+    because a number would lose its gradient."""
+    if scale is None:
+        return None
+    changes = traced(scale) or learns(scale)
+    single = not isinstance(scale, bool | str) and tuple(getattr(scale, "shape", ())) == ()
+    if changes and single and not known:
+        return scale * 1.0 if traced(scale) else scale  # an integer under jax.jit, too
     try:
-        factor = math.nan if learns(scale) or traced(scale) else float(scale)
+        factor = float(scale) if single and not changes else math.nan
     except (TypeError, ValueError, RuntimeError):
         factor = math.nan
     if not math.isfinite(factor):
-        raise ParameterError(
-            f"scale is {scale!r}; it is a finite number, known when the call is made\n"
-            "  multiply q by a factor that is learned or traced, and give scale=1"
-        )
+        remedy = "\n  multiply q by a factor that is learned or traced, and give scale=1" if changes and single else ""
+        raise ParameterError(f"{name} is {scale!r}; it is one finite number, or an array of one without axes{remedy}")
     return factor
 
 

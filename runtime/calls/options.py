@@ -12,7 +12,7 @@ import numpy as np
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
 from frisket.runtime.backends.base import offered
-from frisket.runtime.machine.parameters import check_plain, traced
+from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
 
 from .arrays import framework_of, uploaded
 from .rows import Rows
@@ -31,11 +31,17 @@ class Options:
     tile: tuple[int, int] | None = None
     dropout: float = 0.0  # rounded to float32
     sinks: Any = field(default=None, compare=False)
+    sinks_key: Any = field(init=False, default=None, repr=False)  # entries, or the identity of a tensor or tracer
     tuning: Tuning = AS_CHOSEN
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
     # vendors' kernels that may run where they provably compute the call; True: those compared in full
     engines: bool | tuple[str, ...] = True
     rows: Rows | None = field(default=None, repr=False)  # internal: the places of rows in arrays of another order
+
+    def __post_init__(self) -> None:
+        if (x := self.sinks) is not None:
+            key = id(x) if is_tensor(x) or traced(x) else digest(np.asarray(x))
+            object.__setattr__(self, "sinks_key", key)
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
@@ -49,9 +55,9 @@ class Options:
         return [(name, text) for name, text, usual in both if text != usual]
 
 
-def flag(value: Any) -> bool:
+def flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
-        raise ParameterError(f"deterministic is {value!r}; it is True or False")
+        raise ParameterError(f"{name} is {value!r}; it is True or False")
     return value
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
+from frisket.dsl.functions import LEAVES
 from frisket.dsl.hints import CALLED, keyword
-from frisket.dsl.ir import COORDINATES, Expr, renamed, substitute, var
-from frisket.dsl.program import read
+from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var
+from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.machine.parameters import (
@@ -22,6 +23,7 @@ from frisket.runtime.machine.parameters import (
     Origin,
     as_value,
     digest,
+    learns,
     names_of,
     offsets_of,
     own_state,
@@ -129,6 +131,15 @@ class CallProgram:
 
         return self.changed(bare)
 
+    def scaled(self, scale: Any = None) -> tuple[CallProgram, str]:
+        """A program whose score mod multiplies `score` first, and the name of the factor: a traced or learned scalar,
+        or None for one that calls give."""
+        name = next(n for i in count(1) if (n := f"softmax_scale_{i}") not in self.names)
+        held = {} if scale is None else {name: scale}
+        first = ScoreMod(SCORE * param(name, FLOAT), held if learns(scale) else None, Origin(captured=held))
+        reads = self.score is not None and "score" in uses(self.score.expr)
+        return replace(self, score=first.then(self.score) if reads and self.score else self.score or first), name
+
     def changed(self, change: Callable[[Any], Any]) -> CallProgram:
         """A program with every part changed."""
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
@@ -203,6 +214,7 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:
     """Raise `ParameterError` for a keyword that is none of `called` and that nothing reads."""
     if unused := [n for n in params if n not in names]:
+        check_names([n for n in unused if n in LEAVES])
         hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
 

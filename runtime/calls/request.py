@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from frisket.lowering.plan import Origin, Sizes
+from frisket.runtime.machine.parameters import stacked
 
 
 class Request(NamedTuple):
@@ -24,3 +25,8 @@ class Request(NamedTuple):
     sizes: Sizes | None = None
     layout: str | None = None
     params: Mapping[str, Any] = MappingProxyType({})
+
+
+def stacked_values(sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The sinks and parameters of a call, lists of traced numbers and of tensors as arrays."""
+    return stacked("sinks", sinks), {n: stacked(n, x) for n, x in params.items()}

@@ -12,7 +12,7 @@ from rich.text import Text
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.attention.warm import warm
-from frisket.runtime.backends.base import RECORDS, backends_of
+from frisket.runtime.backends.base import RECORDS, backends_of, named
 from frisket.runtime.backends.registry import check_name, printed
 from frisket.runtime.backends.triton import report as triton_report
 
@@ -49,6 +49,8 @@ def add_emit(p: argparse.ArgumentParser) -> None:
 
 
 def emit(args: argparse.Namespace, console: Console) -> CommandResult:
+    check_name(args.backend)
+    args.backend = named(args.backend, "torch").name
     if args.build:
         return build(args)
     if args.report:
@@ -65,8 +67,7 @@ def emit(args: argparse.Namespace, console: Console) -> CommandResult:
 
 def build(args: argparse.Namespace) -> CommandResult:
     """A line for each kernel; status 1 where one cannot be compiled."""
-    check_name(args.backend)
-    if args.backend not in RECORDS or RECORDS[args.backend].ahead is None:
+    if RECORDS[args.backend].ahead is None:
         raise ParameterError(f"--build is about kernels of C++, not {args.backend!r}; write --backend cpp")
     if args.report or args.arch:
         raise ParameterError("--report and --arch are about GPUs, --build about this CPU: leave one or the other out")

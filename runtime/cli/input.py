@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,8 @@ def scalar(text: str) -> tuple[str, Scalar]:
             return name.strip(), kind(value)
         except ValueError:
             continue
-    if value.strip().startswith("["):
-        raise ParameterError(f"--set {text}: a list is a table: write --table {text}")
+    if value.strip().startswith("[") or "," in value:
+        raise ParameterError(f"--set {text}: a list is a table: write --table {name}=[{value.strip(' []')}]")
     raise ParameterError(f"--set {text}: write NAME=VALUE with a number, true or false, for example --set w=256")
 
 
@@ -152,6 +153,8 @@ def table(text: str) -> tuple[str, NDArray[Any]]:
             f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
             "for example --table doc=[0,0,1,1]"
         )
+    if not value.startswith("[") and re.fullmatch(r"[-+\w.]+(\s*,\s*[-+\w.]*)+", value):
+        raise ParameterError(f"--table {text}: the numbers stand in brackets: write --table {name}=[{value}]")
     return name, written(text, value) if value.startswith("[") else saved(text, value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -93,7 +94,8 @@ def natural(text: str, least: int = 0) -> int:
     try:
         n = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in digits, such as 4096") from None
+        digits = f"{float(text):.0f}" if re.fullmatch(r"\d+(\.\d*)?e\+?\d{1,2}", text) else "4096"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in digits, such as {digits}") from None
     if n < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}")
     return n

@@ -85,6 +85,11 @@ class Attention(nnx.Module):
                 positions = positions if cache is None else cache.lengths[:, None] + positions[None]
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
+        if taken := next((n for n in ("mask", "score") if n in given), None):
+            raise ParameterError(
+                f"the {taken} of this layer is fixed when it is made; give a call segment_ids=, bias=, or values of "
+                "names in the text"
+            )
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")

@@ -24,11 +24,12 @@ with extras():
     import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.attention.entry import scaled_attention
 from frisket.runtime.backends.registry import check_name
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import traced
+from frisket.runtime.machine.parameters import call_value, refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -37,7 +38,7 @@ MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a laye
 
 
 def attention_fn(
-    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: float | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: Any = None,
     backend: str | None = None, decode: bool = True, **params: Any,
 ) -> AttentionFn:  # fmt: skip
     """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
@@ -51,7 +52,7 @@ def attention_fn(
     _refuse_traced(params)
     made = program_of(mask, score, params)
     _refuse_traced(made.captured)
-    return AttentionFn(made.mask, made.score, Options(scale, backend=backend), decode)
+    return AttentionFn(made.mask, made.score, Options(scale_of(scale), backend=backend), decode)
 
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
@@ -82,8 +83,9 @@ class AttentionFn:
 
         `mask`, which `layer(x, mask=...)` passes on, is joined to this function's own:
 
-        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; what is not 0 is seen. It is read as a
-          table, tile by tile, and never copied to that shape;
+        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; a key is visible where it is above 0. It
+          is read as a table, tile by tile, and never copied to that shape. Negative numbers are those of a bias: an
+          error, and under `jax.jit`, where nothing can be raised, the result is NaN;
         - a dict of values for names in this function's texts, `mask={"doc": doc}`: other ones at every step. With
           "mask" it may hold one of these masks too, with "sinks" attention sinks [heads];
         - a text, a function or an `fk.Mask`.
@@ -104,9 +106,12 @@ class AttentionFn:
         _refuse(attn_weights_value_einsum, "attn_weights_value_einsum", fused)
         query, key, value = _promoted(dtype, query, key, value)
         lead, lengths = _lengths(query, key, value)
-        values = dict(mask) if isinstance(mask, Mapping) else {}
-        given, sinks = values.pop("mask", None) if isinstance(mask, Mapping) else mask, values.pop("sinks", None)
-        array = given if hasattr(given, "shape") else None
+        values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
+        given, sinks = values.pop("mask", None), values.pop("sinks", None)
+        values = {n: call_value(n, x) for n, x in values.items()}
+        array = jnp.asarray(given) if hasattr(given, "shape") else None
+        if array is not None:
+            refuse_additive(array)
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
         text = _both(text, given if array is None else None)
@@ -120,21 +125,24 @@ class AttentionFn:
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
-            where, tables[MASK] = _table(MASK, jnp.asarray(array) != 0, lead, lengths)
+            where, tables[MASK] = _table(MASK, array > 0, lead, lengths)
             text = _both(text, where)
         if bias is not None:
-            where, tables[BIAS] = _table(BIAS, jnp.asarray(bias), lead, lengths)
+            refuse_bools(bias := jnp.asarray(bias))
+            where, tables[BIAS] = _table(BIAS, bias, lead, lengths)
             added = as_score(f"score + {where}")
             mod = added if mod is None else mod.then(added)
         rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
-        options = Options(self.options.scale, backend=self.options.backend, dropout=rate)
-        att = attention_for(text, mod, options, {**values, **tables})
+        options = Options(backend=self.options.backend, dropout=rate)
+        att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
         out: jax.Array = att(
             q, k, v, seed=seed, sinks=sinks, layout="bshd",
-            sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
+            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,
         )  # fmt: skip
+        if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
+            out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
         return out.reshape(*lead, *out.shape[1:])
 
     def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
@@ -181,7 +189,7 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
-    seen = (jnp.asarray(mask) != 0).any(tuple(range(mask.ndim - 1)))
+    seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
     return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
 

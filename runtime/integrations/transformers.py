@@ -28,7 +28,7 @@ with extras():
 from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention as called
-from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.attention.entry import scaled_attention
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import Options, rate_of
 
@@ -102,7 +102,7 @@ def attention(
         )  # fmt: skip
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
-        att = attention_for(text, score, Options(scaling, dropout=rate_of(dropout)), values)
+        att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
         plan = _plan(att, given, query, values)
         found = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
     return _finished(found, sinks)

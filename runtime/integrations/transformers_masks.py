@@ -288,7 +288,8 @@ def _filled(real: Tensor, stop: int) -> Tensor:
 
 def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     """A mask [batch or 1, heads or 1, q_len, kv_len] that a call brings: Bools are looked up, and so are Floats that
-    are 0 or no more than the least of their dtype; other Floats are added to scores."""
+    are 0 or no more than the least of their dtype; other Floats are added to scores. Ints, which eager attention adds
+    and sdpa refuses, are an error."""
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     want = batch, heads, q_len, kv_len
     if array.ndim != 4 or any(n not in (1, m) for n, m in zip(array.shape, want)):
@@ -296,6 +297,11 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
             f"attention_mask is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}, and this attention is "
             f"[batch, heads, q_len, kv_len] = {list(want)}\n  give an axis its length there, or 1; or a 2-D "
             "attention_mask, 0 where tokens are padding"
+        )
+    if not array.is_floating_point() and array.dtype != torch.bool:
+        raise ParameterError(
+            f"attention_mask is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}; with 4 axes it is Bools, "
+            "True where a key is visible, or Floats that are added to scores, 0 where a key is visible"
         )
     index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, array.shape)])
     if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not array.requires_grad:
@@ -305,7 +311,7 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     text, tables = f"attention_mask[{index}]", {"attention_mask": array}
     if array.is_floating_point():
         return SymbolicMask("", batch, q_len, kv_len, bias=text, tables=tables)
-    return SymbolicMask(text if array.dtype == torch.bool else f"{text} != 0", batch, q_len, kv_len, tables=tables)
+    return SymbolicMask(text, batch, q_len, kv_len, tables=tables)
 
 
 def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> SymbolicMask:

@@ -479,10 +479,15 @@ def check_reach(
                     shown[one] = bool(found.spans.count.any()) if found.exact else None
             left = [one for one in left if shown[one] is not False]
         for coordinate, node, axis, have in (one for one in left if shown[one]):
-            need = stops[coordinate]
+            need, name, shape = stops[coordinate], node.name, known[node.name].shape
+            advice = f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+            if coordinate == "b" and have == 1 and len(shape) == 2:
+                advice = f"one row for all batch entries is a table of one axis: `same({name})`, or `{name}[q]`"
+            elif len(shape) == 2 and shape[1 - axis] == need:
+                advice = f"its axes are the other way round: give {name}.T"
             raise ParameterError(
-                f"table `{node.name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"{advice}"
             )
     for e in readers:
         outside = {

@@ -82,9 +82,33 @@ def kind_of(x: Number) -> Any:
     return (float, math.copysign(1.0, x)) if type(x) is float else type(x)
 
 
+def stacked(name: str, value: Any) -> Any:
+    """A list or tuple that holds traced numbers or tensors of torch as one array of theirs: `jax.jit` takes lists
+    apart, and the entries may learn. Other values stay as they are."""
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [stacked(name, x) for x in value]
+    try:
+        if any(map(traced, parts)):
+            return sys.modules["jax"].numpy.asarray(value)
+        if any(map(is_tensor, parts)):
+            torch = sys.modules["torch"]
+            return torch.stack([torch.as_tensor(x) for x in parts])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ParameterError(f"`{name}` is not an array: {error}") from None
+    return value
+
+
+def call_value(name: str, value: Any) -> Any:
+    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are."""
+    value = stacked(name, value)
+    return as_value(name, value) if isinstance(value, list | tuple | np.generic) else value
+
+
 @outside
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
+    value = stacked(name, value)
     if traced(value):
         raise ParameterError(
             f"`{name}` is traced by jax.jit or another transform, and this takes values; compile the mask without it "
@@ -134,13 +158,29 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 
+def refuse_additive(mask: Any) -> None:
+    """Raise for a mask array of negative numbers: they are to be added to scores, and 0 is where a key is visible."""
+    if mask.dtype != bool and not traced(mask) and bool((mask < 0).any()):
+        raise ParameterError(
+            "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
+            "mask=bias == 0"
+        )
+
+
+def refuse_bools(bias: Any) -> None:
+    """Raise for a bias of Bools."""
+    if str(bias.dtype).endswith("bool"):
+        raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
+
+
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     """The value as the type its name has; an Int does for a Float, nothing else changes type."""
     have, kind = type_of(name, value)
     if rank is not None and have != rank:
-        more = (
-            f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`" if (rank, have) == (1, 2) else ""
-        )
+        more = {
+            (1, 2): f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`",
+            (2, 1): f"; for [length] write `same({name})`, or `{name}[q]`",
+        }.get((rank, have), "")
         raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}{more}")
     if kind is type or rank is None:
         return value

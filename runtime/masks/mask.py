@@ -23,7 +23,7 @@ from frisket.dsl.from_python.closure import paths_to
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
-from frisket.lowering.dense import coordinates, visible
+from frisket.lowering.dense import check_room, coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
@@ -103,10 +103,12 @@ class Mask(BoundExpr):
                [1, 1, 0],
                [0, 1, 1]])
 
-        Raises `ParameterError` for a parameter without a value, or a table read past its end where the rest is true.
+        Raises `ParameterError` for a parameter without a value, or a table read past its end where the rest is true,
+        and `ShapeError` where the array exceeds the machine's memory.
         """
         self.check_tables(q_len, kv_len, batch, heads)
         shape = (batch, heads, q_len, kv_len)
+        check_room(shape, 1)
         env = {**coordinates(*shape), **self.scalars}
         with self.locating(self):
             return visible(self.expr, env, self.tables, shape).copy()

@@ -11,7 +11,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.caches.jax_plain import KVCache
 from frisket.runtime.caches.jax_sharded import Axes, ShardedKVCache
-from frisket.runtime.machine.parameters import traced
+from frisket.runtime.machine.parameters import refuse_additive
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)
 
@@ -52,9 +52,9 @@ def concatenate_to_cache(
 
     key [batch, new, kv_heads, head_dim], value likewise. The cache that comes back is whole: `cache.k`, `cache.v`
     [batch, capacity, kv_heads, dim], their scales, and `cache.lengths`, the running index. The mask is bool [batch, 1,
-    new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask` is not 0. `mask` is
-    anything that flax's `combine_masks` takes: of any dtype, 0 where a key is hidden, and it broadcasts with [batch,
-    heads, new, capacity]. With the cache donated under `jax.jit` nothing is copied, and no step recompiles.
+    new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask` is above 0. `mask` is
+    what flax's `combine_masks` takes: of any dtype, 0 where a key is hidden, and it broadcasts with [batch, heads, new,
+    capacity]. With the cache donated under `jax.jit` nothing is copied, and no step recompiles.
 
     For an attention of frisket there is no such array: `cache.attend(att, query)` reads the same mask text at every
     step. Raises `ShapeError` for a mask of other lengths and `CapacityError` for tokens without room."""
@@ -71,9 +71,5 @@ def concatenate_to_cache(
             f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
             "broadcast: of the whole capacity of the cache"
         )
-    if not traced(mask) and bool((mask < 0).any()):
-        raise ParameterError(
-            "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
-            "mask=bias == 0"
-        )
-    return cache, jnp.logical_and(seen, mask)
+    refuse_additive(mask)
+    return cache, jnp.logical_and(seen, mask > 0)  # traced numbers of a bias, 0 and below, hide every key

@@ -213,6 +213,12 @@ class AttentionImpl(BaseOperation, ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.metadata))
+
     def get_impl_metadata(self) -> AttentionMetadata:
         """The metadata that the operation was made with."""
         return self.metadata

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import rate_of
 from frisket.runtime.modeling.meshes import create_mesh
 from frisket.runtime.sharding import names as n
@@ -141,8 +142,16 @@ class AttentionMetadata(Record):
         self.platform = _member(Platform, "platform", self.platform)
         self.backend = _member(Backend, "backend", self.backend)
         self.dropout_prob = rate_of(self.dropout_prob)
+        self.softmax_scale = scale_of(self.softmax_scale, "softmax_scale", known=True)
         if (self.blocksize_q is None) != (self.blocksize_k is None):
             raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same values; of `base_config` all that is taken is among them."""
+        return type(other) is type(self) and {**vars(self), "base_config": 0} == {**vars(other), "base_config": 0}
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.mesh, self.platform, self.backend, self.sequence_axis_name))
 
     def set_attrs_carefully(
         self, attr_name: str = EMPTY_VAL, default: Any = EMPTY_VAL, pickup_name: str | None = None,

@@ -13,6 +13,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.base import Backend, backends_of
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.machine.parameters import names_of, traced
 from frisket.runtime.masks.mask import Mask, only
@@ -47,8 +48,8 @@ class FrisketAttention(AttentionImpl):
     def forward_native(
         self, query: Any, key: Any, value: Any, mask: Any = None, *, bias: Any = None, init_bias: Any = None,
         score: Any = None, causal: bool = False, sliding_window: int | tuple[int, int] | None = None,
-        segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None, softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None, dropout_prob: float | None = None, deterministic: bool = True,
+        segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None, softmax_scale: Any = None,
+        logits_soft_cap: Any = None, dropout_prob: float | None = None, deterministic: bool = True,
         dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
     ) -> AttentionOutput:  # fmt: skip
         """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
@@ -64,22 +65,24 @@ class FrisketAttention(AttentionImpl):
         - `positions`, likewise: where places of the arrays are in the sequence, for mask, score, causal and window.
         - `logits_soft_cap` after `score`, then `bias`, like an array mask; `init_bias()` makes it, where there is
           neither mask nor bias.
+        - `softmax_scale` and `logits_soft_cap` are numbers or arrays of one, traced too, with gradients.
         - `softmax_aux` [heads] or [heads, n]: sinks, logits of every query that have no value.
         - with `deterministic=False` dropout, of `dropout_prob` or the metadata's, drawn from the key `dropout_rng`.
         - `origin` and `sizes` as in `fk.attention`.
 
         A keyword that nothing reads is a `ParameterError`.
         """
-        scale = self.metadata.softmax_scale if softmax_scale is None else softmax_scale
+        scale = self.metadata.softmax_scale if softmax_scale is None else scale_of(softmax_scale, "softmax_scale")
         rate = self.metadata.dropout_prob if dropout_prob is None else dropout_prob
         rate, seed = rate_and_seed(0.0 if deterministic else rate, dropout_rng)
         if init_bias is not None and mask is None and bias is None:
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
         found = problem(
-            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window,
+            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, scale,
             logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
         )  # fmt: skip
+        scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
         out = self.attend(found, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
         return AttentionOutput(attention_outputs=self.placed(out, self.specs(query)[-1]))

@@ -14,10 +14,10 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for, stand_in
-from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.arrays import framework_of, scale_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import as_value, names_of, traced
+from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, refuse_bools, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -43,12 +43,12 @@ class OpCall:
 
 def problem(
     lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
-    causal: bool, window: Any, soft_cap: float | None, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+    causal: bool, window: Any, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
     called: Sequence[str],
 ) -> OpCall:  # fmt: skip
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
     are, `causal` and `window` have the last query at the last key. `called` are the operator's keywords."""
-    values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
+    values = {n: call_value(n, x) for n, x in params.items()}
     if taken := next((n for n in values if n in TABLES), None):
         raise ParameterError(
             f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
@@ -71,12 +71,24 @@ def problem(
         at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
+        refuse_additive(array)
         if array.dtype != bool:
-            raise ParameterError(f"the mask is an array of {array.dtype}; True is what is seen: mask != 0, or bias=")
+            raise ParameterError(
+                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; what is added to scores is "
+                "bias=mask"
+            )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
-    if soft_cap is not None:
-        scores.append(as_score("softcap(c)", c=float(soft_cap)))
+    if not isinstance(scale, float | None):
+        scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
+    soft_cap = scale_of(soft_cap, "logits_soft_cap")
+    if isinstance(soft_cap, float):
+        scores.append(as_score("softcap(c)", c=soft_cap))
+    elif soft_cap is not None:
+        scores.append(as_score("softcap(logits_soft_cap)"))
+        values["logits_soft_cap"] = soft_cap
     if bias is not None:
+        bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
+        refuse_bools(bias)
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
@@ -143,6 +155,7 @@ def _check_place(what: str, moved: bool) -> None:
 
 def _sinks(x: Any, heads: int) -> Any:
     """Sinks [heads]: several of a head are one, whose weight is theirs together."""
+    x = jnp.asarray(x) if isinstance(x, list | tuple) else x
     if x is None or getattr(x, "ndim", 0) < 2:
         return x
     if x.ndim != 2 or x.shape[0] not in (1, heads):

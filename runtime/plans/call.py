@@ -8,6 +8,7 @@ from typing import Any
 
 from frisket.lowering.plan import RATE, SEED, Geometry, survives
 from frisket.runtime.calls.arrays import Arrays
+from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram
 
 from .device import CallPlan
@@ -37,5 +38,7 @@ def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any
 
 def results(arrays: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:
     """out, (out, lse), (out, max) or (out, lse, max)."""
+    for name, asked in (("return_lse", lse), ("return_max", top)):
+        flag(asked, name)
     wanted = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
     return wanted if len(wanted) > 1 else wanted[0]

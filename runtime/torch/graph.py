@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.request import Request
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
@@ -52,11 +53,10 @@ def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Reque
             "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
-    if type(options[0]) not in (int, float, type(None)):
-        raise ParameterError(
-            "scale is a tensor, and a graph of torch holds it as a number\n"
-            "  multiply q by a factor that is learned or changes, and give scale=1"
-        )
+    scale = options[0]
+    if isinstance(scale, Tensor) and not scale.ndim:  # a graph holds the scale of an attention as a number
+        request, scale = request._replace(q=request.q * scale), 1.0
+    options = (scale_of(scale, known=True), *options[1:])
     if request.q.is_nested:
         raise ParameterError(
             "in a graph of torch frisket.attention takes no nested tensors\n"

@@ -45,6 +45,12 @@ def by_hand(model, x, positions=None, mask=HOW["mask"], score=HOW["score"], **va
     return out.reshape(*x.shape[:2], -1) @ kernels[3]
 
 
+@pytest.mark.parametrize("taken", ["mask", "score"])
+def test_calls_of_the_flax_layer_take_no_other_mask(taken):
+    with pytest.raises(fk.ParameterError, match=f"the {taken} of this layer is fixed when it is made"):
+        layer()(jnp.asarray(X), **{taken: "causal"}, **VALUES)
+
+
 WANTED = by_hand(layer(), X, **VALUES)
 
 

@@ -163,13 +163,13 @@ def test_configs_with_masks_are_saved(tmp_path):
 # -- masks that a call brings ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bool", "hidden", "bias", "ints"])
+@pytest.mark.parametrize("kind", ["bool", "hidden", "bias"])
 def test_transformers_dense_masks_and_biases_equal_eager(kind):
     eager, ours = hf_models.pair("llama")
     ids = hf_models.tokens()
     seen = dense("causal & (k < 4 | q - k < 5)", 1)
     bias = torch.randn(1, 4, hf_models.LENGTH, hf_models.LENGTH) + additive(seen)
-    given = {"bool": seen, "hidden": additive(seen), "bias": bias, "ints": seen.int()}[kind]
+    given = {"bool": seen, "hidden": additive(seen), "bias": bias}[kind]
     with torch.no_grad():
         want = eager(ids, attention_mask=bias if kind == "bias" else additive(seen)).logits
         torch.testing.assert_close(ours(ids, attention_mask=given).logits, want, rtol=2e-5, atol=2e-5)
@@ -232,6 +232,16 @@ def test_transformers_config_names_a_misspelt_field():
 def test_errors_in_the_text_come_with_a_caret():
     refused(r"causall & k < 4\n +\^", MaskSyntaxError, frisket_mask="causall & k < 4")
     refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_square_masks_of_ints_are_refused(dtype):
+    """Eager attention adds them and sdpa refuses them; they were read as Bools."""
+    seen = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=dtype)
+    message = (
+        rf"attention_mask is {str(dtype).removeprefix('torch.')}\[2, 1, .* it is Bools, .* or Floats that are added"
+    )
+    refused(message, call={"attention_mask": seen})
 
 
 def test_transformers_plugin_refuses_bad_masks():

@@ -481,6 +481,7 @@ BAD = {
     "unused": (lambda: OP(Q, K, V, "causal", w=3), "`w`"),
     "name": (lambda: OP(Q, K, V, "t[q] > 0", attention_mask=SEGMENTS), "`attention_mask` is the name of what"),
     "integers": (lambda: OP(Q, K, V, KEEP.astype(np.int32)), "True is what is seen"),
+    "additive": (lambda: OP(Q, K, V, np.where(KEEP, 0, -1e9)), "a bias that is added to scores; .* mask=bias == 0"),
     "mask shape": (lambda: OP(Q, K, V, KEEP[..., :7]), r"the attention mask is \[2, 1, 48, 7\] for"),
     "bias rank": (lambda: OP(Q, K, V, bias=BIAS[0, 0, 0]), r"the attention bias is \[48\]"),
     "segments": (lambda: OP(Q, K, V, segment_ids=SEGMENTS[:, 1:]), r"segment_ids of queries are int32\[2, 47\]"),
