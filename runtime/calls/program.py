@@ -12,9 +12,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
-from frisket.dsl.functions import LEAVES
 from frisket.dsl.hints import CALLED, keyword
 from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var
+from frisket.dsl.operators import LEAVES
 from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
