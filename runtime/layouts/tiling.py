@@ -461,24 +461,25 @@ def check_reach(
     scope = Scope(
         {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}, {n: Table(t) for n, t in known.items()}, _STEPS
     )
-    place = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "origin": origin}
+    place: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "origin": origin}
     visible = bind_in_part(mask, known)
     diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
     for e in readers:
         reader = bind_in_part(e, known)
         grid, _ = grid_of(reader, block=(1, 1), **place)
-        left, shown = short_tables(reader, known, stops), {}
+        left = short_tables(reader, known, stops)
+        shown: dict[Any, bool | None] = {}
         while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
             when = guards(reader, {node for _, node, _, _ in left}, shapes, grid, scope)
             shown = dict.fromkeys(left)
-            for one in left:
-                coordinate, node, _, have = one
+            for short in left:
+                coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not names_of(beyond).keys() & shapes.keys():
                     found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
-                    shown[one] = bool(found.spans.count.any()) if found.exact else None
-            left = [one for one in left if shown[one] is not False]
-        for coordinate, node, axis, have in (one for one in left if shown[one]):
+                    shown[short] = bool(found.spans.count.any()) if found.exact else None
+            left = [x for x in left if shown[x] is not False]
+        for coordinate, node, axis, have in filter(shown.get, left):
             need, name, shape = stops[coordinate], node.name, known[node.name].shape
             advice = f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             if coordinate == "b" and have == 1 and len(shape) == 2:
