@@ -211,14 +211,12 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
 # -- operators ------------------------------------------------------------------------------------
 
 
-def leaves_64_bits(clause: Expr, whole: Expr | None = None, place: str = "") -> EvaluationError:
-    """The error for a clause of `whole` whose integers leave 64 bits."""
+def leaves_64_bits(clause: Expr, place: str = "", *whole: Expr) -> EvaluationError:
+    """The error for a clause of an expression whose integers leave 64 bits."""
     remedy = "integers do not wrap: make factors smaller, for example by `%`, or bound them by `min`"
     if clause.op == "shl":
-        read = [
-            a for e in walk(clause if whole is None else whole) if e.op == "bitand" and clause in e.args for a in e.args
-        ]
-        bits = next((a for a in read if a is not clause), var("x"))
+        fields = [e.args for e in walk(clause, *whole) if e.op == "bitand" and clause in e.args]
+        bits = next((a for args in fields for a in args if a is not clause), var("x"))
         remedy = f"to test a bit write `({build('shr', bits, clause.args[1])!r}) & 1`"
     error = EvaluationError(f"an integer leaves 64 bits in `{clause!r}`{place}\n  {remedy}")
     error.clause = clause

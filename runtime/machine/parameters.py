@@ -389,7 +389,7 @@ class BoundExpr:
                     if e is clause or literal(e, part.scalars) is clause:
                         where, picture = caret(part.source, span, part.what) if span else ("", "")
                         lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
-                        raise leaves_64_bits(e, part.expr, "".join(f"\n  {x}" for x in lines)) from None
+                        raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
             raise
 
     @property
