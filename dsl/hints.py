@@ -33,10 +33,8 @@ KEYWORDS = {  # of attention elsewhere -> what says it here
     "segment_ids": 'write mask="same_by_batch(ids)", ids=...',
 }
 OF_COMPILE = "mask score scale dropout backend tile engines reorder deterministic enable_gqa".split()
-CALLED = (
-    "mask score scale sinks dropout seed backend return_lse return_max origin sizes layout plan enable_gqa "
-    "deterministic tile k_scale v_scale pages"
-).split()
+CALL_KEYWORDS = "mask score scale sinks dropout seed backend return_lse return_max origin sizes layout plan".split()
+CALLED = [*CALL_KEYWORDS, *"enable_gqa deterministic tile k_scale v_scale pages".split()]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -87,18 +87,12 @@ class KnownNames(Operators):
 
     def _wider(self, frame: Frame, name: str, rank: int) -> str:
         """The library's definition for tables with more axes than the called definition takes, or with one."""
-        axes = {2: ("batch", "[batch, length]"), 3: ("head", "[batch, heads, length]")}
-        if (
-            frame.definition
-            and rank == 1
-            and (plain := frame.definition.name.split("_by_")[0]) in library.definitions()
-        ):
-            return f"for a table [length] write `{plain}({name})`"
+        axes = {1: ("", "[length]"), 2: ("_by_batch", "[batch, length]"), 3: ("_by_head", "[batch, heads, length]")}
         if frame.definition is None or rank not in axes:
             return ""
         suffix, shape = axes[rank]
-        wider = f"{frame.definition.name}_by_{suffix}"
-        return f"for a table {shape} write `{wider}({name})`" if wider in library.definitions() else ""
+        other = frame.definition.name.split("_by_")[0] + suffix
+        return f"for a table {shape} write `{other}({name})`" if other in library.definitions() else ""
 
     def arity(self, node: Node, frame: Frame, signatures: str, count: int) -> Value:
         plural = "argument" if count == 1 else "arguments"

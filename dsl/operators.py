@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from . import ir
 from .errors import Problem, Span
+from .hints import CALL_KEYWORDS
 from .ir import FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from .library import Definition
 from .parse import Node
@@ -372,10 +373,7 @@ CONSTANTS: dict[str, Expr] = {
 }  # fmt: skip
 
 LEAVES = {n: ir.var(n) for n in (*ir.COORDINATES, *ir.SIZES)} | {"score": ir.SCORE} | CONSTANTS
-CALL_KEYWORDS = frozenset(
-    "scale mask score sinks dropout seed backend return_lse return_max origin sizes plan layout".split()
-)
-RESERVED = frozenset(LEAVES) | CALL_KEYWORDS
+RESERVED = frozenset({*LEAVES, *CALL_KEYWORDS})
 
 
 # Functions of one Float without an operator of their own.

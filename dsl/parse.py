@@ -173,10 +173,9 @@ def _unexpected(tokens: list[Token], i: int, row: dict[str, int], text: str, nam
 def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, row: dict[str, int], text: str) -> str:
     symbol = token.symbol
     line = text[text.rfind("\n", 0, token.start) + 1 :].split("\n")[0].strip()
-    if defines := re.match(r"(?:(?:let|var|const)\s+)?([A-Za-z_]\w*\s*(?:\([\w\s,]*\))?\s*=[^=].*)", line):
-        compare = "; to compare, write `==`" if symbol == "=" else ""
-        if symbol == "=" or (before and before.text in ("let", "var", "const")):
-            return f"to define, write `def {defines[1]}`{compare}"
+    defines = re.match(r"(?:(?:let|var|const)\s+)?([A-Za-z_]\w*\s*(?:\([\w\s,]*\))?\s*=[^=].*)", line)
+    if defines and (symbol == "=" or (before and before.text in ("let", "var", "const"))):
+        return f"to define, write `def {defines[1]}`; to compare, write `==`"
     if symbol == "[" and wants_value:
         return "a list is a table: name it, and give its numbers by that name, off=[0, 10]"
     if symbol == "NL":

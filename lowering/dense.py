@@ -9,7 +9,6 @@ rounded to float32, as kernels and frameworks compute them.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def coordinates(
 
 def check_room(shape: tuple[int, ...], bytes_each: int) -> None:
     """Refuse a dense array that has more bytes than the machine."""
-    need, have = math.prod(shape) * bytes_each, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need, have = np.prod(shape, dtype=float) * bytes_each, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         raise ShapeError(
             f"a dense array {list(shape)} has {need / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f}\n"

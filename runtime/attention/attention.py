@@ -191,13 +191,11 @@ class Attention:
         state = self.__reduce__()[2]
         return type(self)(program, *state[1:])
 
+    @cached_property
     def scaled(self) -> tuple[Attention, str]:
         """Attention that takes the factor of scores as a parameter of its calls, and the name of that parameter."""
-        if "scaled" not in self._moved:
-            program, name = self.program.scaled()
-            self._moved["scaled"] = self._over(program), name
-        found: tuple[Attention, str] = self._moved["scaled"]
-        return found
+        program, name = self.program.scaled()
+        return self._over(program), name
 
     def _check_current(self, plan: CallPlan) -> None:
         """Raise where a plan holds an array that the attention's function captured, and another is there now."""

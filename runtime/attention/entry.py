@@ -49,8 +49,7 @@ def compile(
 
     - `mask`, `score`: texts, Python functions, or what `frisket.mask` and `frisket.score` give. Values of their names
       follow as `**params`, here or at a call.
-    - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given: a number, or an array or
-      tensor of one, which may be traced by JAX, or learned.
+    - `scale`: the factor of products of queries and keys, 1 / sqrt(head_dim) unless given. It may be traced or learned.
     - `enable_gqa`: whether query heads may share key heads, in groups.
     - `dropout`: the share of weights to drop, in [0, 1), at every call. Make another attention for inference.
     - `sinks`: [heads] or one number: logits in the softmax of every query that have no value. A call may give others.
@@ -72,13 +71,12 @@ def compile(
     Raises what `frisket.mask` and `frisket.score` raise, and `BackendError` for a backend that is not there.
     """
     check_name(backend)
-    if isinstance(sinks, np.ndarray | list | tuple):  # a copy, because the attention compares by it
-        sinks = as_value("sinks", sinks)
     program, scale = program_of(mask, score, params), scale_of(scale)
     if not isinstance(scale, float | None):
         program, scale = program.scaled(scale)[0], 1.0
     options = Options(
-        scale, flag(enable_gqa, "enable_gqa"), backend, check_tile(tile), rate_of(dropout), sinks,
+        scale, flag(enable_gqa, "enable_gqa"), backend, check_tile(tile), rate_of(dropout),
+        as_value("sinks", sinks) if isinstance(sinks, np.ndarray | list | tuple) else sinks,  # a copy to compare by
         deterministic=flag(deterministic, "deterministic"), engines=engines_named(engines),
     )  # fmt: skip
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
@@ -152,7 +150,7 @@ def scaled_attention(
     """`attention_for` with a scale, and the values of a call: a traced or learned scale is one of them."""
     if isinstance(scale := scale_of(scale), float | None):
         return attention_for(mask, score, replace(options, scale=scale), params), params
-    att, name = attention_for(mask, score, replace(options, scale=1.0), params).scaled()
+    att, name = attention_for(mask, score, replace(options, scale=1.0), params).scaled
     return att, {**params, name: scale}
 
 

@@ -13,10 +13,8 @@ from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
 
-MEANT = {  # devices and frameworks -> the backend that generates kernels for them
-    **dict.fromkeys(("cuda", "gpu", "rocm", "hip"), "triton"), **dict.fromkeys(("tpu", "pallas"), "pallas-tpu"),
-    "cpu": "cpp", "c++": "cpp", "jax": "xla", "torch": "aten",
-}  # fmt: skip
+MEANT = dict.fromkeys(("cuda", "gpu", "rocm", "hip"), "triton") | dict.fromkeys(("tpu", "pallas"), "pallas-tpu")
+MEANT |= {"cpu": "cpp", "c++": "cpp", "jax": "xla", "torch": "aten"}  # devices and frameworks, and their backends
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options

@@ -37,7 +37,7 @@ LOW, HIGH, SHIFT, AT = "request_low", "request_high", "request_shift", "request_
 POSITIONS = (START, END, DEPTH, FIRST, LOW, HIGH, SHIFT, AT)
 LONGEST = 1 << 28  # tokens of a sequence: planners of 32 bits hold their differences
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
-FIRST = 1024  # keys at the start of a sequence that a mask may show at any distance, as sinks
+SINK_KEYS = 1024  # keys at the start of a sequence that a mask may show at any distance, as sinks
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _no_room(program: CallProgram, slots: int, new: int) -> str:
         return f"{told}; how far back the mask sees is not known: {error}\n  {help}"
     if answer:
         return ""
-    if (known & f"k >= {FIRST}").implies(f"q - k <= {slots - new}", HORIZON, HORIZON):
+    if (known & f"k >= {SINK_KEYS}").implies(f"q - k <= {slots - new}", HORIZON, HORIZON):
         help = "the first keys stay visible, and a ring drops them: use a KVCache or a PagedKVCache"
     _, _, q, k = answer.witness
     return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"

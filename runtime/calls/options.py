@@ -40,8 +40,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if (x := self.sinks) is not None:
-            key = id(x) if is_tensor(x) or traced(x) else digest(np.asarray(x))
-            object.__setattr__(self, "sinks_key", key)
+            object.__setattr__(self, "sinks_key", id(x) if is_tensor(x) or traced(x) else digest(np.asarray(x)))
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""

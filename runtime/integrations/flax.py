@@ -87,8 +87,7 @@ class Attention(nnx.Module):
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
         if taken := next((n for n in ("mask", "score") if n in given), None):
             raise ParameterError(
-                f"the {taken} of this layer is fixed when it is made; give a call segment_ids=, bias=, or values of "
-                "names in the text"
+                f"the {taken} of this layer is fixed when it is made; a call may give segment_ids= or bias="
             )
         if cache is None:
             if counts is not None:

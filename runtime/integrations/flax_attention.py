@@ -29,7 +29,7 @@ from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import call_value, refuse_additive, refuse_bools, traced
+from frisket.runtime.machine.parameters import call_value, refuse_additive, traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -110,8 +110,6 @@ class AttentionFn:
         given, sinks = values.pop("mask", None), values.pop("sinks", None)
         values = {n: call_value(n, x) for n, x in values.items()}
         array = jnp.asarray(given) if hasattr(given, "shape") else None
-        if array is not None:
-            refuse_additive(array)
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
         text = _both(text, given if array is None else None)
@@ -125,10 +123,11 @@ class AttentionFn:
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
+            refuse_additive(array)
             where, tables[MASK] = _table(MASK, array > 0, lead, lengths)
             text = _both(text, where)
         if bias is not None:
-            refuse_bools(bias := jnp.asarray(bias))
+            refuse_additive(None, bias := jnp.asarray(bias))
             where, tables[BIAS] = _table(BIAS, bias, lead, lengths)
             added = as_score(f"score + {where}")
             mod = added if mod is None else mod.then(added)
@@ -190,7 +189,8 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
     seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
-    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    last: jax.Array = seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    return last
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:

@@ -92,8 +92,7 @@ def stacked(name: str, value: Any) -> Any:
         if any(map(traced, parts)):
             return sys.modules["jax"].numpy.asarray(value)
         if any(map(is_tensor, parts)):
-            torch = sys.modules["torch"]
-            return torch.stack([torch.as_tensor(x) for x in parts])
+            return sys.modules["torch"].stack([sys.modules["torch"].as_tensor(x) for x in parts])
     except (TypeError, ValueError, RuntimeError) as error:
         raise ParameterError(f"`{name}` is not an array: {error}") from None
     return value
@@ -158,19 +157,16 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
 
 
-def refuse_additive(mask: Any) -> None:
-    """Raise for a mask array of negative numbers: they are to be added to scores, and 0 is where a key is visible."""
-    if mask.dtype != bool and not traced(mask) and bool((mask < 0).any()):
+def refuse_additive(mask: Any, bias: Any = None) -> None:
+    """Raise for a bias of Bools, and for a mask array of negative numbers: they are to be added to scores, and 0 is
+    where a key is visible."""
+    if bias is not None and str(bias.dtype).endswith("bool"):
+        raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
+    if mask is not None and mask.dtype != bool and not traced(mask) and bool((mask < 0).any()):
         raise ParameterError(
             "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
             "mask=bias == 0"
         )
-
-
-def refuse_bools(bias: Any) -> None:
-    """Raise for a bias of Bools."""
-    if str(bias.dtype).endswith("bool"):
-        raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
 
 
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:

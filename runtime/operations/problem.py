@@ -17,7 +17,7 @@ from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.calls.arrays import framework_of, scale_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, refuse_bools, traced
+from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -54,7 +54,9 @@ def problem(
             f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
         )
     tables: dict[str, Any] = {}
+    bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
+    refuse_additive(array, bias)
     made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
     made = made.without(values)
     masks, flags = [m for m in (made.mask,) if m is not None], _flags(causal, window)
@@ -71,24 +73,17 @@ def problem(
         at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
-        refuse_additive(array)
         if array.dtype != bool:
             raise ParameterError(
-                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; what is added to scores is "
-                "bias=mask"
+                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask"
             )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
     if not isinstance(scale, float | None):
         scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
-    soft_cap = scale_of(soft_cap, "logits_soft_cap")
-    if isinstance(soft_cap, float):
-        scores.append(as_score("softcap(c)", c=soft_cap))
-    elif soft_cap is not None:
+    if soft_cap is not None:
         scores.append(as_score("softcap(logits_soft_cap)"))
-        values["logits_soft_cap"] = soft_cap
+        values["logits_soft_cap"] = scale_of(soft_cap, "logits_soft_cap")
     if bias is not None:
-        bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
-        refuse_bools(bias)
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}

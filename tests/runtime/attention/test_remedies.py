@@ -59,7 +59,7 @@ def test_misspelt_backends_have_the_nearest_name(name, near):
             call()
 
 
-def test_other_names_of_backends_have_no_nearest_one():
+def test_unlike_names_of_backends_have_no_nearest_one():
     with pytest.raises(fk.BackendError, match=r"no backend 'qqq'; there are aten"):
         fk.compile("causal", backend="qqq")
 

@@ -78,5 +78,5 @@ def test_biases_in_lists_are_those_of_their_array():
 
 
 def test_operators_say_how_numbers_become_a_mask():
-    with pytest.raises(fk.ParameterError, match=r"True is what is seen: mask != 0; what is added to scores is bias="):
+    with pytest.raises(fk.ParameterError, match=r"True is what is seen: mask != 0; or bias=mask"):
         jax.jit(lambda m: AttentionRegistry.create("frisket-xla")(Q, K, V, m).attention_outputs)(ADDED)
