@@ -35,7 +35,7 @@ def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any
     return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
-def results(arrays: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:
+def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:
     """out, (out, lse), (out, max) or (out, lse, max)."""
     wanted = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
     return wanted if len(wanted) > 1 else wanted[0]
