@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, overload
 
@@ -320,7 +320,7 @@ class Attention:
         """A call, checked; `run` runs it."""
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
         live, params = parted(params)
-        given = arrays(q, k, v, layout, pages=live.get(PAGES))
+        given = arrays(q, k, v, layout, pages=live.get(PAGES), known=self._frameworks(request))
         geometry = self._geometry(given, plan, origin, sizes)
         if layout is None and plan is None and not geometry.vacant:
             check_order(given, geometry, self.program, params)
@@ -351,6 +351,14 @@ class Attention:
             return interpreted(call)
         result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self.options)
         return result
+
+    def _frameworks(self, request: Request) -> Iterator[str | None]:
+        """The frameworks of a call's arrays other than q, k and v, and that of a backend that takes one alone."""
+        record = RECORDS.get(self.options.backend or "")
+        if record is not None and len(record.frameworks) == 1:
+            yield record.frameworks[0]
+        params = {**self.captured, **getattr(request.plan, "given", request.params)}
+        yield from map(framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
     def _geometry(self, given: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
@@ -444,6 +452,8 @@ class Attention:
         fixed shapes and no copy. `flat=True` does so for any table of a framework, and `flat=False` copies tables to
         the host. A plan holds Float tables that only the score mod reads as they are, and gradients flow to them.
         """
+        if np.iterable(origin) and any(map(traced, origin)):
+            raise ParameterError("origin is traced by JAX, and a plan takes one that is known: give it to a call")
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
         host, given = divided(stacked_values(None, params)[1], flat, self.program.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}

@@ -212,10 +212,12 @@ def reference(
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
     if g.vacant:
         program.require_bound()
-        return results(results_of(replace(given, framework="numpy"), g, sinks), return_lse, return_max)
-    _, live = stored(given, g, live_of(k_scale, v_scale, pages))
-    out, lse, top = oracle(given, g, program, rate, seed, sinks, live)
-    return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)
+        found = results_of(replace(given, framework="numpy"), g, sinks)
+    else:
+        _, live = stored(given, g, live_of(k_scale, v_scale, pages))
+        out, lse, top = oracle(given, g, program, rate, seed, sinks, live)
+        found = turn(out, "bhsd", given.layout), lse, top
+    return results(given.as_called(*found), return_lse, return_max)
 
 
 register("texts", attention_for)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import ShapeError
-from frisket.runtime.calls.arrays import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of
+from frisket.runtime.calls.arrays import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of, like_jax
 
 
 def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array, Array]:
@@ -26,13 +27,14 @@ def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array
     `lse` (batch, heads, length), natural log. Works in float32 (float64 for float64) and gives `out` in the dtype of
     the parts; differentiable in every `out` and `lse`. The lse of a part that saw no key is -inf, and its out is
     ignored. Where no part saw a key, the result is 0 and -inf, with gradients of 0.
+    Parts of JAX and numpy may have no batch axis.
 
         lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i
 
     (M. Milakov and N. Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.) Raises `ShapeError`
     for parts that do not fit together.
     """
-    xp, layout = _checked(parts, layout)
+    parts, xp, layout = _checked(parts, layout)
     out, lse, _ = merged([(*part, 0.0) for part in parts], xp, layout)
     return out, lse
 
@@ -64,7 +66,7 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
     out = None
     for (mine, *_), share in zip(parts, shares, strict=True):
         weight = share / total
-        weight = (weight if layout == "bhsd" else weight.swapaxes(1, 2))[..., None]
+        weight = (weight if layout == "bhsd" else weight.swapaxes(-1, -2))[..., None]
         mine = _cast(mine, wide)
         term = xp.where(weight == 0, xp.zeros_like(mine), mine) * weight  # what an empty part holds may be NaN
         out = term if out is None else out + term
@@ -73,8 +75,8 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
     return _cast(out, kind), lse, xp.where(nowhere, xp.zeros_like(total), shift - lse + log)
 
 
-def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[Any, str]:
-    """(the framework's module, the layout) of parts that fit together."""
+def _checked(parts: tuple[Any, ...], layout: str | None) -> tuple[tuple[Any, ...], Any, str]:
+    """(parts that fit together, in one framework, its module, the layout)."""
     check_layout(layout)
     if not parts:
         raise ShapeError("merge has nothing to merge; give it pairs: merge((out1, lse1), (out2, lse2))")
@@ -82,6 +84,8 @@ def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[An
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ShapeError(f"part {i} is a {type(part).__name__}; a part is a pair (out, lse)")
     found = {framework_of(x) for part in parts for x in part}
+    if found == {"jax", "numpy"}:
+        parts, found = tuple(tuple(like_jax(x, *chain(*parts)) for x in part) for part in parts), {"jax"}
     if None in found or len(found) > 1:
         kinds = ", ".join(f"({type(out).__name__}, {type(lse).__name__})" for out, lse in parts)
         raise ShapeError(f"the parts are {kinds}; give arrays of one framework")
@@ -92,7 +96,7 @@ def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[An
     shape, dtype = tuple(parts[0][0].shape), parts[0][0].dtype
     for i, (out, lse) in enumerate(parts):
         rows = _rows(out.shape, layout)
-        if len(out.shape) != 4 or tuple(lse.shape) != rows:
+        if len(out.shape) not in ((4,) if framework == "torch" else (3, 4)) or tuple(lse.shape) != rows:
             raise ShapeError(
                 f"part {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}\n  out is {LAYOUTS[layout]} and lse "
                 '(batch, heads, length); layout="bhsd" or "bshd" says otherwise'
@@ -105,16 +109,16 @@ def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[An
         if str(out.dtype).removeprefix("torch.") not in FLOATS:
             raise ShapeError(f"out of part {i} is {out.dtype}; attention gives {', '.join(FLOATS)}")
     if framework == "numpy":
-        return np, layout
-    return sys.modules["torch"] if framework == "torch" else sys.modules["jax"].numpy, layout
+        return parts, np, layout
+    return parts, sys.modules["torch"] if framework == "torch" else sys.modules["jax"].numpy, layout
 
 
 def _rows(shape: Any, layout: str) -> tuple[int, ...]:
     """The shape of lse, from that of out."""
-    if len(shape) != 4:
+    if len(shape) < 3:
         return ()
-    b, x, y, _ = shape
-    return (b, x, y) if layout == "bhsd" else (b, y, x)
+    *batch, x, y, _ = shape
+    return (*batch, x, y) if layout == "bhsd" else (*batch, y, x)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -133,7 +133,7 @@ class OrderedAttention(Attention):
         refuse_parts(q, options)
         layout = options.get("layout") or NATURAL.get(framework_of(q) or "torch", "bshd")
         axis = LENGTH_AXIS.get(layout, 2)
-        if min(len(x.shape) for x in (q, k, v)) < 4:  # refused there, in words
+        if any(len(x.shape) < 4 or framework_of(x) == "numpy" for x in (q, k, v)):  # `run` calls this with all axes
             return super().__call__(q, k, v, **options)
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att, by_rows = self._at(q.shape[axis], k.shape[axis], _device(q), params)

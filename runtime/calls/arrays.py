@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from ctypes import c_char, string_at
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
 COPIED = 1 << 26  # bytes of a table, at most, that is copied to be compared: no dense mask of 16,384 x 16,384
+# in an error; torch's own attention computes both readings alike
+UNBATCHED = {("torch", 3): "\n  q[None] has one batch entry, q[:, None] one head; k and v likewise"}
 MULTIPLE = 16  # tokens that the length of a page is a multiple of
 
 
@@ -119,7 +121,8 @@ def check_layout(layout: str | None) -> None:
 @dataclass(frozen=True)
 class Arrays:
     """q, k and v of one call, known to fit together; `layout` says where their axes are. With `pages`, the shape of
-    their table, k and v are pools: [pages, heads, tokens, dim] where they would be [batch, heads, length, dim]."""
+    their table, k and v are pools: [pages, heads, tokens, dim] where they would be [batch, heads, length, dim].
+    `unbatched`: q had no batch axis and got one of length 1, which `as_called` removes from results."""
 
     q: Any
     k: Any
@@ -128,6 +131,11 @@ class Arrays:
     layout: str
     dtype: str
     pages: tuple[int, ...] = ()
+    unbatched: bool = False
+
+    def as_called(self, *results: Any) -> tuple[Any, ...]:
+        """Results with the axes that the arrays of the call had."""
+        return tuple(x if x is None or not self.unbatched else x[0] for x in results)
 
     @property
     def kv_dtype(self) -> str:
@@ -201,14 +209,21 @@ class Arrays:
 
 
 def arrays(
-    q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None, exported: bool = False
-) -> Arrays:
+    q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None,
+    exported: bool = False, known: Iterable[str | None] = (),
+) -> Arrays:  # fmt: skip
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
     have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
-    and lengths may be symbols of `jax.export`."""
+    and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is, or where "jax" is among
+    the frameworks that are `known`. Arrays of JAX and numpy without a batch axis get one."""
     check_layout(layout)
     given = dict(zip("qkv", (q, k, v)))
     found = {name: framework_of(x) for name, x in given.items()}
+    host = {*found.values()} <= {"jax", "numpy"}
+    if host and "numpy" in found.values() and "jax" in {*found.values(), *known}:
+        given, found = {n: like_jax(x, q, k, v) for n, x in given.items()}, dict.fromkeys(found, "jax")
+    bare = [n for n, x in given.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
+    given |= {n: given[n][None] for n in bare}
     if (strange := next((n for n, f in found.items() if f is None), None)) is not None:
         raise ShapeError(f"{strange} is a {type(given[strange]).__name__}; give torch tensors or JAX arrays")
     if len(set(found.values())) > 1:
@@ -228,7 +243,7 @@ def arrays(
         if x.ndim != 4:
             raise ShapeError(
                 f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
-                f"{LAYOUTS[layout or NATURAL[framework]]}"
+                f"{LAYOUTS[layout or NATURAL[framework]]}{UNBATCHED.get((framework, x.ndim), '')}"
             )
         fixed = x.shape if not exported else tuple(x.shape[i] for i in (HEADS_AXIS[layout or NATURAL[framework]], 3))
         if framework == "jax" and not all(isinstance(n, int) for n in fixed):
@@ -248,7 +263,17 @@ def arrays(
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
-    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table)
+    return Arrays(*given.values(), framework, layout or NATURAL[framework], dtypes["q"], table, "q" in bare)
+
+
+def like_jax(x: Any, *others: Any) -> Any:
+    """An array of numpy as JAX's, on the device that one of the `others` is committed to; other arrays as they are."""
+    if framework_of(x) != "numpy":
+        return x
+    import jax.numpy as jnp
+
+    known = (y for y in others if framework_of(y) == "jax" and not traced(y) and y.committed and len(y.devices()) == 1)
+    return jnp.asarray(x, device=next((y.sharding for y in known), None))
 
 
 def check_devices(q: Any, k: Any, v: Any) -> None:
@@ -338,8 +363,8 @@ def _start(x: Any) -> Any:
         x = as_int(x)
     if traced(x):
         raise ShapeError(
-            "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"
-            "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
+            "origin is traced by jax.jit or another transform, and this takes one that is known\n"
+            "  give it to a call of the attention instead: att(q, k, v, origin=...)"
         )
     check_plain("origin", x)
     at = np.asarray(entries_of(x))

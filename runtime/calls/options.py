@@ -86,29 +86,32 @@ def rate_and_seed(rate: Any, key: Any) -> tuple[float, Any]:
         return rate, None
     if key is None:
         raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
-    from jax.random import randint
+    from jax.numpy import asarray
 
-    return rate, randint(key, (), 0, SEEDS - 1)
+    return rate, from_key(asarray(key))
 
 
 def seed_of(seed: Any, rate: float, framework: str) -> Any:
-    """The seed of a call, 0 <= seed < 2**31: an int, or an array of JAX. None without dropout."""
+    """The seed of a call, 0 <= seed < 2**31: an int, or an array of JAX, also one drawn from a key of `jax.random`.
+    None without dropout."""
     if not rate:
         return None
+    if framework != "torch":
+        seed = from_key(seed)
     if seed is None and framework == "torch":
         return drawn()
     if seed is None:
         raise ParameterError(
             "dropout needs a seed: seed=<int>"
             if framework == "numpy"
-            else "dropout needs a seed under JAX, another one at every step: seed=<int>, or from a key: "
-            "seed=jax.random.randint(key, (), 0, 2**31 - 1)"
+            else "dropout needs a seed under JAX, another one at every step: seed=<int>, or a key: "
+            "seed=jax.random.key(<int>)"
         )
     if framework == "jax" and (traced(seed) or framework_of(seed) == "jax"):
         if seed.ndim or not str(seed.dtype).startswith(("int", "uint")):  # keys have dtypes of their own
             raise ParameterError(
-                f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31, from a key: "
-                "seed=jax.random.randint(key, (), 0, 2**31 - 1)"
+                f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31, or one key: "
+                "seed=jax.random.key(<int>)"
             )
         return seed
     try:
@@ -118,6 +121,17 @@ def seed_of(seed: Any, rate: float, framework: str) -> Any:
     if not 0 <= number < SEEDS:
         raise ParameterError(f"seed is {seed!r}; it is an integer, 0 <= seed < 2**31")
     return number
+
+
+def from_key(seed: Any) -> Any:
+    """A seed drawn from a key of `jax.random`, of the new or the old form; other seeds as they are."""
+    if framework_of(seed) != "jax":
+        return seed
+    from jax import random
+
+    old = str(seed.dtype) == "uint32" and seed.shape == random.PRNGKey(0).shape
+    new = str(seed.dtype).startswith("key<") and not seed.ndim
+    return random.randint(seed, (), 0, SEEDS - 1) if old or new else seed
 
 
 def drawn() -> int:

@@ -17,7 +17,7 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.plan import FIRST, K_SCALE, LIVE, PAGES, V_SCALE, Geometry, Pages
 
-from .arrays import NATURAL, Arrays, framework_of, to_numpy, turn
+from .arrays import NATURAL, Arrays, framework_of, like_jax, to_numpy, turn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,6 +91,10 @@ def stored(arrays: Arrays, g: Geometry, live: Mapping[str, Any]) -> tuple[Stored
     layout; None without any. `ShapeError` where they do not fit k and v."""
     if not live:
         return None, {}
+    bare = [n for n, x in live.items() if arrays.unbatched and n != PAGES and x.ndim == 2]
+    live = {n: x[None] if n in bare else x for n, x in live.items()}
+    if arrays.framework == "jax":
+        live = {n: like_jax(x, *arrays.qkv) for n, x in live.items()}
     for name, x in live.items():
         _check(name, x, arrays)
     natural = NATURAL.get(arrays.framework, arrays.layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,3 +33,17 @@ def placed(x: Any, like: Any = None) -> Any:
     sharding: Any = jax.sharding  # JAX leaves some of its functions untyped
     spec = sharding.PartitionSpec() if like is None else jax.typeof(like).sharding.spec
     return sharding.reshard(x, sharding.NamedSharding(have.mesh, spec))
+
+
+def automatic(run: Callable[..., Any], *given: Any) -> Any:
+    """`run(*given)` with axes of a mesh that are explicit made automatic: along explicit ones JAX looks nothing up.
+    Results are whole on every device, but mapped axes stay split."""
+    import jax
+
+    explicit, sharding = jax.sharding.AxisType.Explicit, jax.sharding
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given)]
+    mesh = next((m for m in meshes if explicit in m.axis_types), None)
+    if mesh is None:
+        return run(*given)
+    whole: Any = sharding.NamedSharding(mesh, sharding.PartitionSpec())
+    return sharding.auto_axes(run, out_sharding=whole)(*given)

@@ -178,19 +178,19 @@ def _abstract(*operands: Any, task: Task) -> list[Any]:
     if like.sharding.mesh.empty:
         return [like.update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in shaped]
     return [
-        like.update(shape=shape, dtype=dtype, weak_type=False, sharding=_sharding(task, name, like, len(shape)))
+        like.update(shape=shape, dtype=dtype, weak_type=False, sharding=_sharding(task, name, operands, len(shape)))
         for name, (shape, dtype) in zip(task.results, shaped, strict=True)
     ]
 
 
-def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
-    """The sharding of results under a mesh of explicit axes: as the queries are split, by batch and heads."""
-    depth, spec = task.depth("q"), q.sharding.spec
-    own = dict(zip("bshd", spec[depth:], strict=True))
-    spec_of: Any = PartitionSpec  # JAX leaves some of its functions untyped
-    front = (None,) * (rank - len(AXES.get(name, ())))
+def _sharding(task: Task, name: str, operands: Any, rank: int) -> NamedSharding:
+    """The sharding of results under a mesh of explicit axes: as the queries are split, by batch and heads, and by
+    mapped axes as the operands that have these."""
+    mesh, depth = operands[0].sharding.mesh, task.depth("q")
+    own = dict(zip("bshd", operands[0].sharding.spec[depth:], strict=True))
+    front = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
     axes = [own.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
-    return NamedSharding(q.sharding.mesh, spec_of(*front, *axes))
+    return NamedSharding(mesh, _spec(*front, *axes, *[None] * (rank - len(front) - len(axes))))
 
 
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def _named(operation: Any, task: Task) -> None:
 
 def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
     """Executors know nothing of axes, explicit ones or those of shard_map: what they do is a device's own."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().empty and all(a.sharding.mesh.empty for a in ctx.avals_in):
         return ctx, run
 
     def plain(*operands: Any) -> Any:

@@ -38,7 +38,7 @@ FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
 
 
-def attend(att: Any, request: Request) -> tuple[Any, Any, Any]:
+def attend(att: Any, request: Request) -> tuple[Any, ...]:
     """(out, lse, top) of a call of symbolic lengths."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     live, params = parted(params)
@@ -63,7 +63,7 @@ def attend(att: Any, request: Request) -> tuple[Any, Any, Any]:
     tables = {t.name: values[t.source] for t in made.tables}
     q, k, v = (_forward_only.bind(x) for x in given.turned("bshd"))
     out, lse, highest = forward(made, seen, g, q, k, v, slots, tables, values, sinks)
-    return turn(out, "bshd", given.layout), lse, highest
+    return given.as_called(turn(out, "bshd", given.layout), lse, highest)
 
 
 def _planned(

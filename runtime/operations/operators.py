@@ -106,6 +106,9 @@ class FrisketAttention(AttentionImpl):
         """query, key and value in the dtype to compute in, split over the mesh."""
         dtype, softmax = self.metadata.runtime_dtype, self.metadata.runtime_softmax_dtype
         made = [jnp.asarray(x, dtype) for x in arrays]
+        if any(x.ndim != 4 for x in made):
+            shapes = ", ".join(str(list(x.shape)) for x in made)
+            raise ShapeError(f"query, key and value are {shapes}; they are [batch, length, heads, head_dim]")
         if softmax == jnp.float64 and made[0].dtype != jnp.float64:
             raise ParameterError("a softmax in float64 takes queries, keys and values in float64: runtime_dtype=")
         return [self.placed(x, spec) for x, spec in zip(made, self.specs(made[0]), strict=False)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.attention.ordered import OrderedAttention
-from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.arrays import framework_of, like_jax
 
 from .deal import Deal, Variant
 
@@ -30,7 +30,10 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
             "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
             "frisket.compile(mask).at(**order.coordinates)"
         )
-    att, framework = att.now(more) if att.rereads else att, framework_of(q)
+    att, frameworks = att.now(more) if att.rereads else att, {*map(framework_of, (q, k, v))}
+    if frameworks == {"jax", "numpy"}:
+        q, k, v = (like_jax(x, q, k, v) for x in (q, k, v))
+    framework = framework_of(q)
     if framework == "torch":
         from . import torch_ring
 

@@ -32,6 +32,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.options import from_key
 from frisket.runtime.calls.request import Request
 from frisket.runtime.jax.arrays import narrowed
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
@@ -107,7 +108,7 @@ def attend(
         sinks = jnp.broadcast_to(jnp.asarray(sinks), (q.shape[2] * size(head_axis),))
         arrays["sinks"] = lax.dynamic_slice_in_dim(sinks, shard.first(1), q.shape[2])
     if seed is not None:
-        arrays["seed"] = jnp.asarray(seed)
+        arrays["seed"] = jnp.asarray(from_key(seed))
     flow = {"q", "k", "v", "sinks", *shard.learnable}
     groups = ({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False))
     learned, fixed = varying_alike(*groups)

@@ -36,7 +36,7 @@ def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any
     return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
-def results(arrays: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:
+def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:
     """out, (out, lse), (out, max) or (out, lse, max)."""
     for name, asked in (("return_lse", lse), ("return_max", top)):
         flag(asked, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from frisket.lowering.planner import triton as planner_triton
 from frisket.lowering.planner.planner import Planner
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import named
-from frisket.runtime.jax.arrays import placed
+from frisket.runtime.jax.arrays import automatic
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.generated import load
@@ -128,9 +129,9 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         return run
     import jax
 
-    def plan_spans(*given: Any, **options: Any) -> Any:  # along an axis that is split JAX looks nothing up
+    def plan_spans(*given: Any, **options: Any) -> Any:
         with usual_promotion():
-            return run(*jax.tree.map(placed, given), **options)
+            return automatic(partial(run, **options), *given)
 
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
 
@@ -164,11 +165,10 @@ def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
     if framework == "jax":
         import jax.numpy as jnp
 
-        table = placed(table)
         with usual_promotion():
             if table.dtype.itemsize < 4:
                 table = table.astype(jnp.int32)  # ends may go on where the table's dtype does not
-            return _searched(jnp, table, derived, jnp.arange(length)).astype(jnp.int32)
+            return automatic(lambda t: _searched(jnp, t, derived, jnp.arange(length)).astype(jnp.int32), table)
     import torch
 
     return _searched(torch, table.long(), derived, torch.arange(length, device=table.device)).to(torch.int32)
@@ -196,9 +196,11 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
     if framework == "jax":  # positions may go on where the offsets' dtype does not
         import jax.numpy as jnp
 
-        offsets = placed(offsets)
-        with usual_promotion():
+        def segments(offsets: Any) -> Any:
             return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
+
+        with usual_promotion():
+            return automatic(segments, offsets)
     import torch
 
     at = torch.arange(length, device=offsets.device)

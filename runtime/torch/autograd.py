@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
@@ -17,16 +21,21 @@ if TYPE_CHECKING:
     from .ready import Ready
 
 
-def refuse_recording(*cotangents: Any) -> None:
-    """Refuse a backward, which is no operator, where it is recorded, mapped or made of tensors without memory."""
+def transformed(*cotangents: Any) -> bool:
+    """Whether the cotangents of a backward, which is no operator, are mapped. Refuses a backward that is recorded,
+    transformed otherwise, or of tensors without memory."""
+    functorch: Any = torch._C._functorch
     modes = torch._C._len_torch_dispatch_stack() and (recorded() or type(torch.empty(0)) is not Tensor)
     kind, given = Tensor.__torch_dispatch__, [x for x in cotangents if x is not None]
     bare = any(type(x).__torch_dispatch__ is not kind or not torch._C._has_storage(x) for x in given)
-    if modes or bare or torch._C._functorch.maybe_current_level() is not None:
-        raise BackwardError(
-            "this backward is recorded or mapped (make_fx, vmap, is_grads_batched, functionalize, fake tensors), and "
-            "its forward ran before\n  call the attention inside of what is recorded or mapped, as torch.func does"
-        )
+    if not (modes or bare or functorch.maybe_current_level() is not None):
+        return False
+    if any(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x) for x in given):
+        return True
+    raise BackwardError(
+        "this backward is recorded or transformed (make_fx, functionalize, fake tensors), and its forward ran before\n"
+        "  call the attention inside of what is recorded or transformed, as torch.func does"
+    )
 
 
 def no_forward_mode() -> NoReturn:
@@ -78,17 +87,12 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         dout, dlse, _ = cotangents
         _refuse_changed(ctx)
-        refuse_recording(dout, dlse)
         saved = ctx.saved_tensors
         given = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
             return (None,) * (3 + len(given))
-        what = ctx.ready, ctx.seed, saved, dout, dlse, ctx.needs_input_grad[3:]
-        if not torch.is_grad_enabled():
-            return None, None, None, *gradients(*what)
-        with torch.no_grad():  # a graph of the backward is asked for
-            grads = gradients(*what)
-        return None, None, None, *_Once.apply(grads, dout, dlse, *given)  # type: ignore[no-untyped-call]
+        run = partial(gradients, ctx.ready, ctx.seed, saved, needed=ctx.needs_input_grad[3:])
+        return None, None, None, *_once(run, given, dout, dlse)
 
 
 class AttendAgain(torch.autograd.Function):
@@ -110,14 +114,50 @@ class AttendAgain(torch.autograd.Function):
         if dout is None:
             return (None,) * 5
         _refuse_changed(ctx)
-        refuse_recording(dout)
         saved = ctx.saved_tensors
-        what = *ctx.again, saved, dout, None, (*ctx.needs_input_grad[2:], False)
-        if not torch.is_grad_enabled():
-            return None, None, *gradients_again(*what)[:3]
-        with torch.no_grad():  # a graph of the backward is asked for
-            grads = gradients_again(*what)[:3]
-        return None, None, *_Once.apply(grads, dout, None, *saved[:3])  # type: ignore[no-untyped-call]
+        run = partial(gradients_again, *ctx.again, saved, needed=(*ctx.needs_input_grad[2:], False))
+        return None, None, *_once(run, saved[:4], dout, None)[:3]
+
+
+def _once(run: Callable[..., list[Any]], given: Any, dout: Any, dlse: Any) -> list[Any]:
+    """The gradients `run(dout, dlse)`, which have none themselves; of mapped cotangents one after another."""
+    if transformed(dout, dlse):
+        found = iter(mapped(lambda *both: [g for g in _once(run, given, *both) if g is not None], dout, dlse))
+        return [next(found) if need else None for need in run.keywords["needed"]]  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled():
+        return run(dout, dlse)
+    with torch.no_grad():  # a graph of the backward is asked for
+        grads = run(dout, dlse)
+    return list(_Once.apply(grads, dout, dlse, *given))  # type: ignore[no-untyped-call]
+
+
+def mapped(run: Callable[..., Sequence[Any]], *given: Any) -> Sequence[Any]:
+    """`run(*given)`, tensors of tensors or None, for one entry of mapped axes after another: those of vmap, and those
+    of is_grads_batched, which has a vmap of its own."""
+    functorch: Any = torch._C._functorch
+    for maps, batched in ((functorch, functorch.is_batchedtensor), (torch, functorch.is_legacy_batchedtensor)):
+        where = [0 if x is not None and batched(x) else None for x in given]
+        if 0 not in where:
+            continue
+        if maps is torch:
+            level, below = torch._C._vmapmode_increment_nesting() - 1, nullcontext()
+            torch._C._vmapmode_decrement_nesting()
+        else:
+            interpreter: Any = retrieve_current_functorch_interpreter()
+            level, below = interpreter.level(), interpreter.lower()
+        with below:
+            whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(given, where)]
+            n = len(whole[where.index(0)])
+            found = each(partial(mapped, run), n, where, whole)
+        return [maps._add_batch_dim(x, 0, level) for x in found]
+    return run(*given)
+
+
+def each(run: Callable[..., Sequence[Any]], n: int, dims: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of `run` for the `n` entries of mapped axes, stacked."""
+    some = [isinstance(d, int) for d in dims]
+    rows = (run(*(x.select(d, i) if m else x for x, d, m in zip(given, dims, some, strict=True))) for i in range(n))
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
 def _refuse_changed(ctx: Any) -> None:

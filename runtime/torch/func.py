@@ -9,11 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.autograd_function import generate_single_level_function
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+from torch.utils._pytree import tree_map_only
 
 from frisket.dsl.ir import uses
 
 from . import running as running
-from .autograd import no_forward_mode, no_second
+from .autograd import each, no_forward_mode, no_second
 from .values import names_of
 
 
@@ -42,17 +48,17 @@ class FuncAttend(torch.autograd.Function):
         running.refuse_stored(given[0], given[1], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
-        found = iter(FuncBackward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))  # type: ignore[no-untyped-call]
+        found = iter(FuncBackward.forward(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))
         return None, *(next(found) if need else None for need in needed)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         said, q, k, v, sinks, *values = args
         if _apart(said, dims[4:], values):
-            return _each(FuncAttend, info, dims, args)
+            return each(FuncAttend.forward, info.batch_size, dims, args), (0,) * 4
         n = info.batch_size
         arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
-        out, lse, top, norm = FuncAttend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
+        out, lse, top, norm = FuncAttend.forward(said, *arrays, sinks, *values)
         asked = top.ndim > 1
         found = _split(out, n), _split(lse, n), _split(top, n) if asked else top, _split(norm, n)
         return found, (0, 0, 0 if asked else None, 0)
@@ -82,23 +88,57 @@ class FuncBackward(torch.autograd.Function):
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         said, needed, *arrays = args
         if any(needed[3:]) or _apart(said, dims[10:], arrays[9:]):  # every entry has a gradient of sinks and values
-            return _each(FuncBackward, info, dims, args)
+            found = each(FuncBackward.forward, info.batch_size, dims, args)
+            return found, (0,) * len(found)
         n = info.batch_size
         joined = (_joined(x, d, n) for x, d in zip(arrays[:8], dims[2:10]))
-        found = FuncBackward.apply(said, needed, *joined, *arrays[8:])  # type: ignore[no-untyped-call]
+        found = FuncBackward.forward(said, needed, *joined, *arrays[8:])
         return tuple(_split(x, n) for x in found), (0,) * len(found)
 
 
-def transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static: Any) -> Any:
+def transformed(name: str, *inputs: Any) -> Any:
+    """An operator inside of torch.func's transforms. `functionalize` has nothing to replace: operators write to no
+    argument."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    if interpreter.key() != TransformType.Functionalize:
+        return globals()[f"_transformed_{name}"](*inputs)
+    api = FunctorchFunctionalizeAPI(interpreter)
+    inputs = api.unwrap_tensors(inputs)
+    with api.redispatch_to_next():
+        found = getattr(torch.ops.frisket, name)(*inputs)
+    return api.wrap_tensors(found)
+
+
+def _in_one_level(kind: Any, *operands: Any) -> Any:
+    """`kind.apply` for the innermost transform. The next one gets the operator that `kind.forward` calls: functionalize
+    has no rule for functions."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    if interpreter.key() == TransformType.Vmap:
+        return kind.apply(*operands)
+    level = interpreter.level()
+
+    def forward(*operands: Any) -> Any:
+        plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(x, level), operands)
+        with torch.enable_grad(), interpreter.lower():
+            found = kind.forward(*plain)
+        return tuple(_wrap_for_grad(x, level) for x in found)
+
+    function: Any = generate_single_level_function(interpreter, kind)
+    function.forward = staticmethod(forward)
+    with enable_single_level_autograd_function():
+        return function.apply(*operands)
+
+
+def _transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static: Any) -> Any:
     """`frisket::attend` inside of torch.func's transforms, whose rules are those of `FuncAttend`."""
-    return FuncAttend.apply(static, q, k, v, sinks, *values)  # type: ignore[no-untyped-call]
+    return _in_one_level(FuncAttend, static, q, k, v, sinks, *values)
 
 
-def transformed_attend_alone(*inputs: Any) -> Any:
-    return transformed_attend(*inputs)[0]
+def _transformed_attend_alone(*inputs: Any) -> Any:
+    return _transformed_attend(*inputs)[0]
 
 
-def transformed_attend_backward(
+def _transformed_attend_backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, values: Any, out: Any, lse: Any, norm: Any, *rest: Any
 ) -> Any:
     """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
@@ -106,7 +146,7 @@ def transformed_attend_backward(
     floats = iter(needed[4:])
     needed = (*needed[:4], *(x.is_floating_point() and next(floats) for x in values))
     given = dout, dlse, out, lse, norm, q, k, v, sinks
-    return list(FuncBackward.apply((numbers, spec, names), needed, *given, *values))  # type: ignore[no-untyped-call]
+    return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *given, *values))
 
 
 def _apart(said: Any, dims: Any, values: Any) -> bool:
@@ -128,13 +168,3 @@ def _joined(x: Any, dim: Any, n: int) -> Any:
 
 def _split(x: Any, n: int) -> Any:
     return x.unflatten(0, (n, -1))
-
-
-def _each(what: Any, info: Any, dims: Any, args: Any) -> Any:
-    """One call for every entry of the mapped axis, stacked."""
-    rows = []
-    for i in range(info.batch_size):
-        rows.append(
-            what.apply(*(x if d is None or not isinstance(d, int) else x.select(d, i) for x, d in zip(args, dims)))
-        )
-    return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])

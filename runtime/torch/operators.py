@@ -28,13 +28,13 @@ for _schema in (
     LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
-def _late(name: str) -> Callable[..., Any]:
+def _late(name: str, *first: str) -> Callable[..., Any]:
     """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*given: Any, **named: Any) -> Any:
         from . import func
 
-        return getattr(func if name.startswith("transformed") else func.running, name)(*given, **named)
+        return getattr(func if name == "transformed" else func.running, name)(*first, *given, **named)
 
     return run
 
@@ -45,6 +45,7 @@ for _name in ("attend", "attend_alone", "attend_backward", "tiles"):
     torch.library.register_fake(f"frisket::{_name}", _late(f"fake_{_name}"), lib=LIBRARY)
 for _name in ("attend", "attend_alone", "attend_backward"):
     # torch.func, vmap and graphs around them; torch's own rules for operators know no function with setup_context.
-    LIBRARY.impl(_name, _late(f"transformed_{_name}"), "FuncTorchDynamicLayerFrontMode")
+    LIBRARY.impl(_name, _late("transformed", _name), "FuncTorchDynamicLayerFrontMode")
+LIBRARY.impl("attend_backward", _late("mapped_backward"), "Batched")  # of is_grads_batched
 torch.library.register_autograd("frisket::attend", _late("gradient"), setup_context=_late("setup_context"), lib=LIBRARY)
 torch.library.register_autograd("frisket::attend_backward", _late("no_second"), lib=LIBRARY)

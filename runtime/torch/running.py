@@ -14,7 +14,7 @@ from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 
-from .autograd import gradients, gradients_again, no_second
+from .autograd import gradients, gradients_again, mapped, no_second
 from .op import attend as attend_op
 from .op import earlier_call, kept_ready
 from .spec import attention_of
@@ -144,6 +144,11 @@ def attend_backward(
         if need:  # a table the score mod reads through no derivative, or the mask alone, has none
             grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
     return [g.contiguous() for g in grads]
+
+
+def mapped_backward(dout: Any, dlse: Any, *rest: Any) -> list[Tensor]:
+    """`frisket::attend_backward` of cotangents that torch.autograd.grad(is_grads_batched=True) maps."""
+    return list(mapped(lambda *both: torch.ops.frisket.attend_backward(*both, *rest), dout, dlse))
 
 
 def fake_tiles(

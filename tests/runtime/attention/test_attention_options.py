@@ -215,21 +215,21 @@ BAD = {
     ),
     "no seed": (
         lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1), ParameterError,
-        "dropout needs a seed under JAX, another one at every step: seed=<int>, or from a key: "
-        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+        "dropout needs a seed under JAX, another one at every step: seed=<int>, or a key: "
+        "seed=jax.random.key(<int>)",
     ),
     "seed of a reference": (
         lambda: fk.reference(Q, K, V, layout="bhsd", dropout=0.1), ParameterError, "dropout needs a seed: seed=<int>"
     ),
     "seeds": (
         lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jnp.zeros(2, int)), ParameterError,
-        "seed is int32[2]; it is one integer, 0 <= seed < 2**31, from a key: "
-        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+        "seed is int32[2]; it is one integer, 0 <= seed < 2**31, or one key: "
+        "seed=jax.random.key(<int>)",
     ),
-    "key for a seed": (
-        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jax.random.key(0)), ParameterError,
-        "seed is key<fry>[]; it is one integer, 0 <= seed < 2**31, from a key: "
-        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+    "keys for a seed": (
+        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jax.random.split(jax.random.key(0))),
+        ParameterError, "seed is key<fry>[2]; it is one integer, 0 <= seed < 2**31, or one key: "
+        "seed=jax.random.key(<int>)",
     ),
     "scale of words": (
         lambda: call(scale="half"), ParameterError,

@@ -28,7 +28,8 @@ GOOD = ((1, 4, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16))
 BAD = {
     "three axes": (
         lambda: fk.attention(t(4, 8, 16), K, K), fk.ShapeError,
-        "q has 3 axes, shape (4, 8, 16); it needs four: (batch, heads, length, head_dim)",
+        "q has 3 axes, shape (4, 8, 16); it needs four: (batch, heads, length, head_dim)\n"
+        "  q[None] has one batch entry, q[:, None] one head; k and v likewise",
     ),
     "batch": (
         lambda: fk.attention(t(2, 4, 8, 16), K, K), fk.ShapeError,

@@ -153,6 +153,62 @@ close(found, gradient(*whole))
 print("split tables")
 """
 
+MAPPED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import frisket as fk
+
+backend, names = sys.argv[1] or None, sys.argv[2].split(";")
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+draw = np.random.default_rng(0).standard_normal
+q, k, v = (jnp.asarray(draw((4, 2, 16, n, 8)), jnp.float32) for n in (4, 2, 2))
+bias = jnp.asarray(draw((4, 4)), jnp.float32)
+calls = {  # mask, score mod, options, the name of the mapped value, and its entries
+    "documents": ("causal & same(doc)", None, {}, "doc", jnp.arange(64).reshape(4, 16) // 5),
+    "offsets": ("causal_document(off)", None, {}, "off", jnp.asarray([[0, n, 9, 16] for n in (1, 3, 5, 8)])),
+    "sorted": ("param doc: sorted int[_]\\ncausal & same(doc)", None, {}, "doc", jnp.arange(64).reshape(4, 16) // 5),
+    "window": ("causal & window(w)", None, {}, "w", jnp.asarray([1, 3, 5, 9])),
+    "bias": ("causal", "score + bias[h]", {}, "bias", bias),
+    "sinks": ("causal", None, {}, "sinks", bias),
+    "seed": ("causal", None, {"dropout": 0.5}, "seed", jnp.arange(4)),
+    "origin": ("causal & q + k > h", None, {}, "origin", jnp.arange(4)),
+}
+
+
+def close(found, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, want)
+
+
+for name in names:
+    mask, score, options, value, entries = calls[name]
+    att = fk.compile(mask, score, backend=backend, **options)
+
+    def loss(q, k, v, x):
+        def one(q, k, v, x):
+            return att(q, k, v, return_lse=True, **{value: (0, 0, x, 0) if value == "origin" else x})
+
+        out = jax.vmap(one)(q, k, v, x)
+        return (out[0] ** 2).sum(), out
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P("x", *spec)))
+
+    learned = (0, 1, 2, 3) if value in ("bias", "sinks") else (0, 1, 2)
+    run = jax.jit(jax.value_and_grad(loss, learned, has_aux=True))
+    want = run(q, k, v, entries)
+    heads = None, None, "y", None
+    (_, out), grads = found = run(put(q, *heads), put(k, *heads), put(v, *heads), put(entries))
+    close(found, want)
+    assert [x.sharding.spec for x in out] == [P("x", *heads), P("x", None, "y", None)], out
+    assert [x.sharding.spec for x in grads[:3]] == [P("x", *heads)] * 3, grads
+    eager = jax.vmap(lambda q, x: att(q, q, q, **{value: (0, 0, x, 0) if value == "origin" else x}))
+    close(eager(put(q), put(entries)), eager(q, entries))
+    close(jax.jit(jax.vmap(eager))(*(put(x.reshape(2, 2, *x.shape[1:])) for x in (q, entries))),
+          eager(q, entries).reshape(2, 2, *q.shape[1:]))
+    print(name)
+"""
+
 
 def run(script, *arguments, devices=8):
     env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}
@@ -184,3 +240,11 @@ def test_automatic_sharding_keeps_batches_and_heads_local(kind, backend, names):
     more = MORE if kind == "Auto" else EXPLICIT
     told = ["groups", "vmap", "eager", "named", "abstract", "export"] if kind == "Auto" else ["split tables"]
     assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("backend", "names"), [
+    ("xla", "documents;offsets"), ("xla", "sorted;window;bias"), ("xla", "sinks;seed;origin"), ("", "documents;sinks"),
+])  # fmt: skip
+def test_mapped_values_on_explicit_meshes_stay_split(backend, names):
+    assert run(MAPPED, backend, names, devices=4) == names.split(";")

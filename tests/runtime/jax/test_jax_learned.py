@@ -100,12 +100,3 @@ def test_seeds_sinks_and_largest_scores():
     assert np.abs(np.asarray(a[0]) - step(4, none)[0]).max() > 0.1
     f = jax.jit(jax.value_and_grad(lambda s: (att(q, k, v, seed=3, sinks=s) ** 2).sum()))
     np.testing.assert_allclose(f(none)[1][0], (f(shift)[0] - f(-shift)[0]) / 2e-2, rtol=2e-3)
-
-
-def test_a_traced_origin_is_refused_by_name():
-    with pytest.raises(fk.ShapeError) as caught:
-        jax.jit(lambda at: fk.attention(q, k, v, "causal", origin=(0, 0, at, 0)))(3)
-    assert str(caught.value) == (
-        "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"
-        "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
-    )
