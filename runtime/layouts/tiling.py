@@ -27,13 +27,7 @@ from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Sc
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
-from frisket.runtime.machine.parameters import (
-    looks_like_lengths,
-    names_of,
-    own_state,
-    segments_of_coordinates,
-    short_tables,
-)
+from frisket.runtime.machine import parameters
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
@@ -140,7 +134,7 @@ class Tiling:
         return Side(self._analyse(transposed=True).spans, self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        return own_state(self)
+        return parameters.own_state(self)
 
     @cached_property
     def counts(self) -> Counts:
@@ -448,7 +442,7 @@ def check_reach(
     stops = dict(zip("bhqk", ends, strict=True))
     batch, heads, q_len, kv_len = lengths
     known = {**tables, **shapes}
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, known, stops)):
+    for coordinate, name, axis, have in (found for e in readers for found in parameters.short_tables(e, known, stops)):
         beyond = simplify(conj(bind_in_part(mask, known), var(coordinate) >= have))
         found = analyse(
             beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
@@ -462,10 +456,10 @@ def check_reach(
             )
     for e in readers:
         outside = {
-            name: stops[c] for c, name, first, last in segments_of_coordinates(e, tables)
+            name: stops[c] for c, name, first, last in parameters.segments_of_coordinates(e, tables)
             if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
         }  # fmt: skip
-        if not outside or names_of(e).keys() & shapes.keys():
+        if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, visible = bind_in_part(e, tables), TRUE if e is mask else bind_in_part(mask, known)
         grid, _ = grid_of(make("both", (reader, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
@@ -479,7 +473,7 @@ def check_reach(
 
 def _advice(name: str, offsets: Array, stop: int) -> str:
     """The remedy for offsets that do not hold all positions below `stop`."""
-    lengths = looks_like_lengths(name)
+    lengths = parameters.looks_like_lengths(name)
     if offsets[0] <= 0:
         return (
             f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
