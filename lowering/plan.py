@@ -196,6 +196,8 @@ class Target:
     descriptors: bool = False
     words: bool = False
     square: int = 64
+    limit: int = field(default=0, repr=False)  # bytes of shared memory that a program may have; 0: not known
+    fixed: bool = field(default=False, repr=False)  # whether the user gave tile, warps or stages
     arch: str = "sm_90"  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None

@@ -26,7 +26,8 @@ class LaunchOptions:
 
     def applied(self, target: Target) -> Target:
         """The target with what is given here."""
-        return replace(target, **{n: x for n, x in vars(self).items() if x is not None})
+        options = {n: x for n, x in vars(self).items() if x is not None}
+        return replace(target, fixed=target.fixed or bool(options), **options)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from frisket.runtime.attention.warm import warm
 from frisket.runtime.backends.base import RECORDS, backends_of, named
 from frisket.runtime.backends.registry import check_name, printed
 from frisket.runtime.backends.triton import report as triton_report
+from frisket.runtime.backends.triton.tiles import GPUS
 
 from .answer import BAD, GOOD, CommandResult, code, table
 from .input import compiled, read_program, shapes
@@ -34,7 +35,8 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     kernel.add_argument(
         "--report", action="store_true", help="compile for Triton: registers, spills, shared memory; no GPU is needed"
     )
-    kernel.add_argument("--arch", nargs="+", metavar="GPU", help="sm_80, sm_90, sm_100, gfx942; several with --report")
+    gpus = ", ".join(GPUS)
+    kernel.add_argument("--arch", nargs="+", metavar="GPU", help=f"{gpus}; several with --report")
     kernel.add_argument(
         "--build", action="store_true", help="compile the C++ kernels, forward and backward, into the cache on disk"
     )

@@ -28,13 +28,7 @@ from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Sc
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
-from frisket.runtime.machine.parameters import (
-    looks_like_lengths,
-    names_of,
-    own_state,
-    segments_of_coordinates,
-    short_tables,
-)
+from frisket.runtime.machine import parameters
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
@@ -141,7 +135,7 @@ class Tiling:
         return Side(self._analyse(transposed=True).spans, self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        return own_state(self)
+        return parameters.own_state(self)
 
     @cached_property
     def counts(self) -> Counts:
@@ -467,7 +461,7 @@ def check_reach(
     for e in readers:
         reader = bind_in_part(e, known)
         grid, _ = grid_of(reader, block=(1, 1), **place)
-        left = short_tables(reader, known, stops)
+        left = parameters.short_tables(reader, known, stops)
         shown: dict[Any, bool | None] = {}
         while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
             when = guards(reader, {node for _, node, _, _ in left}, shapes, grid, scope)
@@ -475,7 +469,7 @@ def check_reach(
             for short in left:
                 coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
-                if not names_of(beyond).keys() & shapes.keys():
+                if not parameters.names_of(beyond).keys() & shapes.keys():
                     found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
                     shown[short] = bool(found.spans.count.any()) if found.exact else None
             left = [x for x in left if shown[x] is not False]
@@ -492,10 +486,10 @@ def check_reach(
             )
     for e in readers:
         outside = {
-            name: stops[c] for c, name, first, last in segments_of_coordinates(e, tables)
+            name: stops[c] for c, name, first, last in parameters.segments_of_coordinates(e, tables)
             if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
         }  # fmt: skip
-        if not outside or names_of(e).keys() & shapes.keys():
+        if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
         grid, _ = grid_of(make("both", (reader, seen)), q_len, kv_len, batch, heads, (1, 1), origin)
@@ -507,7 +501,7 @@ def check_reach(
 
 def _advice(name: str, offsets: Array, stop: int) -> str:
     """The remedy for offsets that do not hold all positions below `stop`."""
-    lengths = looks_like_lengths(name)
+    lengths = parameters.looks_like_lengths(name)
     if offsets[0] <= 0:
         return (
             f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "

@@ -13,15 +13,7 @@ import torch
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Target
 from frisket.runtime.backends.base import RECORDS, Backend, engines_of
-from frisket.runtime.backends.engines.proof import (
-    EngineCall,
-    EngineChoice,
-    Proof,
-    allowed,
-    asked_for,
-    choose_engine,
-    prove,
-)
+from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.options import Options
 from frisket.runtime.plans.call import Call
@@ -42,7 +34,7 @@ class EngineReady(Ready):
 
     @classmethod
     def of_call(
-        cls, call: Call, options: Options, proof: Proof, named: bool, prepare: Callable[[Call, Options], Ready]
+        cls, call: Call, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[[Call, Options], Ready]
     ) -> EngineReady:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
         given, record = call.given, RECORDS[proof.backend]
@@ -122,28 +114,28 @@ def _refused(*given: Any) -> Any:
     raise AssertionError("an engine without gradients says so in its arguments")
 
 
-def engine_call(call: Call, options: Options) -> Proof | None:
+def engine_call(call: Call, options: Options) -> proofs.Proof | None:
     """The proof of the engine that runs a call; None where generated kernels do. Raises where a named one cannot."""
     named = RECORDS[call.backend]
     if named.engine is not None:
-        found = prove(named, facts_of(call, options))
+        found = proofs.prove(named, facts_of(call, options))
         if isinstance(found, str):
             raise BackendError(f"backend {named.name!r} does not run this call: {found}\n  leave out the backend")
         return found
-    return None if asked_for(options) else choice(call, options).proof
+    return None if proofs.asked_for(options) else choice(call, options).proof
 
 
-def choice(call: Call, options: Options) -> EngineChoice:
+def choice(call: Call, options: Options) -> proofs.EngineChoice:
     """The engine of a call, and why not the others."""
     facts = facts_of(call, options)
-    return choose_engine(facts) if engines_of("torch", facts.platform) else EngineChoice(None, {})
+    return proofs.choose_engine(facts) if engines_of("torch", facts.platform) else proofs.EngineChoice(None, {})
 
 
-def facts_of(call: Call, options: Options) -> EngineCall:
+def facts_of(call: Call, options: Options) -> proofs.EngineCall:
     plan, device = call.plan, call.given.device
-    return EngineCall(
+    return proofs.EngineCall(
         plan.host_program, call.geometry, call.given.dtype, "torch",
         "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.given),
         bool(call.live or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
-        call.sinks is not None, call.top, options.deterministic, call.backend, allowed(options), plan,
+        call.sinks is not None, call.top, options.deterministic, call.backend, proofs.allowed(options), plan,
     )  # fmt: skip

@@ -257,7 +257,7 @@ def check_amd() -> None:
     """As far as it goes without a device: compiled for gfx942, where JAX's plugin of CUDA takes the result for PTX."""
     device = jax_triton.triton_kernel_call_lib
     device.get_arch_details, device.get_compute_capability = lambda device: "gfx942", lambda device: 94
-    triton_jax_device._first = lambda: ("gfx942", 304)
+    triton_jax_device._first = lambda: ("gfx942", 304, 0)
     with compiler.watched() as (kernels, _):
         try:
             assert calls(forward(WHOLE, platform="rocm")) == 1

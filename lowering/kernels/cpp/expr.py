@@ -16,21 +16,9 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.expr import (
-    ASSOCIATIVE,
-    ATOM,
-    COLUMN,
-    LEVELS,
-    PREFIX,
-    SHARED,
-    Text,
-    levels,
-    same_remainder,
-    sides_of,
-    unknown,
-)
+from frisket.lowering.kernels import expr as exprs
 
-CPP: dict[str, str] = SHARED | {
+CPP: dict[str, str] = exprs.SHARED | {
     "abs": "magnitude({})", "sign": "sign({})",
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "power({}, {})",
     "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
@@ -49,7 +37,7 @@ BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">="
 COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector
-WHEN = {**LEVELS, "first": COLUMN}
+WHEN = {**exprs.LEVELS, "first": exprs.COLUMN}
 VARIABLES = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
@@ -64,11 +52,11 @@ def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
 def parted(root: Expr) -> Expr:
     """An equal Expr whose remainders and quotients are of the query or of the key alone, known once per row or once per
     vector of keys: `(q - k) % n == 0` is `q % n == k % n`."""
-    return transform(transform(root, same_remainder), _joined)
+    return transform(transform(root, exprs.same_remainder), _joined)
 
 
 def _joined(e: Expr) -> Expr:
-    sides = sides_of(e, "mod", "floordiv")
+    sides = exprs.sides_of(e, "mod", "floordiv")
     if sides is None:
         return e
     n = e.args[1]
@@ -161,7 +149,7 @@ class Forms:
         self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool, lifted: Mapping[Expr, str]
     ) -> None:
         self.names, self.double, self.int64, self.lifted = names, double, int64, lifted
-        self.level = levels(*roots, when=WHEN)
+        self.level = exprs.levels(*roots, when=WHEN)
         self.wide: dict[Expr, bool] = {}
         for node in walk(*roots):
             own = node.op in ("ahead", "behind") or (node.op == "var" and node.name in ("k", "score"))
@@ -174,20 +162,20 @@ class Forms:
         }[node.type]  # fmt: skip
         return many if self.wide[node] else one
 
-    def leaf(self, node: Expr, args: list[Text]) -> Text:
+    def leaf(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
         """The text of a node, given the texts of its arguments."""
         if node in self.lifted:
-            return Text(f"fixed.{self.lifted[node]}")
+            return exprs.Text(f"fixed.{self.lifted[node]}")
         if node.op == "lit":
             return self._literal(node.name)
         if node.op == "var":
-            return Text(VARIABLES.get(node.name, f"fixed.{node.name}"))
+            return exprs.Text(VARIABLES.get(node.name, f"fixed.{node.name}"))
         if node.op == "distance":
-            return Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
+            return exprs.Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
         if node.op in ("param", "lookup", "ahead", "behind") and node.name not in self.names:
             raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
         if node.op == "param":
-            return Text(f"fixed.{self.names[node.name]}")
+            return exprs.Text(f"fixed.{self.names[node.name]}")
         if node.op in ("lookup", "ahead", "behind"):
             kind = "gather" if node.op == "lookup" and self.wide[node] else "at" if node.op == "lookup" else node.op
             if kind == "gather":
@@ -195,63 +183,63 @@ class Forms:
             elif kind != "at":
                 axis, *args = args
                 kind += f"<{axis.text}>"
-            return Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
+            return exprs.Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
         return self._shift(node, args) or self._operator(node, args)
 
-    def _shift(self, node: Expr, args: list[Text]) -> Text | None:
+    def _shift(self, node: Expr, args: list[exprs.Text]) -> exprs.Text | None:
         if node.op not in ("shl", "shr") or node.args[1].op != "lit":
             return None
         n, bits = node.args[1].name, 64 if self.int64 else 32
         if node.op == "shr" and bits <= n < 64:
             n = bits - 1  # only the sign is left
         if not 0 <= n < bits:
-            return Text("ints(0)" if self.wide[node] else "(Int)0")
+            return exprs.Text("ints(0)" if self.wide[node] else "(Int)0")
         symbol = "<<" if node.op == "shl" else ">>"
-        return Text(f"{args[0].inside(BINDS[symbol])} {symbol} {n}", BINDS[symbol])
+        return exprs.Text(f"{args[0].inside(BINDS[symbol])} {symbol} {n}", BINDS[symbol])
 
-    def _operator(self, node: Expr, args: list[Text]) -> Text:
+    def _operator(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
         row = CPP.get(node.op)
         if row is None:
-            raise unknown(node, "C++")
+            raise exprs.unknown(node, "C++")
         infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
         if infix is None and row[0] not in "-~!":
             args = self._spread(node, args)
-            return Text(row.format(*(a.text for a in args)))
+            return exprs.Text(row.format(*(a.text for a in args)))
         if infix is None:
             symbol = "~" if node.op == "not" and self.wide[node] else row[0]
-            return Text(symbol + args[0].inside(PREFIX + 1), PREFIX)
+            return exprs.Text(symbol + args[0].inside(exprs.PREFIX + 1), exprs.PREFIX)
         if node.args[0].type is BOOL:
             args = self._spread(node, args)
         symbol = infix[1]
         binds = BINDS[symbol]
         within = BINDS["<<"] if symbol in "&|^" else binds
-        parts = [args[0].inside(within), *(a.inside(within + (symbol not in ASSOCIATIVE)) for a in args[1:])]
-        text = Text(f" {symbol} ".join(parts), binds)
+        parts = [args[0].inside(within), *(a.inside(within + (symbol not in exprs.ASSOCIATIVE)) for a in args[1:])]
+        text = exprs.Text(f" {symbol} ".join(parts), binds)
         if symbol in COMPARES and self.wide[node] and node.args[0].type is INT and self.int64 != self.double:
-            return Text(f"flags({text.text})")
+            return exprs.Text(f"flags({text.text})")
         return text
 
-    def _spread(self, node: Expr, args: list[Text]) -> list[Text]:
+    def _spread(self, node: Expr, args: list[exprs.Text]) -> list[exprs.Text]:
         """Texts of single numbers beside vectors, copied to every lane."""
         if not self.wide[node]:
             return args
         return [
-            a if self.wide[n] else Text((SPREAD[n.type] if n.op not in WORD else "words({})").format(a.text))
+            a if self.wide[n] else exprs.Text((SPREAD[n.type] if n.op not in WORD else "words({})").format(a.text))
             for n, a in zip(node.args, args, strict=True)
         ]
 
-    def _literal(self, value: bool | int | float) -> Text:
+    def _literal(self, value: bool | int | float) -> exprs.Text:
         if isinstance(value, bool):
-            return Text("true" if value else "false")
+            return exprs.Text("true" if value else "false")
         if isinstance(value, int):
             text = f"{value}LL" if abs(value) >= 2**31 else str(value)
-            return Text(text, PREFIX if value < 0 else ATOM)
+            return exprs.Text(text, exprs.PREFIX if value < 0 else exprs.ATOM)
         if not self.double:
             with np.errstate(over="ignore", under="ignore"):
                 value = float(np.float32(value))
         if math.isnan(value):
-            return Text("NOT_A_NUMBER")
+            return exprs.Text("NOT_A_NUMBER")
         if math.isinf(value):
-            return Text("INF") if value > 0 else Text("-INF", PREFIX)
+            return exprs.Text("INF") if value > 0 else exprs.Text("-INF", exprs.PREFIX)
         text = repr(value) if self.double else f"{np.float32(value)!s}f"
-        return Text(text, PREFIX if text[0] == "-" else ATOM)
+        return exprs.Text(text, exprs.PREFIX if text[0] == "-" else exprs.ATOM)

@@ -14,16 +14,8 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels.gluon.forward import INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.runtime.backends.triton.arguments import (
-    Block,
-    Bound,
-    Launch,
-    Made,
-    blocks,
-    bound,
-    describable,
-    loaded_kernels,
-)
+from frisket.runtime.backends.triton import arguments as triton_launch
+from frisket.runtime.backends.triton.forward import launched
 from frisket.runtime.backends.triton.grids import forward_plan, of_forward
 from frisket.runtime.backends.triton.report import KernelReport, check_compiles, resources, signature
 from frisket.runtime.backends.triton.source import load
@@ -48,24 +40,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out, lse, largest scores or None), with `norm` also the rounding error of lse, as Triton's forward has them.
     Tensors that TMA cannot address are copied."""
-    import torch
-
-    g = geometry
     q, k, v = (addressable(x) for x in (q, k, v))
-    own = bound(plan, spans, g, target, q, k)
+    own = triton_launch.bound(plan, spans, geometry, target, q, k)
     values = own.values(slots, tables)
     kind = "gluon", values.live, sinks is not None, top, norm
-    run = own.launches.get(kind)
-    if run is None:
-        run = own.launches[kind] = _launch(own, spans, *kind[1:])
-    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, low = (torch.empty_like(lse) if use else None for use in (top, norm))
-    more = [x for x in (largest, low) if x is not None]
-    if sinks is not None:
-        more.append(sinks.contiguous().resolve_neg())
-    run(values, q, k, v, out, lse, *more)
-    return (out, lse, largest, low) if norm else (out, lse, largest)
+    return launched(own, kind, lambda: _launch(own, spans, *kind[1:]), values, (q, k, v), sinks, top, norm)  # type: ignore[no-any-return]
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -74,11 +53,13 @@ def addressable(x: Tensor) -> Tensor:
     import torch
 
     x = x.resolve_neg()
-    fine = describable(x) and x.data_ptr() % 16 == 0
+    fine = triton_launch.describable(x) and x.data_ptr() % 16 == 0
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool) -> Launch:
+def _launch(
+    own: triton_launch.Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool
+) -> triton_launch.Launch:
     g, target = own.geometry, own.target
     plan, dims = forward_plan(own.plan, g), own.dims(live)
     rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
@@ -89,10 +70,10 @@ def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: 
     )  # fmt: skip
 
 
-class GluonLaunch(Launch):
+class GluonLaunch(triton_launch.Launch):
     """A launch whose tensor descriptors say how blocks lie in shared memory."""
 
-    def described(self, x: Tensor, block: Block) -> Any:
+    def described(self, x: Tensor, block: triton_launch.Block) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
         plain = super().described(x, block)
@@ -101,8 +82,8 @@ class GluonLaunch(Launch):
 
 
 @memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
-    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)
+def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> triton_launch.Made:
+    return triton_launch.loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)
 
 
 MMA = {"sm_90": r"\bHGMMA\.", "sm_100": r"\bUTCHMMA\b"}
@@ -144,14 +125,14 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     )  # fmt: skip
 
 
-def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, Block]:
+def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, triton_launch.Block]:
     """The blocks of the kernel's descriptors: a warp group reads and writes its part of a tile's queries."""
     _, queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
-    found = blocks(dims, replace(target, block_q=queries))
+    found = triton_launch.blocks(dims, replace(target, block_q=queries))
     return {**{n: found[n] for n in "QKV"}, "Out": found["DOut"]}
 
 
-def layout(block: Block, dtype: str) -> Any:
+def layout(block: triton_launch.Block, dtype: str) -> Any:
     """The layout in shared memory of such blocks."""
     from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 

@@ -18,7 +18,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import beside, memo
+from frisket.grammar.memo import Memo, beside, memo
 from frisket.lowering.kernels.triton.writer import Argument, Dims, arguments, padded, rows_of_tables
 from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
@@ -27,6 +27,7 @@ from frisket.runtime.calls.arrays import uploaded
 
 from .grids import span_arrays
 from .source import load
+from .tiles import smaller
 
 Tensor = Any
 Block = tuple[int, int, int, int]  # of a tensor descriptor
@@ -36,6 +37,15 @@ GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 STEP = 16  # entries, a stride of a tensor descriptor
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
 _loaded = memo(group="kernels")(load)  # equal texts are one kernel: what Triton compiled for one serves all
+
+
+_smaller = Memo("smaller tiles", 256)  # targets by plan, target and arrays: those that a GPU has room for
+
+
+class TooLargeError(BackendError):
+    """A kernel that takes more of a resource than a GPU has. `share` is the GPU's part, `fixed` that of Target."""
+
+    kernel, share, fixed = "", 1.0, False
 
 
 @dataclass(frozen=True)
@@ -78,13 +88,36 @@ class Bound:
         self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any = None,
         launches: dict[Any, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.geometry, self.target, self.device = plan, geometry, target, q.device
+        self.plan, self.geometry, self.device = plan, geometry, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
+        self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device
+        self.target, self.shrunk = _smaller.get(self._arrays) or (target, frozenset())
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
         self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
+
+    def run(self, kind: Any, make: Callable[[], Any], *arguments: Any) -> Any:
+        """Launch what `make` lays out for calls of one kind, in smaller tiles where the first ones do not fit."""
+        found = self.launches.get(kind)
+        if found is None:
+            found = self.launches[kind] = make()
+        try:
+            return found(*arguments)
+        except TooLargeError as error:
+            self.shrink(error)
+        return self.run(kind, make, *arguments)
+
+    def shrink(self, error: TooLargeError) -> None:
+        """Take the next smaller tile for a kernel that does not fit into a GPU, from now on for all such calls. Raise
+        the error where the user gave the tile, or the kernel's tile is the smaller one already."""
+        less = None if error.fixed or error.kernel in self.shrunk else smaller(self.target, error.kernel, error.share)
+        if less is None:
+            raise error
+        self.target, self.shrunk = less, self.shrunk | {error.kernel}
+        _smaller.put(self._arrays, (self.target, self.shrunk))
+        self.launches.clear()
 
     @cached_property
     def placed(self) -> Geometry:
@@ -258,7 +291,7 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         _check_grid(self.grid)
-        self.tile = target.block_q, target.block_k
+        self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
@@ -351,7 +384,13 @@ class Launch:
         try:
             compiled = self.kernel[self.grid](*arguments, **self.options)
         except OutOfResources as error:
-            raise BackendError(self._too_large(error)) from error
+            refused = TooLargeError(self._too_large(error))
+            refused.kernel, refused.share, refused.fixed = (
+                self.kernel.__name__,
+                error.limit / error.required,
+                self.fixed,
+            )
+            raise refused from error
         if compiled is None:
             return
         warm = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
@@ -369,10 +408,11 @@ class Launch:
     def _too_large(self, error: Any) -> str:
         (queries, keys), unit = self.tile, "bytes of " if error.name == "shared memory" else ""
         warps, stages = self.options["num_warps"], self.options["num_stages"]
+        advice = "leave out `tile` and `kernel_options`, or give smaller ones" if self.fixed else "give a smaller tile"
         return (
             f"{self.kernel.__name__} takes {error.required} {unit}{error.name} in tiles of {queries} queries x {keys} "
             f"keys, {warps} warps and {stages} stages; this GPU has {error.limit}\n"
-            "  leave out `tile` and `kernel_options`, or give smaller ones: tile=(64, 32)"
+            f"  {advice}: tile=(64, 32)"
         )
 
 

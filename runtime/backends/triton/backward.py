@@ -57,9 +57,6 @@ def backward(
     read = own.values(slots, tables)
     described = _described(own, q, k, v, dout)
     kind = "backward", read.live, wanted, dlse is not None, described
-    run = own.launches.get(kind)
-    if run is None:
-        run = own.launches[kind] = _Launches(own, spans, q, k, *kind[1:])
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     low = torch.zeros_like(lse) if norm is None else low_of(norm)
     given = {
@@ -67,7 +64,7 @@ def backward(
         "Stats": stats, "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
         **{f"D{n.upper()}": x for n, x in found.items()},
     }  # fmt: skip
-    buffers = run(read, given)
+    buffers = own.run(kind, lambda: _Launches(own, spans, q, k, *kind[1:]), read, given)
     if not values:
         return found
     more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]

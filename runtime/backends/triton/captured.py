@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.cotangents import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import grids as triton_grids
-from .arguments import KEPT, Bound, Launch, Made, Values, bound, loaded_kernels
+from .arguments import KEPT, Bound, Launch, Made, TooLargeError, Values, bound, loaded_kernels
 
 Tensor = Any
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
@@ -39,11 +39,17 @@ def captured(
     own = bound(plan, spans, geometry, emit.square(target), q, k)
     run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, stats), slots, tables)
     found: dict[int, Tensor] = {}
-    if by_distance := [g for g in gradients if g.over == "diagonal"]:
-        found |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
-    for g in gradients:
-        if g.over == "scatter":
-            found[id(g)] = run.scattered(g, deterministic)
+    try:
+        if by_distance := [g for g in gradients if g.over == "diagonal"]:
+            found |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
+        for g in gradients:
+            if g.over == "scatter":
+                found[id(g)] = run.scattered(g, deterministic)
+    except TooLargeError as error:
+        own.shrink(error)
+        return captured(
+            plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
+        )  # fmt: skip
     return [found[id(g)] for g in gradients]
 
 

@@ -39,7 +39,7 @@ MOST = 256  # parts of a row
 RAGGED, ROWS, EVEN = 64, 255, 1.25
 # Programs of four warps that share a processor: one waits for memory while the other converts and multiplies.
 BLOCKS = 2
-DEEP = 98_304  # bytes of keys and values that three stages may hold, on any NVIDIA GPU
+DEEP = 98_304  # bytes of keys and values that three stages may hold, where a program may have as much
 FLOP = 180  # operations in 16 bits that an H100 does while it reads one byte, at 60 % of its peak
 # The time of a program's first and last instructions, and that of the kernel that combines: as bytes read meanwhile.
 START, COMBINE = 16_384, 32_768
@@ -169,7 +169,7 @@ def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
     rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys."""
     of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
     stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
-    fits = target.num_stages > 1 and 3 * stage <= DEEP
+    fits = target.num_stages > 1 and 3 * stage <= min(DEEP, target.limit or DEEP)
     stages = max(target.num_stages, 5 if paged else 3) if fits else target.num_stages
     return replace(target, num_stages=stages, num_warps=4 if rows <= 64 else 8)
 

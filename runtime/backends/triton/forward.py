@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
 from . import rows as triton_rows
-from .arguments import Access, Bound, Launch, Made, blocks, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
 from .grids import forward_plan, of_forward
 
 Tensor = Any
@@ -33,8 +33,6 @@ def forward(
     `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.
     """
-    import torch
-
     g = geometry
     if far(q, k, v):
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
@@ -42,19 +40,24 @@ def forward(
     values = own.values(slots, tables)
     described = target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and own.describes(q, k, v)
     kind = values.live, sinks is not None, top, norm, described
-    run = own.launches.get(kind)
-    if run is None:
-        run = own.launches[kind] = _launch(own, spans, *kind)
+    return launched(own, kind, lambda: _launch(own, spans, *kind), values, (q, k, v), sinks, top, norm)
+
+
+def launched(
+    own: Bound, kind: Any, make: Callable[[], Any], values: Values, arrays: tuple[Tensor, ...], sinks: Tensor | None,
+    top: bool, norm: bool,
+) -> Any:  # fmt: skip
+    """The results of a forward whose launches `make` lays out for calls of one kind."""
+    import torch
+
+    g, q = own.geometry, arrays[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest = torch.empty_like(lse) if top else None
-    more = [largest] if top else []
-    if norm:
-        low = torch.empty_like(lse)
-        more.append(low)
+    largest, low = (torch.empty_like(lse) if use else None for use in (top, norm))
+    more = [x for x in (largest, low) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
-    run(values, q, k, v, out, lse, *more)
+    own.run(kind, make, values, *arrays, out, lse, *more)
     return (out, lse, largest, low) if norm else (out, lse, largest)
 
 

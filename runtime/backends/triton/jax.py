@@ -33,7 +33,7 @@ from . import grids as triton_grids
 from . import tiles as triton_tiles
 from .decode import INTERPRETED, NOTHING, shares
 from .grids import backward_plan, forward_plan, of_backward, of_forward
-from .jax_call import JaxTritonCall, architecture, interpreted, kernels_of, processors
+from .jax_call import JaxTritonCall, architecture, gpu_here, interpreted, kernels_of, processors
 
 if TYPE_CHECKING:
     import jax
@@ -165,6 +165,7 @@ def target(
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
         paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
+        limit=gpu_here()[2],
     )  # fmt: skip
     return _precise(made, dtype)
 

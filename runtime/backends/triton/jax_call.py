@@ -30,6 +30,7 @@ from frisket.runtime.machine.extras import pip_install
 
 from .grids import Grid, of_host, span_arrays
 from .source import load
+from .tiles import GPUS
 
 Array = Any  # a jax.Array, traced or not
 INT32 = np.iinfo(np.int32)
@@ -261,24 +262,20 @@ def span_operands(spans: Any, wanted: Sequence[str]) -> dict[str, Array]:
     return {n: x.astype(np.int32) for n, x in found.items()}
 
 
-NOWHERE = "sm_90", 132  # where there is no GPU: an H100
-# what vendors call GPUs -> architecture, for JAX's abstract devices, which have nothing but a name
-KINDS = {
-    "B200": "sm_100", "B300": "sm_103", "H100": "sm_90", "H200": "sm_90", "GH200": "sm_90", "A100": "sm_80",
-    "A10": "sm_86", "A40": "sm_86", "RTX A": "sm_86", "RTX 30": "sm_86", "L4": "sm_89", "RTX 40": "sm_89",
-    "RTX 50": "sm_120", "MI250": "gfx90a", "MI300": "gfx942", "MI325": "gfx942", "MI35": "gfx950",
-}  # fmt: skip
+NOWHERE = "sm_90", 132, 0  # where there is no GPU: an H100
+# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
+KINDS = {kind: arch for arch, gpu in GPUS.items() for kind in gpu["kinds"]}
 
 
 def architecture() -> str:
-    """The architecture as in `report.ARCHITECTURES`: that of the current mesh where JAX lowers for an abstract
+    """The architecture as in `tiles.GPUS`: that of the current mesh where JAX lowers for an abstract
     device, else of the first GPU, else sm_90."""
-    return _found()[0]
+    return gpu_here()[0]
 
 
 def processors() -> int:
     """Streaming multiprocessors, or compute units."""
-    return _found()[1]
+    return gpu_here()[1]
 
 
 def capability(platform: str) -> int | None:
@@ -286,19 +283,20 @@ def capability(platform: str) -> int | None:
     return int(architecture()[3:]) if platform != "rocm" else None
 
 
-def _found() -> tuple[str, int]:
+def gpu_here() -> tuple[str, int, int]:
+    """(architecture, processors, bytes of shared memory that a block may have, or 0 where that is not known)."""
     import jax
 
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
         kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
         if kind:
-            return KINDS[kind], abstract.num_cores or NOWHERE[1]
+            return KINDS[kind], abstract.num_cores or NOWHERE[1], 0
     return _first()
 
 
 @memo(group="once")
-def _first() -> tuple[str, int]:
+def _first() -> tuple[str, int, int]:
     import jax
 
     try:
@@ -307,7 +305,11 @@ def _first() -> tuple[str, int]:
         return NOWHERE
     of_amd = str(device.compute_capability).split(":")[0]
     name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
-    return name, int(getattr(device, "core_count", NOWHERE[1]))
+    return (
+        name,
+        int(getattr(device, "core_count", NOWHERE[1])),
+        int(getattr(device, "shared_memory_per_block_optin", 0)),
+    )
 
 
 def interpreted() -> bool:

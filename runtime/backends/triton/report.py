@@ -20,12 +20,8 @@ from frisket.runtime.machine.extras import pip_install
 
 from .arguments import blocks
 from .source import load
-from .tiles import SHARED, of_kernel
+from .tiles import GPUS, SHARED, of_kernel
 
-ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix instructions are called
-    "sm_80": (80, 32, r"\b[HIQ]MMA\."), "sm_90": (90, 32, r"\b[HIQ]G?MMA\."),
-    "sm_100": (100, 32, r"\b(?:UTC[HIQ]|[HIQ])MMA\b"), "gfx942": ("gfx942", 64, r"\bv_mfma_"),
-}  # fmt: skip
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
             "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
 # int32; what else begins with a capital and is no array is float32
@@ -65,7 +61,7 @@ def compile_reports(
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 
-    BackendError for an architecture that is not in ARCHITECTURES, where triton is missing, and where it interprets.
+    BackendError for an architecture that is not in GPUS, where triton is missing, and where it interprets.
     """
     check_compiles(arch)
     for name, kernel in vars(load(source)).items():
@@ -75,7 +71,7 @@ def compile_reports(
             raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
         mine = of_kernel(name, target)
         compiled = compiled_for(arch, kernel, plan, mine, dims)
-        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, ARCHITECTURES[arch][2])
+        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, GPUS[arch]["mma"])
         shared = int(compiled.metadata.shared)
         block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
         yield KernelReport(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
@@ -83,8 +79,8 @@ def compile_reports(
 
 def check_compiles(arch: str) -> None:
     """Raise where no kernel can be compiled for `arch`."""
-    if arch not in ARCHITECTURES:
-        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(ARCHITECTURES)}")
+    if arch not in GPUS:
+        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(GPUS)}")
     if not find_spec("triton"):
         raise BackendError(f"triton is not installed: {pip_install('triton')}")
 
@@ -101,10 +97,9 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
         for i, (n, type) in enumerate(types.items())
         if type[0] == "*" or (n.startswith("stride_") and n not in constants)
     }
-    name, warp, _ = ARCHITECTURES[arch]
     return triton.compile(
         ASTSource(kernel, types, constants, hints),
-        target=GPUTarget("hip" if arch.startswith("gfx") else "cuda", name, warp),
+        target=GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), GPUS[arch]["warp"]),
         options={"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True},
     )
 

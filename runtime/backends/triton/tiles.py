@@ -84,13 +84,10 @@ BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
     Path(__file__).with_name("tiles_by_hand.json").read_text(encoding="utf-8")
 )
 SINGLE = BY_HAND["float32"]
-LIKE = {  # architectures that are not in the table, and the one whose tiles they take
-    "sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942",
-}  # fmt: skip
-SHARED = {  # bytes of shared memory that a block may have, by the vendors' documents
-    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
-    "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
-}  # fmt: skip
+# By architecture: `tiles`, the one in TABLE whose tiles it takes; `shared`, the bytes of shared memory of a block by
+# the vendors' documents. `warp` counts threads, `mma` matches matrix instructions, and `kinds` are parts of GPUs' names.
+GPUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+SHARED = {arch: gpu["shared"] for arch, gpu in GPUS.items()}
 HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
 LONGEST_BY_HEAD = 1 << 20  # tokens: beyond, rows of 16 are more than the second axis of a grid counts
 PROCESSORS, ENDS_LATE = 132, 0.05  # of an H100, which runs two programs of four warps at a time on each
@@ -125,12 +122,13 @@ def window_of(keys: float) -> Window:
 def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
     stored: bool = False, paged: bool = False, unwritten: bool = False, arch: str = "sm_90", descriptors: bool = True,
+    limit: int = 0,
 ) -> Target:  # fmt: skip
     """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
     that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
     scales or pages, as in a cache, `paged` that they have pages, and `unwritten` that keys which no query sees may
-    hold anything. `reads` is an answer of `reads_of`, `arch` one of `report.ARCHITECTURES`. Without `descriptors`
-    arrays are read by pointers.
+    hold anything. `reads` is an answer of `reads_of`, `arch` that of a GPU whose blocks have `limit` bytes of shared
+    memory, or those of SHARED. Without `descriptors` arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -142,8 +140,9 @@ def default_target(
     window = window_of(keys)
     if reads == "distance" and window == "long":  # the table's addresses and entries take registers beside the keys
         window = "medium"
-    name = LIKE.get(arch, arch)
-    table = TABLE.get(name, TABLE["sm_90"])
+    limit = limit or gpu_of(arch)["shared"]
+    name = listed = gpu_of(arch)["tiles"]
+    table = TABLE[name]
     if not descriptors and f"{name} by pointers" in TABLE:
         name = f"{name} by pointers"
         table = TABLE[name]
@@ -165,6 +164,12 @@ def default_target(
     many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
+    fits = min(
+        SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20
+    )  # those of BY_HAND fit 99 KiB
+    if limit < fits:
+        entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
+        tiles = {n: _fitted(n, tile, limit, max(dim, whole), entry) for n, tile in tiles.items()}
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv, *dv = (
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
@@ -175,15 +180,22 @@ def default_target(
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
-    if wide and 16 * paged < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
+    if wide and 16 * paged < g.q_len * g.heads // g.kv_heads <= 32 and limit >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
     if stored and not many:
-        most = STORED_NARROW.get((LIKE.get(arch, arch), dim), STORED)
+        most = STORED_NARROW.get((listed, dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
-    side = 16 if large else SQUARE.get((LIKE.get(arch, arch), dim), 64)
-    return replace(forward, dq=dq, dkv=dkv, dv=dv[0] if dv else None, decode=few, words=has_words(arch), square=side)
+    side = 16 if large else SQUARE.get((listed, dim), 64)
+    parts = {"dq": dq, "dkv": dkv, "dv": dv[0] if dv else None, "decode": few}
+    return replace(forward, words=has_words(arch), square=side, **parts).everywhere(limit=limit)
+
+
+def gpu_of(arch: str) -> dict[str, Any]:
+    """The record of an architecture in GPUS. One that is not listed takes the vendor's record with the least memory,
+    whose tiles are an A100's, which need no warp groups, or an MI300's."""
+    return GPUS.get(arch) or GPUS["gfx90a" if arch.startswith("gfx") else "sm_75"]
 
 
 @memo(1)
@@ -204,8 +216,7 @@ def has_words(arch: str) -> bool:
 def _carried(
     kernel: str, rows: dict[str, dict[str, list[int]]], window: Window, dim: int, curved: bool, reads: Reads, arch: str
 ) -> Tile:
-    """The tile of a kernel, from its `rows` of the table. Where it does not fit into the architecture's shared memory,
-    it has fewer stages, and then fewer positions along the axis that is walked."""
+    """The tile of a kernel, from its `rows` of the table."""
     row: str = "curved" if curved and window == "long" else window
     searched = {"long": "each", "medium": "each medium"}.get(row, "")
     if reads == "each" and not curved and searched in rows:
@@ -220,18 +231,33 @@ def _carried(
             own, warps = min(own, 64), 4 if arch.startswith("gfx") else warps
     if reads == "distance" and kernel == "dkv" and arch != "sm_90":
         walked = min(walked, 32)
-    limit = SHARED.get(arch, SHARED["gfx942" if arch.startswith("gfx") else "sm_90"])
-    while shared(kernel, dim, own, walked, stages) > limit and walked > 16:
-        walked, stages = (walked, stages - 1) if stages > 2 else (walked // 2, stages)
     return (walked, own, warps, stages, described) if kernel == "dkv" else (own, walked, warps, stages, described)
 
 
-def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
-    """Bytes of shared memory that 16-bit arrays take: the program's own tile of one array in the forward and of two in
-    the backward, and the walked tiles of two arrays for each stage. With one stage all of them use the same bytes."""
+def _fitted(kernel: str, tile: Tile, limit: float, dim: int = 1, entry: int = 1) -> Tile:
+    """The tile, made smaller until `shared` is within the limit: fewer stages, then fewer positions along the axis that
+    is walked, then along the other. A limit below 1 is a share of what the tile takes."""
+    block_q, block_k, warps, stages, described = tile
+    swapped = kernel in ("dkv", "dv")
+    own, walked = (block_k, block_q) if swapped else (block_q, block_k)
+    limit *= shared(kernel, dim, own, walked, stages, entry) if limit < 1 else 1
+    while shared(kernel, dim, own, walked, stages, entry) > limit and max(own, walked) > 16:
+        if stages > 2:
+            stages -= 1
+        elif walked > 16 and (stages > 1 or walked >= own):
+            walked //= 2
+        else:
+            own //= 2
+    return (walked, own, warps, stages, described) if swapped else (own, walked, warps, stages, described)
+
+
+def shared(kernel: str, dim: int, own: int, walked: int, stages: int, entry: int = 2) -> int:
+    """Bytes of shared memory that arrays of `entry` bytes a number take. They hold the program's own tile of one array
+    in the forward and of two in the backward, and the walked tiles of two arrays for each stage. With one stage all of
+    them use the same bytes."""
     if stages == 1:
-        return 2 * dim * max(own, walked)
-    return 2 * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked)
+        return entry * dim * max(own, walked)
+    return entry * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked)
 
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
@@ -242,6 +268,22 @@ def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
     while side > 16 and side >= 2 * length:
         side, warps = side // 2, max(4, warps // 2)
     return (block_q, side, warps, stages, described) if swapped else (side, block_k, warps, stages, described)
+
+
+def smaller(target: Target, kernel: str, share: float) -> Target | None:
+    """The target with the next smaller tile of a kernel that takes more than a GPU has: `share` is the GPU's part of
+    it. None where no tile is smaller."""
+    part, squares = kernel.removeprefix("attention_"), kernel in NAMES
+    if not squares and part not in ("forward", "decode", *SINGLE, "dv"):
+        return None
+    tile = getattr(target, part, None) or target
+    numbers = tile.block_q, tile.block_k, tile.num_warps, tile.num_stages, 0
+    block_q, block_k, _, stages, _ = less = _fitted(part, numbers, share)
+    if less == numbers or (tile.backend == "gluon" and block_k < 32):
+        return None
+    # a step of decoding would take more stages where the limit allows them
+    found = replace(tile, block_q=block_q, block_k=block_k, num_stages=stages)
+    return found if squares or part == "forward" else replace(target, **{part: replace(found, limit=1)})
 
 
 def of_kernel(name: str, target: Target) -> Target:
@@ -269,9 +311,11 @@ def target(
 ) -> Target:  # fmt: skip
     """The target of a call with `plan` on `device`, or for `arch`; without a plan, the target of a long window. `tile`
     is a tile that the user gives for every kernel, `tuning` the other options that users give."""
+    limit = 0 if arch else getattr(_gpu(device), "shared_memory_per_block_optin", 0)
     arch = arch or architecture(device)
     if tile is not None:
-        return tuning.applied(with_precision(of_tile(tile, g, dtype, arch), dtype, arch))
+        given = replace(of_tile(tile, g, dtype, arch), limit=limit, fixed=True)
+        return tuning.applied(with_precision(given, dtype, arch))
     mask, score = (None, None) if plan is None else plan.simplified
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
@@ -284,7 +328,7 @@ def target(
     made = default_target(
         g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), arch=arch,
         stored=bool(g.kv_dtype) or kept is not None, paged=kept is not None and kept.page > 0,
-        unwritten=program is not None and program.unwritten,
+        unwritten=program is not None and program.unwritten, limit=limit,
     )  # fmt: skip
     return tuning.applied(with_precision(ordered(made, g) if growing else made, dtype, arch))
 

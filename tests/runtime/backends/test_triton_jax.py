@@ -4,6 +4,7 @@ some in every run); here what needs no kernel to run. tests/compiled/triton_jax.
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import jax_call as triton_jax_device
-from frisket.runtime.backends.triton.tiles import TABLE
+from frisket.runtime.backends.triton.tiles import TABLE, shared
 from frisket.runtime.machine.extras import pip_install
 
 CHILDREN = Path(__file__).parent / "children"
@@ -133,6 +134,16 @@ def test_tiles_are_those_of_the_mask():
     assert block(closed(causal), tile=(64, 32)) == (64, 32)
 
 
+def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
+    device = SimpleNamespace(compute_capability="12.1", core_count=48, shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(jax, "devices", lambda kind: [device])
+    monkeypatch.setattr(triton_jax_device, "_first", triton_jax_device._first.__wrapped__)
+    assert triton_jax_device.gpu_here() == ("sm_121", 48, 101_376)
+    found = triton_jax.target(closed(causal), G, "bfloat16")
+    assert found.limit == 101_376
+    assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
+
+
 def test_float32_is_multiplied_as_jax_is_told():
     made = closed(causal)
     assert triton_jax.target(made, G, "float32").precision == "ieee"
@@ -142,8 +153,10 @@ def test_float32_is_multiplied_as_jax_is_told():
 
 
 def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
-    assert triton_jax_device.architecture() == "sm_90"
-    for kind, arch in (("NVIDIA A100-SXM4-80GB", "sm_80"), ("NVIDIA L40S", "sm_89"), ("AMD Instinct MI300X", "gfx942")):
+    assert triton_jax_device.gpu_here() == ("sm_90", 132, 0)
+    named = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA L40S": "sm_89", "AMD Instinct MI300X": "gfx942"}
+    named |= {"NVIDIA GB10": "sm_121", "NVIDIA GB200": "sm_100", "Tesla T4": "sm_75", "NVIDIA Thor": "sm_110"}
+    for kind, arch in named.items():
         device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
             assert (triton_jax_device.architecture(), triton_jax_device.processors()) == (arch, 100)

@@ -230,8 +230,45 @@ def test_triton_tile_table_has_each_kernel_and_window():
                 assert len(t) == 5
                 assert t[2] in (4, 8)
                 assert t[4] in ((0,) if pointers or arch not in ("sm_90", "sm_100") else (0, 1))
-    assert set(tiles.LIKE) == set(tiles.SHARED) - set(tiles.TABLE)
-    assert set(tiles.LIKE.values()) <= set(tiles.TABLE)
+    assert {gpu["tiles"] for gpu in tiles.GPUS.values()} <= set(tiles.TABLE)
+
+
+@pytest.mark.parametrize(("arch", "same"), [
+    ("sm_121", "sm_120"), ("sm_87", "sm_80"), ("sm_103", "sm_100"), ("sm_130", "sm_75"), ("gfx1100", "gfx942"),
+    ("gfx906", "gfx942"),
+])  # fmt: skip
+def test_unlisted_gpus_take_the_tiles_of_a_relative(arch, same):
+    """They took an H100's, which ask for more shared memory than most GPUs have."""
+    for dim, dtype in product((64, 128, 256, 512), ("float16", "float32")):
+        g = Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1)
+        made, like = (tiles.default_target(g, dtype, arch=x) for x in (arch, same))
+        assert [row_of(x) for x in parts(made)] == [row_of(x) for x in parts(like)]
+
+
+def test_tiles_fit_the_memory_that_a_gpu_reports(monkeypatch):
+    """An H100's memory is known; a GPU with its name and less has tiles that fit."""
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=65_536
+    )  # fmt: skip
+    monkeypatch.setattr(tiles, "_gpu", lambda device: properties)
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    made = tiles.target(None, g, "bfloat16")
+    for kernel, t, own, walked in of_kernels(made):
+        assert tiles.shared(kernel, 128, own, walked, t.num_stages) <= 65_536
+    named = tiles.target(None, g, "bfloat16", arch="sm_90")
+    assert row_of(named) == tiles.TABLE["sm_90"]["forward"]["long"]["128"]
+
+
+def test_smaller_tiles_have_fewer_stages_then_fewer_keys():
+    made = Target("triton", 128, 128, 8, 3, dq=Target("triton", 64, 64, 4, 2), dkv=Target("triton", 32, 128, 8, 2))
+    assert row_of(tiles.smaller(made, "attention_forward", 0.9)) == [128, 128, 8, 2, 0]
+    assert row_of(tiles.smaller(made, "attention_forward", 0.5)) == [128, 64, 8, 2, 0]
+    assert row_of(tiles.smaller(made, "attention_dq", 0.99).dq) == [64, 32, 4, 2, 0]
+    assert row_of(tiles.smaller(made, "attention_dkv", 0.99).dkv) == [16, 128, 8, 2, 0]
+    assert row_of(tiles.smaller(made, "attention_decode", 0.99).decode) == [128, 128, 8, 2, 0]
+    assert row_of(tiles.smaller(square(made), "attention_plane", 0.99)) == [32, 32, 8, 1, 0]
+    least = Target("triton", 16, 16, 4, 2)
+    assert tiles.smaller(least, "attention_dkv", 0.1) is tiles.smaller(made, "attention_delta", 0.5) is None
 
 
 @pytest.mark.parametrize("arch", tiles.SHARED)
@@ -242,13 +279,17 @@ def test_triton_tiles_fit_into_shared_memory(arch):
 
 def check_fits(dim, keys, arch):
     made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1), "float16", keys=keys, arch=arch)
-    for kernel, t, own, walked in (
-        ("forward", made, made.block_q, made.block_k), ("dq", made.dq, made.dq.block_q, made.dq.block_k),
-        ("dkv", made.dkv, made.dkv.block_k, made.dkv.block_q),
-    ):  # fmt: skip
+    for kernel, t, own, walked in of_kernels(made):
         assert {own, walked} <= {16, 32, 64, 128}
         wide = 2 ** math.ceil(math.log2(dim))
         assert tiles.shared(kernel, wide, own, walked, t.num_stages) <= tiles.SHARED[arch]
+
+
+def of_kernels(made):
+    """(kernel, target, positions of the program's own axis, positions of the walked axis)"""
+    yield "forward", made, made.block_q, made.block_k
+    yield "dq", made.dq, made.dq.block_q, made.dq.block_k
+    yield "dkv", made.dkv, made.dkv.block_k, made.dkv.block_q
 
 
 def test_few_queries_take_lower_tiles_and_few_keys_narrower_ones():
@@ -269,7 +310,7 @@ def test_a_score_mod_leaves_few_queries_their_tiles(arch, dim):
 def test_user_tiles_and_tuning_override_the_table():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))
-    assert own == Target("triton", 64, 32, 4, tanh="approximate", words=True)
+    assert own == Target("triton", 64, 32, 4, tanh="approximate", words=True, fixed=True)
     tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=LaunchOptions(block_q=32), precision="tf32"))
     chosen = tiles.target(None, g, "float16")
     assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")

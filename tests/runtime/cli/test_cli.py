@@ -192,7 +192,8 @@ BAD = {
     "emit causal --backend triton --heads 8 --kv-heads 3": "ShapeError: --heads 8 is no multiple of --kv-heads 3; "
     "key heads are shared evenly\n",
     "emit causal --backend triton --report --arch sm_70": "BackendError: no figures for 'sm_70'; ahead-of-time reports "
-    "know sm_80, sm_90, sm_100, gfx942\n",
+    "know sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110, sm_120, sm_121, gfx90a, gfx942, gfx950, "
+    "gfx1100, gfx1201\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
     "explain softcap(50) --q 3 --k 3": "ParameterError: this score mod hides nothing, so there are no "

@@ -22,8 +22,8 @@ watching = False
 class _Kernel(CompiledKernel):
     """What Triton's compiler gives, with a launcher that does nothing."""
 
-    def __init__(self, src: Any) -> None:
-        self.src, self.name = src, src.name
+    def __init__(self, src: Any, options: Any = None) -> None:
+        self.src, self.name, self.options = src, src.name, options
         self.function, self.packed_metadata, self.module = 0, b"", None
         self._run = self._launched if watching else _nothing
 
@@ -40,7 +40,7 @@ def _nothing(*arguments: Any) -> None:
 
 def _compile(src: Any, target: Any = None, options: Any = None, **more: Any) -> _Kernel:
     compiled.append(src.name)
-    return _Kernel(src)
+    return _Kernel(src, options)
 
 
 def install(watch: bool = False) -> None:

@@ -5,6 +5,7 @@ import re
 from support.pages import DOCS
 
 PAGE = DOCS / "triton.md"
+TABULATED = ("sm_80", "sm_90", "sm_100", "gfx942")  # of what reports know, those with figures of all default tiles
 ROW = r"\| (sm_\d+|gfx\d+) \| (\d+) \| (\w+) \| `attention_(\w+)` \| (\d+) \| (\d+) \|"
 
 

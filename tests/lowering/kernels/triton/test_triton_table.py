@@ -43,6 +43,26 @@ def test_default_triton_tiles_spill_as_the_page_lists(version):
 
 
 @pytest.mark.exhaustive
+def test_default_tiles_fit_every_gpu_by_the_compiler(request):
+    """300 kernels; `.ci/run` compiles a fifteenth of them in a step of its own."""
+    if (request.config.getoption("--part") or "1/1") != "1/1":
+        pytest.skip("of a part of the tests")
+    run(CHILDREN / "gpus_compiled.py")
+
+
+def test_cases_of_other_gpus_are_a_pairwise_cover():
+    """Without compiling: the children are collected, and every architecture meets every head size."""
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", str(CHILDREN / "gpus_compiled.py")],
+        env={n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}, capture_output=True, text=True, cwd=ROOT,
+    ).stdout  # fmt: skip
+    cases = re.findall(r"by_the_compiler\[(\w+)-(\w+)-(\d+)-(\w+)-(\w+)\]", found)
+    assert len(cases) == 300
+    assert len({(arch, dim) for arch, _, dim, _, _ in cases}) == 16 * 5
+    assert len({(arch, mask) for arch, *_, mask in cases}) == 16 * 5
+
+
+@pytest.mark.exhaustive
 def test_selected_triton_tiles_compile_to_their_figures():
     run(CHILDREN / "tiles_compiled.py")
 

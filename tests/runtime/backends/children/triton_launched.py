@@ -18,7 +18,7 @@ import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
 from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import arguments as triton_bind
-from frisket.runtime.backends.triton import decode
+from frisket.runtime.backends.triton import decode, tiles
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.calls.request import Request
 from frisket.runtime.torch import op as torch_op
@@ -334,6 +334,56 @@ def test_triton_tiles_beyond_shared_memory_are_refused(monkeypatch):
     for _ in range(2):
         with pytest.raises(BackendError, match=f"{said}.*; this GPU has 232448\n  leave out `tile`"):
             att(*(x.detach() for x in arrays(d=256)))
+
+
+class Small:
+    """A GPU with so many bytes of shared memory, as Triton's launcher sees it: kernels that take more are refused."""
+
+    def __init__(self, limit, monkeypatch):
+        self.limit, self.refused = limit, []
+        monkeypatch.setattr(triton_null._Kernel, "run", property(self.run))
+
+    def run(self, kernel):
+        constants = {kernel.src.fn.arg_names[at[0]]: x for at, x in kernel.src.constants.items() if len(at) == 1}
+        part = kernel.name.removeprefix("attention_")
+        if "BLOCK_K" in constants and part != "delta":
+            own, walked = constants["BLOCK_Q"], constants["BLOCK_K"]
+            sides = (walked, own) if part in ("dkv", "dv") else (own, walked)
+            size = "forward" if part in ("forward", "decode") else part
+            required = tiles.shared(size, 128, *sides, kernel.options["num_stages"])
+            if required > self.limit:
+                self.refused.append(kernel.name)
+                raise triton.OutOfResources(required, self.limit, "shared memory")
+        return kernel._run
+
+
+def test_a_kernel_without_room_takes_the_next_smaller_tile(monkeypatch):
+    """Tiles are chosen by an estimate; where the compiler's number is larger, the launch fails. Tiles of an H100 on a
+    GPU with the memory of an RTX 4090 stand for that."""
+    gpu = Small(101_376, monkeypatch)
+    att = fk.compile("causal & window(3000)", BIAS, backend="triton")
+    for length in (4096, 4224):  # another plan
+        triton_null.launched.clear()
+        train(att, arrays(length, d=128), bias=torch.zeros(8, length, requires_grad=True))
+        assert {x[0].name for x in triton_null.launched} >= KERNELS
+        assert gpu.refused.count("attention_forward") == 1
+        assert len(gpu.refused) == len(set(gpu.refused))  # once each, and never again
+    few = fk.compile("causal & window(2900)", backend="triton")
+    q, k, v = (x.detach() for x in arrays(4096, d=128))
+    before = list(gpu.refused)
+    monkeypatch.setattr(gpu, "limit", 40_000)
+    for _ in range(2):
+        few(q[:, :, :1], k, v, origin=(0, 0, 4095, 0))
+    assert gpu.refused == [*before, "attention_decode"]
+
+
+def test_tiles_that_nobody_gave_are_not_blamed(monkeypatch):
+    Small(10, monkeypatch)
+    given = [x.detach() for x in arrays(512, d=128)]
+    with pytest.raises(BackendError, match=r"this GPU has 10\n  give a smaller tile: tile=\(64, 32\)"):
+        fk.compile("causal & window(311)", backend="triton")(*given)
+    with pytest.raises(BackendError, match="leave out `tile` and `kernel_options`"):
+        fk.compile("causal & window(312)", tile=(64, 64), backend="triton")(*given)
 
 
 def test_learned_tables_leave_nothing_behind():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import triton
-from lowering.kernels.triton.spills import listed
+from lowering.kernels.triton.spills import TABULATED, listed
 
 import frisket as fk
 from frisket.dsl.ir import lookup
@@ -20,7 +20,7 @@ from frisket.lowering.kernels.triton.decode import emit as emit_decode
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.runtime.backends.triton import decode as triton_decode
-from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
+from frisket.runtime.backends.triton.report import compile_reports
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
@@ -34,7 +34,7 @@ MASKS = {  # the three classes of windows, spans from a table, and a score mod
     "softcap": ("causal", "softcap(50)"),
 }
 SPILLED = listed()
-ALL = list(product(ARCHITECTURES, (64, 128, 256), (*MASKS, "stored"), KINDS))
+ALL = list(product(TABULATED, (64, 128, 256), (*MASKS, "stored"), KINDS))
 FEW = [
     ("sm_90", 64, "documents", "whole"), ("sm_90", 128, "softcap", "whole"), ("sm_90", 128, "window", "whole"),
     ("sm_90", 128, "causal", "decode"), ("sm_80", 64, "causal", "whole"), ("sm_100", 64, "causal", "whole"),
@@ -120,7 +120,7 @@ def test_remaining_triton_tiles_match_their_compiled_figures(arch, dim, name, ki
 
 @pytest.mark.parametrize(("arch", "dim"), [
     pytest.param(arch, dim, marks=[] if (arch, dim) == ("sm_90", 512) else pytest.mark.slow)
-    for arch in ARCHITECTURES for dim in (320, 512, 576)
+    for arch in TABULATED for dim in (320, 512, 576)
 ])  # fmt: skip
 def test_larger_heads_fit(arch, dim):
     """Tiles of heads above 256 that do not fit end in an error at the first call. Up to 512 they hardly spill."""
