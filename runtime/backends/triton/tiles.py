@@ -85,7 +85,7 @@ BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
 )
 SINGLE = BY_HAND["float32"]
 # By architecture: `tiles`, the one in TABLE whose tiles it takes; `shared`, the bytes of shared memory of a block by
-# the vendors' documents. `warp` counts threads, `mma` matches matrix instructions, and `kinds` are parts of GPUs' names.
+# the vendors' documents. `warp` counts threads, `mma` matches matrix instructions, `kinds` are parts of GPUs' names.
 GPUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
 SHARED = {arch: gpu["shared"] for arch, gpu in GPUS.items()}
 HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
