@@ -24,7 +24,7 @@ WHOLE = (  # those whose own arithmetic promotes nothing
     "runtime/backends/test_native_jax.py runtime/backends/test_native_jax_public.py runtime/jax/test_jax_automatic.py",
     "runtime/modeling/test_modeling.py runtime/operations/test_operations.py runtime/attention/test_merge.py",
     "runtime/integrations/test_flax_layer.py",
-    "runtime/jax/test_jax_symbolic.py runtime/attention/test_order_of_axes.py",
+    "runtime/jax/test_jax_symbolic.py runtime/errors/test_order_of_axes.py",
 )
 
 
