@@ -6,17 +6,21 @@ first token of their sequences, `Q_LEN` and `KV_LEN` are the lengths of those, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
+from frisket.dsl.program import entries_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.parameters import BoundExpr, is_tensor
+from frisket.runtime.layouts.tiling import check_reach
+from frisket.runtime.machine.parameters import BoundExpr, as_value, is_tensor, short_tables
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
@@ -227,6 +231,28 @@ def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, Jagg
     return made, names, number if number in made.names else None
 
 
+def _check_tables(program: CallProgram, ragged: Ragged, heads: int, params: Mapping[str, Any]) -> None:
+    """Refuse tables on the host that end before a sequence does, as calls of dense tensors do."""
+    readers = [p.expr for p in program.parts]
+    values = {**program.scalars, **program.tables, **{n: x for n, x in params.items() if n in program.names}}
+    read = {name for e in readers for op, name, *_ in ir.named(e) if op == "lookup"}
+    tensors = [x for x in (*values.values(), *ragged.tensors) if is_tensor(x)]
+    sized = {ir.Q_LEN.name, ir.KV_LEN.name} & {n for e in readers for n in ir.uses(e)}  # each sequence has other ones
+    if not read or sized or not read <= values.keys() or not all(x.is_cpu for x in tensors):
+        return
+    sides = (ragged.q_offsets, ragged.q_lengths), (ragged.kv_offsets, ragged.kv_lengths)
+    counts = [np.diff(entries_of(offsets)) if of is None else entries_of(of) for offsets, of in sides]
+    lengths = dict(zip(("q lengths", "kv lengths"), counts, strict=True))
+    ends = ragged.sequences, heads, int(counts[0].max(initial=0)), int(counts[1].max(initial=0))
+    if not any(short_tables(e, values, dict(zip("bhqk", ends, strict=True))) for e in readers):
+        return
+    inside = conj(*(var(x) < lookup(n, (var("b"),)) for x, n in zip("qk", lengths, strict=True)))
+    mask = inside if program.mask is None else conj(inside, program.mask.expr)
+    known = {n: as_value(n, x) for n, x in values.items()}
+    tables = {n: x for n, x in known.items() if np.ndim(x)}
+    check_reach(mask, readers, {n: x for n, x in known.items() if n not in tables}, {**tables, **lengths}, ends)
+
+
 def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
     """(out, lse, max) of `att(q, k, v, ...)`, nested. In a graph this is traced by Dynamo, so plain Python."""
     import torch
@@ -260,6 +286,7 @@ def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
         packed_request = Request(*packed, seed=request.seed, top=request.top)
         found = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
     else:
+        _check_tables(att.program, ragged, packed[0].shape[1], {**att.constants, **params})
         inside: Any = att.jagged(ragged.pattern)[0]
         found = inside(
             *packed, seed=request.seed, sinks=request.sinks, return_lse=True, return_max=True, **values, **params

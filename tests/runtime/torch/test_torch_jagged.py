@@ -237,3 +237,42 @@ def test_nested_tensors_refuse_origin_check_and_block_mask():
         flex_attention(q, k, v, None, create_block_mask("causal", 1, 1, 64, 64, "cpu"), enable_gqa=True)
     with pytest.raises(fk.FrisketError, match=r"q is sparse, of layout torch.sparse_coo\n.*to_dense"):
         att(*(torch.zeros(1, 1, 4, 8).to_sparse(),) * 3)
+
+
+SHORT = torch.zeros(12)
+TABLES = {
+    "score": ((None, "score + u[k]"), {}, True),
+    "guarded": ((None, "score + u[k] if k < 12 else score"), {}, False),
+    "function": ((None, lambda score, b, h, q, k: score + SHORT[k]), {}, True),
+    "mask": (("u[k] > -1.0",), {}, True),
+    "the sequence that is short": (("b == 0", "score + u[k]"), {}, False),
+    "shown": (("k < w", "score + u[k]"), {"w": 13}, True),
+    "hidden": (("k < w", "score + u[k]"), {"w": 12}, False),
+    "of each sequence": ((None, "score + u[b, k]"), {"u": torch.zeros(2, 17)}, False),
+    "one too short": ((None, "score + u[b, k]"), {"u": torch.zeros(2, 16)}, True),
+    "of too few sequences": ((None, "score + u[b]"), {"u": torch.zeros(1)}, True),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_nested_calls_refuse_tables_that_end_before_a_sequence(name):
+    how, values, refused = TABLES[name]
+    values = values if name == "function" else {"u": SHORT, **values}
+    q = torch.nested.nested_tensor([torch.zeros(n, 1, 4) for n in (5, 17)], layout=torch.jagged).transpose(1, 2)
+    if not refused:
+        fk.attention(q, q, q, *how, **values, backend="aten")
+        return
+    with pytest.raises(fk.ParameterError, match=r"^table `\w+` has \d+ entries on axis \d and is read at `[bk]` = 0"):
+        fk.attention(q, q, q, *how, **values, backend="aten")
+
+
+def test_nested_calls_with_short_tables_take_transforms():
+    q = torch.nested.nested_tensor([torch.zeros(n, 1, 4) for n in (5, 17)], layout=torch.jagged).transpose(1, 2)
+
+    def loss(u):
+        fk.attention(q, q, q, None, "score + u[k]", u=u, backend="aten")
+        return u.sum()
+
+    assert torch.func.grad(loss)(torch.zeros(17)).shape == (17,)
+    with pytest.raises(fk.ParameterError, match="table `u` has 12 entries"):
+        torch.func.grad(loss)(SHORT)
