@@ -478,7 +478,7 @@ def check_reach(
             advice = f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
             if coordinate == "b" and have == 1 and len(shape) == 2:
                 advice = f"one row for all batch entries is a table of one axis: `same({name})`, or `{name}[q]`"
-            elif len(shape) == 2 and shape[1 - axis] == need:
+            elif len(shape) == 2 and (shape[1 - axis], have) == (need, stops.get(node.args[1 - axis].name)):
                 advice = f"its axes are the other way round: give {name}.T"
             raise ParameterError(
                 f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "

@@ -158,7 +158,7 @@ def check_plain(name: str, value: Any) -> None:
 
 
 def refuse_additive(mask: Any, bias: Any = None) -> None:
-    """Raise for a bias of Bools, and for a mask array of negative numbers: they are to be added to scores, and 0 is
+    """Raise for a bias of Bools, and for a mask array of negative numbers: they are those of a bias, in which 0 is
     where a key is visible."""
     if bias is not None and str(bias.dtype).endswith("bool"):
         raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
@@ -371,22 +371,6 @@ class BoundExpr:
     def sites(self) -> tuple[tuple[Span, Expr], ...]:
         """Sub-expressions, each with its place in the source text."""
         return self.origin.sites
-
-    @staticmethod
-    @contextmanager
-    def locating(*parts: BoundExpr) -> Iterator[None]:
-        """Show, in an error for an integer that leaves 64 bits, where its clause stands in the text of one of them."""
-        try:
-            yield
-        except EvaluationError as error:
-            clause = error.clause
-            for part in parts if clause is not None else ():
-                for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
-                    if e is clause or literal(e, part.scalars) is clause:
-                        where, picture = caret(part.source, span, part.what) if span else ("", "")
-                        lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
-                        raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
-            raise
 
     @property
     def tables(self) -> dict[str, Array]:
@@ -604,3 +588,19 @@ def _unflattened(rows: tuple[list[tuple[Any, ...]], list[int]]) -> list[Expr]:
 def blank(kind: type[Any]) -> Any:
     """An object whose state follows: a module that it reads may hold it, and is pickled between the two."""
     return object.__new__(kind)
+
+
+@contextmanager
+def locating(*parts: BoundExpr) -> Iterator[None]:
+    """Show, in an error for an integer that leaves 64 bits, where its clause stands in the text of one of them."""
+    try:
+        yield
+    except EvaluationError as error:
+        clause = error.clause
+        for part in parts if clause is not None else ():
+            for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
+                if e is clause or literal(e, part.scalars) is clause:
+                    where, picture = caret(part.source, span, part.what) if span else ("", "")
+                    lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
+                    raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
+        raise

@@ -28,7 +28,16 @@ from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.once import warn_once
-from frisket.runtime.machine.parameters import BoundExpr, Origin, as_value, learns, names_of, traced, with_learned
+from frisket.runtime.machine.parameters import (
+    BoundExpr,
+    Origin,
+    as_value,
+    learns,
+    locating,
+    names_of,
+    traced,
+    with_learned,
+)
 
 from . import answers
 from .answers import Answer
@@ -110,7 +119,7 @@ class Mask(BoundExpr):
         shape = (batch, heads, q_len, kv_len)
         check_room(shape, 1)
         env = {**coordinates(*shape), **self.scalars}
-        with self.locating(self):
+        with locating(self):
             return visible(self.expr, env, self.tables, shape).copy()
 
     @counting
@@ -131,7 +140,7 @@ class Mask(BoundExpr):
         `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that are out of range, `ParameterError` for
         a parameter without a value.
         """
-        with self.locating(self):
+        with locating(self):
             return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting

@@ -28,7 +28,7 @@ from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.integers import as_int
-from frisket.runtime.machine.parameters import BoundExpr, names_of, segments_of_coordinates, short_tables
+from frisket.runtime.machine.parameters import locating, names_of, segments_of_coordinates, short_tables
 from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
@@ -183,7 +183,7 @@ def work(
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     base.check_reach(lengths, origin, sizes)
     rest = base, lengths, block, origin, sizes, dropout
-    with BoundExpr.locating(*program.parts):
+    with locating(*program.parts):
         return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
 
 

@@ -157,9 +157,8 @@ BAD = {
     ),
     "unknown backend": (
         lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,
-        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, flash, pallas-tpu, pallas-mosaic-gpu, "
-        "sdpa, cudnn, splash, dense, library, "
-        "native",
+        "no backend 'cuda' (did you mean 'triton'?); there are aten, xla, cpp, triton, gluon, flash, pallas-tpu, "
+        "pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native",
     ),
     "unbound": (
         lambda: fk.attention(Q, K, K, "window(w)"), fk.ParameterError,
