@@ -35,15 +35,13 @@ def placed(x: Any, like: Any = None) -> Any:
     return sharding.reshard(x, sharding.NamedSharding(have.mesh, spec))
 
 
-def automatic(run: Callable[..., Any], *given: Any) -> Any:
-    """`run(*given)` with axes of a mesh that are explicit made automatic: along explicit ones JAX looks nothing up.
+def automatic(run: Callable[..., Any], *arrays: Any) -> Any:
+    """`run(*arrays)` with axes of a mesh that are explicit made automatic: along explicit ones JAX looks nothing up.
     Results are whole on every device, but mapped axes stay split."""
     import jax
 
-    explicit, sharding = jax.sharding.AxisType.Explicit, jax.sharding
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given)]
-    mesh = next((m for m in meshes if explicit in m.axis_types), None)
-    if mesh is None:
-        return run(*given)
-    whole: Any = sharding.NamedSharding(mesh, sharding.PartitionSpec())
-    return sharding.auto_axes(run, out_sharding=whole)(*given)
+    sharding: Any = jax.sharding
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    mesh = next((m for m in meshes if sharding.AxisType.Explicit in m.axis_types), None)
+    whole = mesh and sharding.NamedSharding(mesh, sharding.PartitionSpec())
+    return (sharding.auto_axes(run, out_sharding=whole) if mesh else run)(*arrays)

@@ -131,12 +131,12 @@ def _once(run: Callable[..., list[Any]], given: Any, dout: Any, dlse: Any) -> li
     return list(_Once.apply(grads, dout, dlse, *given))  # type: ignore[no-untyped-call]
 
 
-def mapped(run: Callable[..., Sequence[Any]], *given: Any) -> Sequence[Any]:
-    """`run(*given)`, tensors of tensors or None, for one entry of mapped axes after another: those of vmap, and those
-    of is_grads_batched, which has a vmap of its own."""
+def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
+    """`run(*operands)`, tensors of tensors or None, for one entry of a mapped axis after another. vmap of torch.func
+    and that of is_grads_batched wrap tensors by different functions of torch, with the same arguments."""
     functorch: Any = torch._C._functorch
     for maps, batched in ((functorch, functorch.is_batchedtensor), (torch, functorch.is_legacy_batchedtensor)):
-        where = [0 if x is not None and batched(x) else None for x in given]
+        where = [0 if x is not None and batched(x) else None for x in operands]
         if 0 not in where:
             continue
         if maps is torch:
@@ -146,17 +146,17 @@ def mapped(run: Callable[..., Sequence[Any]], *given: Any) -> Sequence[Any]:
             interpreter: Any = retrieve_current_functorch_interpreter()
             level, below = interpreter.level(), interpreter.lower()
         with below:
-            whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(given, where)]
+            whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(operands, where)]
             n = len(whole[where.index(0)])
             found = each(partial(mapped, run), n, where, whole)
         return [maps._add_batch_dim(x, 0, level) for x in found]
-    return run(*given)
+    return run(*operands)
 
 
-def each(run: Callable[..., Sequence[Any]], n: int, dims: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+def each(run: Callable[..., Sequence[Any]], n: int, dims: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
     """The results of `run` for the `n` entries of mapped axes, stacked."""
     some = [isinstance(d, int) for d in dims]
-    rows = (run(*(x.select(d, i) if m else x for x, d, m in zip(given, dims, some, strict=True))) for i in range(n))
+    rows = (run(*(x.select(d, i) if m else x for x, d, m in zip(operands, dims, some, strict=True))) for i in range(n))
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 

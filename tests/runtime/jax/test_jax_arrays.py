@@ -41,7 +41,7 @@ def test_arrays_of_numpy_alone_say_what_to_give():
         ATT(Q, K, __import__("torch").tensor(V))
 
 
-def test_another_array_of_jax_makes_numpy_arrays_its_own():
+def test_tables_of_jax_make_numpy_arrays_their_own():
     att = fk.compile("causal", "score + w[h]", backend="xla")
     bias, sinks = jnp.ones(4), jnp.zeros(4)
     gradient = jax.grad(lambda bias, sinks, q: (att(q, K, V, w=bias, sinks=sinks) ** 2).sum(), (0, 1))

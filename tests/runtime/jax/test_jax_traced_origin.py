@@ -42,7 +42,7 @@ def test_chunks_of_a_scan_are_the_whole_attention(mask):
     close(chunked(att, Q, K, V, **values), att(Q, K, V, **values))
 
 
-def test_gradients_of_chunks_and_their_dropout_are_those_of_the_whole():
+def test_gradients_of_chunks_equal_those_of_the_whole():
     att = fk.compile("causal", backend="xla", dropout=0.25)
     ours, want = (
         jax.jit(jax.grad(lambda *qkv, run=run: (run(*qkv, seed=3) ** 2).sum(), (0, 1, 2)))(Q, K, V)
@@ -61,7 +61,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_coordinate_of_a_traced_origin_is_a_position(place):
+def test_traced_coordinates_of_an_origin_are_positions(place):
     origin, x, (batch, heads) = PLACES[place]
     att = fk.compile("causal & k >= n[b, h]", backend="xla", n=np.arange(8).reshape(2, 4))
     arrays = Q[batch, :CHUNK, heads], K[batch, :, :1], V[batch, :, :1]
