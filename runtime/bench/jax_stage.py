@@ -12,8 +12,7 @@ from frisket.runtime.attention.entry import compile
 from frisket.runtime.backends.base import ranked
 from frisket.runtime.backends.registry import library, reason
 
-from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
-from .machine import seconds
+from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
 from .torch_stage import bias_of
 
 REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's

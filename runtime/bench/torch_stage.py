@@ -22,8 +22,7 @@ from frisket.runtime.backends.base import ranked
 from frisket.runtime.backends.registry import library, reason
 from frisket.runtime.machine.generated import load
 
-from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
-from .machine import seconds
+from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
 
 BIASES = 1 << 31  # bytes of a bias for every pair
 

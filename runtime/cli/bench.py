@@ -17,10 +17,8 @@ from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.runtime.bench import compiles, jax_stage, layouts, race, schema, torch_stage
-from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
-from frisket.runtime.bench.machine import described
 from frisket.runtime.bench.packed import choose, installed
-from frisket.runtime.bench.race import away, lines, losses, spoken
+from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
 from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.extras import extras, pip_install
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.sharding.mesh import current_mesh
+from frisket.runtime.sharding.partition import current_mesh
 
 
 def create_mesh(

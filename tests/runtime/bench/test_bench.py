@@ -13,8 +13,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.bench import layouts, race, schema, torch_stage
-from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
-from frisket.runtime.bench.race import lines
+from frisket.runtime.bench.race import Contest, Contestant, NoWordsError, Sizes, lines, standard
 from frisket.runtime.cli import bench as cli_bench
 from frisket.runtime.cli.bench import add_bench
 from frisket.runtime.cli.main import main
