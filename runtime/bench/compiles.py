@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import jax_stage, torch_stage
+from . import contestants
 from .race import Call, Contest, Stage, failure_text
 
 CACHES = {  # where what is compiled is kept, by the variable that says so
@@ -31,8 +31,8 @@ CACHES = {  # where what is compiled is kept, by the variable that says so
 
 def stage_of(name: str, device: str) -> Stage:
     if name == "torch":
-        return torch_stage.stage(device, lengths=True)
-    return jax_stage.stage("gpu" if device == "cuda" else device)
+        return contestants.torch_stage(device, lengths=True)
+    return contestants.jax_stage("gpu" if device == "cuda" else device)
 
 
 def main(path: str) -> None:
@@ -63,7 +63,7 @@ def timed(
 def warm_up(stage_name: str, device: str) -> None:
     """Run the work that a framework does once in a process, whoever computes first."""
     if stage_name == "torch":
-        torch_stage.warm_up(device)
+        contestants.warm_up(device)
     else:
         import jax
 

@@ -12,7 +12,7 @@ from frisket.lowering.analysis.tiles import EMPTY
 from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.masks.mask import Mask
 
-from .jax_stage import splash_mask
+from .contestants import splash_mask
 from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
 
 TILE = 128
