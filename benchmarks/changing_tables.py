@@ -18,7 +18,7 @@ import torch
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import processor_seconds
+from frisket.runtime.bench.race import processor_seconds
 from frisket.runtime.torch.ready import ChangingTables
 
 LENGTHS, WARM, OF_DOCUMENT = (1024, 4096), 60, 64

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.runtime.bench.machine import fresh, median_ratio, rounds_of, row
+from frisket.runtime.bench.race import fresh, median_ratio, rounds_of, row
 
 BATCH, HEADS, LENGTH, DIM = 1, 8, 4096, 64
 DOCUMENTS, SIDE, KERNEL = 16, 64, 13

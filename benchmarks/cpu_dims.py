@@ -21,7 +21,7 @@ from store import run_parts
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.runtime.bench.machine import fresh, median_ratio, processor_seconds, rounds_of
+from frisket.runtime.bench.race import fresh, median_ratio, processor_seconds, rounds_of
 from frisket.runtime.machine import cpp_cpu
 
 CASES = [(mask, 4096, dim) for mask in ("True", "causal") for dim in (40, 64, 80, 128, 256)]

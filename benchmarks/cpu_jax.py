@@ -19,7 +19,7 @@ from cpu import TIERS, at_least
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import raced, rounds_of
+from frisket.runtime.bench.race import raced, rounds_of
 
 Call = Callable[[], Any]
 LENGTH, HEADS, DIM, WINDOW, CAP, DOCUMENTS = 4096, 8, 64, 256, 50.0, 16

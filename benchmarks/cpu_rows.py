@@ -20,7 +20,7 @@ from store import run_parts
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
 
 LENGTH, CHUNK, DIM, HEADS = 4096, 512, 64, 2
 SHORT = {1: 0.7, 16: 0.7, 48: 1.0, 64: 1.0, 128: LEAST, 256: LEAST}  # what a forward is to reach

@@ -19,7 +19,7 @@ import numpy as np
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import processor_seconds, rounds_of, seconds
+from frisket.runtime.bench.race import processor_seconds, rounds_of, seconds
 
 HEADS, KV_HEADS, DIM, CAPACITY, STEPS = 8, 2, 64, 1024, 50
 CASES = {

@@ -20,8 +20,8 @@ import torch
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
-from frisket.runtime.caches.torch_store import zeros
+from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.caches.torch_plain import zeros
 
 GROUP, KV_HEADS = 4, 2
 CACHES = [(1, 4096), (1, 32768), (8, 4096)]  # sequences, tokens of each

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import frisket as fk
 from frisket.dsl.errors import ExportError
-from frisket.runtime.bench.machine import raced
+from frisket.runtime.bench.race import raced
 
 EXPORTS: dict[str, Callable[[Any], Any]] = {
     "to_varlen": lambda layout: layout.to_varlen(),

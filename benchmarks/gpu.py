@@ -70,7 +70,7 @@ from gpu_results import Results, device, failures, in_turn, lacking, loaded
 from gpu_scale import DRY, FULL, Deadline, Row, Scale
 from store import RESULTS, shown
 
-from frisket.runtime.bench.machine import described
+from frisket.runtime.bench.race import described
 
 READY, LACKS = "== ready ==", "== lacks =="  # what a row says before it is measured, and behind its results
 GRACE = 20  # seconds before the end in which nothing new begins

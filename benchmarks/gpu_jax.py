@@ -19,7 +19,7 @@ import numpy as np
 from gpu_scale import Call, Measure, Row, Scale, Times, one_after_another, reached, watched
 
 import frisket as fk
-from frisket.runtime.bench.machine import row, seconds
+from frisket.runtime.bench.race import row, seconds
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 OURS = ("pallas-mosaic-gpu", "triton")

@@ -28,7 +28,7 @@ from gpu_scale import Measure, Part, Row, Scale, Times, drawn, same, watched
 import frisket as fk
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.triton.tiles import target
-from frisket.runtime.bench.machine import fresh, rounds_of
+from frisket.runtime.bench.race import fresh, rounds_of
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 WORKERS = min(12, os.cpu_count() or 1)  # of a part's tests

@@ -12,8 +12,8 @@ from typing import Any
 import gpu_sensors
 import torch
 
-from frisket.runtime.bench import machine
-from frisket.runtime.bench.machine import seconds, turns
+from frisket.runtime.bench import race
+from frisket.runtime.bench.race import seconds, turns
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
@@ -150,7 +150,7 @@ def one_after_another(measures: dict[str, Measure], scale: Scale) -> Iterator[Ro
 
 def rates(times: Times, work: float, goals: Any = None) -> Row:
     """`work` in floating-point operations; ratios are peer / frisket."""
-    row = machine.row(times)
+    row = race.row(times)
     row["figures"]["tflops"] = {n: work / ms / 1e9 for n, ms in row["figures"]["ms"].items()}
     return row if goals is None else {**row, "goals": reached(goals)}
 

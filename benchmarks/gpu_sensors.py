@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from frisket.runtime.bench.machine import seconds
+from frisket.runtime.bench.race import seconds
 
 QUANTITIES = ("SM MHz", "W", "C")
 Reading = tuple[float, float, float]

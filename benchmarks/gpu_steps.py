@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.runtime.bench import machine
+from frisket.runtime.bench import race
 
 PACKED = f"{DOCUMENTS} documents"
 
@@ -87,7 +87,7 @@ def call_of(att: fk.Attention, arrays: list[torch.Tensor], learns: bool) -> Call
 
 
 def of_orders(times: Times, order: fk.Order) -> Row:
-    row = machine.row(times, ["order"])
+    row = race.row(times, ["order"])
     row["figures"]["tiles"] = {"before": order.before.visited, "after": order.after.visited}
     return row
 
@@ -110,7 +110,7 @@ def graph(row: str, scale: Scale) -> Measure:
         entrants = Entrants(scale)
         entrants.enter("eager", lambda step=step: step)
         entrants.enter("replay", lambda replay=replay: replay)
-        of_graph = partial(machine.row, ours=["replay"])
+        of_graph = partial(race.row, ours=["replay"])
         measures[str(length)] = partial(watched, entrants.calls, scale, of_graph, entrants.notes, waited)
     return lambda: one_after_another(measures, scale)
 
@@ -241,7 +241,7 @@ def step(row: str, scale: Scale) -> Measure:
         entrants.enter(name, build, agrees)
 
     def of_steps(times: Times) -> Row:
-        result = machine.row(times)
+        result = race.row(times)
         result["ratios"] = {pair: x for pair, x in result["ratios"].items() if not pair.startswith(NO_DOCUMENTS)}
         result["figures"]["tokens/s"] = {n: 1e3 * of.tokens / ms for n, ms in result["figures"]["ms"].items()}
         return {**result, "figures": {**result["figures"], "difference of a gradient": differences}}

@@ -17,7 +17,7 @@ import torch
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
 from frisket.runtime.torch import running
 
 HEADS, DIM, LENGTHS, CALLS = 4, 64, (64, 256, 1024), 20

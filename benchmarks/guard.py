@@ -44,7 +44,7 @@ import checkout  # noqa: F401
 from guard_rows import PARTS
 from store import keep
 
-from frisket.runtime.bench.machine import median_ratio
+from frisket.runtime.bench.race import median_ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 UNINSTALLED = Path("benchmarks", "uninstalled")  # by which `import frisket` finds a tree

@@ -26,7 +26,7 @@ from store import run_parts
 
 import frisket as fk
 from frisket.runtime.backends.cpp import jax as native_jax
-from frisket.runtime.bench.machine import median_ratio, rounds_of
+from frisket.runtime.bench.race import median_ratio, rounds_of
 
 Call = Callable[[], Any]
 GOAL = 1.5  # seconds

@@ -21,7 +21,7 @@ from store import keep, shown
 
 import frisket as fk
 from frisket.lowering.simplify import prepare
-from frisket.runtime.bench.machine import fresh, raced, rounds_of, row, seconds
+from frisket.runtime.bench.race import fresh, raced, rounds_of, row, seconds
 
 TILE = 128
 LENGTHS = (2**12, 2**16, 2**20)

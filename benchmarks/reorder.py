@@ -32,7 +32,7 @@ from store import run_parts
 import frisket as fk
 from frisket.runtime.attention.order import CPU
 from frisket.runtime.attention.ordered import KINDS, LANES, TIMES, work
-from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
+from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
 from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
 
 CASES = {  # mask, length, the least gain that is wanted

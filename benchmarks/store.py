@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from frisket.runtime.bench import schema
-from frisket.runtime.bench.machine import described
+from frisket.runtime.bench.race import described
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]

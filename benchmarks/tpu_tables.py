@@ -32,7 +32,7 @@ from frisket.lowering.kernels.pallas_tpu.walk import walk
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.pallas_tpu import backward as pallas_tpu_backward
 from frisket.runtime.backends.pallas_tpu import forward as pallas_tpu
-from frisket.runtime.bench.machine import processor_seconds, raced
+from frisket.runtime.bench.race import processor_seconds, raced
 from frisket.runtime.machine import generated as modules
 
 BLOCK = (512, 512)

@@ -12,13 +12,12 @@ from difflib import get_close_matches
 from . import ir, library
 from .errors import MaskSyntaxError, Problem
 from .evaluate import decided, evaluate
-from .forms import CALLED, at, reduce
+from .forms import CALLED, Steps, Walk, at, reduce
 from .ir import COORDINATES, REDUCTIONS, Expr
 from .library import Definition
 from .operators import BUILT_IN, ERROR, FORMS, FUNCTIONS, LEAVES, Frame, Value
 from .parse import MAX_NODES, Node
 from .show import tree_size
-from .steps import Steps, Walk
 from .types import BOOL, FLOAT, INT
 
 MAX_CALLS, MAX_ROUNDS = 200, 50

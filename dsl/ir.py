@@ -63,8 +63,8 @@ class Expr:
     depth: int
     # None before it is asked:
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
-    interval: Any  # of `simplify.facts`
-    rank: Any  # of `simplify.order`
+    interval: Any  # of `simplify.affine`
+    rank: Any  # of `simplify.affine`
     settled: object  # the rules of which none changes this node or one below it
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -20,9 +20,9 @@ from frisket.dsl.ir import Expr, build, lit, lookup, make, param, random, rename
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
 from frisket.lowering.simplify.curves import ENDS_OF_RUNS, Ends, Fact, ends_of
-from frisket.lowering.simplify.facts import interval
 
 from .analysis.table import Table
 from .simplify import simplify

@@ -5,19 +5,142 @@
 q - k <= 255
 >>> write_relation(*relation("ge", q + 1, k + 1))
 q >= k
+
+The order of the operands of commutative operators is readable, and independent of how a mask was written. Structure
+decides first, then literals, and names only where nothing else tells two operands apart, so that neither the order of
+writing nor (but for such ties, see `canonical`) the user's names change a mask.
+
+>>> from frisket.dsl.sugar import k, q
+>>> sorted([q - k < 256, (k < 4) | (q >= k), q >= k], key=sort_key)
+[q >= k, q - k < 256, k < 4 | q >= k]
+
+Intervals of Ints hold without shapes or bindings, from the signs of coordinates and sizes.
+
+>>> interval(q % 8)
+(0, 7)
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
 
-from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, build, lit, walk
-from frisket.dsl.types import INT
+from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, lit, walk
+from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
-from .order import sort_key
+# the analysis writes rectangles in q0 q1 k0 k1 (first and last query and key)
+VARIABLES = {name: i for i, name in enumerate(("q", "q0", "q1", "k", "k0", "k1", "b", "h", *SIZES))}
+_QUERY = {0, 1, 2}
+_KEY = {3, 4, 5}
+_OTHER = 20  # `score` and the analysis' own variables
+NAMED = frozenset({"param", "lookup", "segment", "extent"})  # operators whose name is the user's
+_AFFINE = frozenset({"lit", "var", "param", "extent", "bound", "add", "sub", "neg", "mul"})
+_KEPT = 8  # literals and names compared one by one; beyond them a digest decides
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The properties of a node that decide the order; made from the properties of its arguments."""
+
+    key: tuple[Any, ...]
+    short: tuple[Any, ...]
+    held: tuple[int, ...]  # variables, by rank
+    plain: bool  # an affine Int
+    tables: bool
+    shape: bytes  # digest without literals and names
+    whole: bytes  # digest with them
+    literals: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+def sort_key(e: Expr) -> tuple[Any, ...]:
+    """The sort key of a node, comparable with the key of any node of the same type; the same in every process.
+
+    Int and Float: variables (q before k), then parameters, then the rest by the variables held, literals last.
+    Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
+    several; inside each kind those of both q and k first, then by depth and operator.
+    """
+    stack = [] if e.rank else [e]
+    while stack:
+        node = stack[-1]
+        missing = [a for a in node.args if a.rank is None]
+        stack.extend(missing)
+        if not missing:
+            stack.pop()
+            node.rank = _look(node, [a.rank for a in node.args])
+    key: tuple[Any, ...] = e.rank.key
+    return key
+
+
+def _look(e: Expr, args: list[_Known]) -> _Known:
+    held = {i for a in args for i in a.held}
+    if e.op == "var":
+        held.add(VARIABLES.get(e.name, _OTHER))
+    plain = e.type is INT and e.op in _AFFINE and all(a.plain for a in args)
+    tables = e.op in ("lookup", "segment") or any(a.tables for a in args)
+    order = tuple(sorted(held))
+    sides = (not held.isdisjoint(_QUERY)) + (not held.isdisjoint(_KEY)) if e.type is BOOL else 0
+    short = (_rank(e, args, tables), -sides, order, e.depth, e.op)
+    named = e.op in NAMED
+    own = "" if named or e.op == "lit" else str(e.name)
+    if e.op == "extent":
+        own = str(e.name[1])
+    shape = digest(e.op, str(e.type), own, *(a.shape for a in args))
+    name = str(e.name[0] if e.op == "extent" else e.name) if named else ""
+    literal = _bits(e.name) if e.op == "lit" else b""
+    comparable = (0, 0) if e.name != e.name else (1, e.name)
+    literals = (comparable,) if e.op == "lit" else _gather(a.literals for a in args)
+    names = _gather([(name,) if named else (), *(a.names for a in args)])
+    whole = digest(shape, literal, name, *(a.whole for a in args))
+    numbered = tuple(by_length(n) for n in names)
+    key = (short, own if e.op == "var" else "", tuple(a.short for a in args), shape, literals, numbered, whole)
+    return _Known(key, short, order, plain, tables, shape, whole, literals, names)
+
+
+def _rank(e: Expr, args: list[_Known], tables: bool) -> int:
+    if e.op == "lit":
+        return 50
+    if e.op == "var":
+        return VARIABLES.get(e.name, _OTHER)
+    if e.op == "param":
+        return 30
+    if e.type is not BOOL:
+        return 40
+    if e.op in COMPARISONS and e.args[0].type is INT:
+        return 31 if all(a.plain for a in args) else 33 if tables else 32
+    return 36 if e.op in ("and", "or") else 35 if e.op in ("xor", "not", "where") else 34
+
+
+def _gather(parts: Any) -> tuple[Any, ...]:
+    out: dict[Any, None] = {}
+    for part in parts:
+        out.update(dict.fromkeys(part))
+        if len(out) >= _KEPT:
+            break
+    return tuple(out)[:_KEPT]
+
+
+def by_length(name: str) -> tuple[int, str]:
+    """A sort key of names by which s2 comes before s10."""
+    return len(name), name
+
+
+def _bits(value: Any) -> bytes:
+    return struct.pack("<d", value) if isinstance(value, float) else str(value).encode()
+
+
+def digest(*parts: str | bytes) -> bytes:
+    state = blake2b(digest_size=12)
+    for part in parts:
+        raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
+        state.update(len(raw).to_bytes(4, "little") + raw)
+    return state.digest()
+
 
 Terms = tuple[tuple[Expr, int], ...]  # (atom, coefficient), coefficients not 0, in canonical order
 # the analysis writes rectangles in q0 q1 k0 k1 (first and last query and key)
@@ -170,3 +293,121 @@ def is_affine(e: Expr) -> bool:
 
 def is_int_comparison(e: Expr) -> bool:
     return e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is INT
+
+
+Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that side
+UNKNOWN: Interval = (None, None)
+
+
+def interval(e: Expr) -> Interval:
+    """Inclusive ends of the values `e` can take at any position of any problem."""
+    stack = [] if e.interval else [e]  # an Expr may be deeper than Python's stack
+    while stack:
+        node = stack[-1]
+        missing = [a for a in node.args if a.interval is None]
+        stack.extend(missing)
+        if not missing:
+            stack.pop()
+            node.interval = _interval(node, [a.interval for a in node.args])
+    known: Interval = e.interval
+    return known
+
+
+def _interval(e: Expr, args: list[Interval]) -> Interval:
+    if e.type is not INT:
+        return UNKNOWN
+    if e.op == "lit":
+        return (int(e.name), int(e.name))
+    if e.op == "var":
+        return (0, None) if e.name in COORDINATES else (1, None) if e.name in SIZES else UNKNOWN
+    if e.op == "extent":
+        return (1, None)
+    if e.op == "add":
+        return _sum(args[0], args[1])
+    if e.op == "sub":
+        return _sum(args[0], _minus(args[1]))
+    if e.op == "neg":
+        return _minus(args[0])
+    if e.op == "mul":
+        return _square(args[0]) if e.args[0] is e.args[1] else _product(args[0], args[1])
+    if e.op == "abs":
+        lo, hi = args[0]
+        ends = None if lo is None or hi is None else max(abs(lo), abs(hi))
+        return (lo if lo is not None and lo > 0 else 0, ends)
+    if e.op in ("min", "max"):
+        return _extreme(e.op, args[0], args[1])
+    if e.op == "where":
+        return _hull(args[1], args[2])
+    if e.op == "int" and e.args[0].type is BOOL:
+        return (0, 1)
+    if e.op in ("floordiv", "mod") and e.args[1].op == "lit" and e.args[1].name > 0:
+        return _divided(e.op, args[0], e.args[1].name)
+    if e.op == "sign":
+        lo, hi = args[0]
+        return (1 if lo and lo > 0 else 0 if lo == 0 else -1, -1 if hi is not None and hi < 0 else 1)
+    if e.op == "bitand" and any(a[0] is not None and a[0] >= 0 for a in args):
+        return (0, min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None))
+    if e.op == "segment" or (e.op in ("bitor", "bitxor") and all(a[0] is not None and a[0] >= 0 for a in args)):
+        return (0, None)
+    return UNKNOWN
+
+
+def natural(e: Expr) -> bool:
+    """Whether e >= 0 at every position."""
+    lo = interval(e)[0]
+    return lo is not None and lo >= 0
+
+
+def ordered(a: Expr, b: Expr) -> bool:
+    """Whether a >= b at every position."""
+    lo, hi = interval(a)[0], interval(b)[1]
+    if lo is not None and hi is not None and lo >= hi:
+        return True
+    least = interval(write(linear(a) - linear(b)))[0]  # of q + 1 and q, or q and q - k
+    return least is not None and least >= 0
+
+
+def _sum(a: Interval, b: Interval) -> Interval:
+    return (
+        None if a[0] is None or b[0] is None else a[0] + b[0],
+        None if a[1] is None or b[1] is None else a[1] + b[1],
+    )
+
+
+def _minus(a: Interval) -> Interval:
+    return (None if a[1] is None else -a[1], None if a[0] is None else -a[0])
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    if None not in (*a, *b):
+        corners = [s * t for s in a for t in b]  # type: ignore[operator]
+        return (min(corners), max(corners))
+    nonnegative = all(i[0] is not None and i[0] >= 0 for i in (a, b))
+    return (a[0] * b[0], None) if nonnegative else UNKNOWN  # type: ignore[operator]
+
+
+def _square(a: Interval) -> Interval:
+    lo, hi = a
+    ends = None if lo is None or hi is None else max(lo * lo, hi * hi)
+    return (lo * lo if lo is not None and lo > 0 else 0, ends)
+
+
+def _extreme(op: str, a: Interval, b: Interval) -> Interval:
+    if op == "max":
+        lows = [i[0] for i in (a, b) if i[0] is not None]
+        return (max(lows, default=None), None if None in (a[1], b[1]) else max(a[1], b[1]))  # type: ignore[type-var]
+    return _minus(_extreme("max", _minus(a), _minus(b)))
+
+
+def _hull(a: Interval, b: Interval) -> Interval:
+    lo = None if a[0] is None or b[0] is None else min(a[0], b[0])
+    return (lo, None if a[1] is None or b[1] is None else max(a[1], b[1]))
+
+
+def _divided(op: str, a: Interval, d: int) -> Interval:
+    lo, hi = a
+    if op == "floordiv":
+        return (None if lo is None else lo // d, None if hi is None else hi // d)
+    if lo is not None and hi is not None and lo // d == hi // d:
+        return (lo % d, hi % d)
+    return (0, d - 1)

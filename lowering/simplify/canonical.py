@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from frisket.dsl.ir import COMPARISONS, ONE, Expr, renamed, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 
-from .affine import Linear, linear
+from .affine import NAMED, Linear, by_length, digest, linear
 from .engine import simplify
-from .order import NAMED, by_length, digest
 from .rules_order import MIRRORED, chain
 
 WORK = 15_000

@@ -44,8 +44,7 @@ from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
-from .affine import FLIP, Linear, is_int_comparison, linear, relation, write
-from .facts import interval
+from .affine import FLIP, Linear, interval, is_int_comparison, linear, relation, write
 
 _Q, _K = var("q"), var("k")
 

@@ -12,7 +12,7 @@ from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TRUE, Expr, conj, disj, lit, m
 from frisket.dsl.sugar import where
 from frisket.dsl.types import FLOAT, INT
 
-from .facts import interval
+from .affine import interval
 from .rules_boolean import negate
 
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))

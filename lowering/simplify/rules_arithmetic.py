@@ -11,8 +11,7 @@ from frisket.dsl.ir import FLOAT_FUNCTIONS, ONE, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum
 from frisket.dsl.types import INT
 
-from .affine import linear, write
-from .facts import interval, natural, ordered
+from .affine import interval, linear, natural, ordered, write
 from .pattern import m, n, rule, x, y
 from .rules_order import pair_in_order
 

@@ -9,8 +9,7 @@ from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
-from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
-from .order import sort_key
+from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, sort_key, write_relation
 from .pattern import p, r, rule
 from .rules_order import LONGEST, chain
 

@@ -13,9 +13,7 @@ from typing import Any
 from frisket.dsl.ir import Expr, build, lit
 from frisket.dsl.types import FLOAT
 
-from .affine import linear
-from .facts import ordered
-from .order import sort_key
+from .affine import linear, ordered, sort_key
 from .pattern import rule
 
 LONGEST = 64  # operands sorted together, so that work grows with the length of a chain

@@ -8,7 +8,7 @@ from frisket.dsl.ir import FALSE, FLOAT_FUNCTIONS, TRUE, Expr, build, lit
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
-from .facts import natural
+from .affine import natural
 from .pattern import c, d, hole, m, n, p, r, rule, u, v, x, y
 from .rules_order import MIRRORED
 

@@ -18,8 +18,7 @@ from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.lowering.planner.intervals import Interval
 
 from .forward import attended
-from .schedule import EDGE, Body, Loop
-from .tiles import Numbers, Static, TileRow, XlaTiles, scalar
+from .tiles import EDGE, Body, Loop, Numbers, Static, TileRow, XlaTiles, scalar
 
 QUERIES = 128  # of a row of tiles
 Array = Any  # a jax.Array, traced

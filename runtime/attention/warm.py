@@ -16,7 +16,7 @@ from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.cpp_build import build_ahead
-from frisket.runtime.machine.cpp_threads import source as threads
+from frisket.runtime.machine.cpp_build import source as threads
 from frisket.runtime.machine.integers import as_int
 
 from .attention import Attention

@@ -1,4 +1,9 @@
-"""First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in processes of its own."""
+"""First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in processes of its own.
+
+A process runs `python -m frisket.runtime.bench.compiles JOB`, the cost of one first call. JOB is a pickle of a
+contestant's name, a stage and contests of other lengths. Printed is one JSON object: the seconds of a second call,
+those of the first beyond it, and the seconds and compilations of a first call at each other length.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,87 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .contest import Contest, Stage
-from .first import CACHES
-from .race import failure_text
+from . import contestants
+from .race import Call, Contest, Stage, failure_text
+
+CACHES = {  # where what is compiled is kept, by the variable that says so
+    "FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "JAX_COMPILATION_CACHE_DIR": "jax",
+}  # fmt: skip
+
+
+def stage_of(name: str, device: str) -> Stage:
+    if name == "torch":
+        return contestants.torch_stage(device, lengths=True)
+    return contestants.jax_stage("gpu" if device == "cuda" else device)
+
+
+def main(path: str) -> None:
+    who, stage_name, device, contests = pickle.loads(Path(path).read_bytes())
+    stage = stage_of(stage_name, device)
+    contestant = next(c for c in stage.contestants if c.name == who)
+    compilations = counter(stage_name)
+    warm_up(stage_name, device)
+    first, again, _ = timed(contestant.prepare, contests[0], compilations)
+    others = [timed(contestant.prepare, c, compilations) for c in contests[1:]]
+    found = {"first": first - again, "others": [f - a for f, a, _ in others], "compilations": [n for *_, n in others]}
+    print(json.dumps(found))
+
+
+def timed(
+    prepare: Callable[[Contest], Call], contest: Contest, compilations: Callable[[], int]
+) -> tuple[float, float, int]:
+    """Seconds of a first call, of a second, and what a compiler was asked."""
+    before, start = compilations(), time.perf_counter()
+    call = prepare(contest)
+    call()
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    call()
+    return first, time.perf_counter() - start, compilations() - before
+
+
+def warm_up(stage_name: str, device: str) -> None:
+    """Run the work that a framework does once in a process, whoever computes first."""
+    if stage_name == "torch":
+        contestants.warm_up(device)
+    else:
+        import jax
+
+        jax.jit(lambda x: x + 1)(1.0).block_until_ready()
+
+
+def counter(stage_name: str) -> Callable[[], int]:
+    """How often a compiler has been asked so far: graphs of torch.compile, programs of XLA, kernels of ours."""
+    kernels = Path(os.environ["FRISKET_CACHE_DIR"])
+    seen: list[Any] = []
+
+    def ours() -> int:
+        return sum(1 for p in kernels.rglob("*") if p.suffix in (".so", ".cubin", ".hsaco"))
+
+    if stage_name == "torch":
+
+        def graphs() -> int:
+            counters = sys.modules.get("torch._dynamo.utils")
+            return counters.counters["stats"]["unique_graphs"] if counters else 0
+
+        return lambda: ours() + graphs()
+    import jax
+
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    return lambda: ours() + len(seen)
+
 
 LIMIT = 600  # seconds of one process
 
@@ -92,7 +169,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-P", "-m", "frisket.runtime.bench.first", str(path)]
+    command = [sys.executable, "-P", "-m", "frisket.runtime.bench.compiles", str(path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -100,3 +177,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     if done.returncode:
         return "failed: " + (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
     return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

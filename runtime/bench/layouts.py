@@ -12,9 +12,8 @@ from frisket.lowering.analysis.tiles import EMPTY
 from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.masks.mask import Mask
 
-from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
-from .jax_stage import splash_mask
-from .machine import seconds
+from .contestants import splash_mask
+from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
 
 TILE = 128
 PAIRS = 1 << 26

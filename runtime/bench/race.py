@@ -1,24 +1,278 @@
 """A race: all contestants compute the same, are compared first, and are then timed in turns.
 
-Its lines to read say who, how long, beside ours, and why somebody is missing.
+Its lines to read say who, how long, beside ours, and why somebody is missing. A contest is a mask and a score mod, the
+sizes, and who takes part. Measurements share the machine's name, clocks, and calls timed in turns.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
 from statistics import median
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.text import Text
 
 from frisket.dsl.errors import Undecided
+from frisket.dsl.ir import uses
+from frisket.lowering.simplify import prepare
+from frisket.runtime.attention.entry import reference
+from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
 
-from .contest import Call, Contest, NoWordsError, Stage
-from .machine import median_ratio, row, turns
+
+def described() -> dict[str, Any]:
+    """CPU, cores and versions, for the head of a result file."""
+    versions = {}
+    for name in ("numpy", "torch", "jax", "triton"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count(),
+        "python": platform.python_version(), **versions,
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def processor_seconds(run: Callable[[], Any]) -> float:
+    """Processor time of this process alone, without other work on the machine."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def turns(
+    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
+) -> Iterator[dict[str, list[float]]]:
+    """After every round, the seconds of every call in the rounds so far. Each is warmed up before; the order is
+    another one in every round, for the second finds warm caches. `rest` is the pause before each call, in seconds,
+    where one gives memory back after it has answered; `clock` is what takes the time of a call."""
+    order, draw = list(calls), random.Random(0)
+    times: dict[str, list[float]] = {n: [] for n in calls}
+    for call in calls.values():
+        clock(call)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for name in order:
+            time.sleep(rest)
+            times[name].append(clock(calls[name]))
+        yield times
+
+
+def rounds_of(
+    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
+) -> dict[str, list[float]]:
+    """The seconds of every call in every round, see `turns`."""
+    *_, times = turns(calls, rounds, rest, clock)
+    return times
+
+
+def raced(
+    calls: Mapping[str, Any], rounds: int, ours: Sequence[str] = ("frisket",), rest: float = 0.0,
+    clock: Callable[[Any], float] = seconds,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of results: median milliseconds of every call, and the ratios "peer / ours" of what is not ours."""
+    return row(rounds_of(calls, rounds, rest, clock), ours)
+
+
+def row(times: dict[str, list[float]], ours: Sequence[str] = ("frisket",)) -> dict[str, Any]:
+    """A row of times that were taken, in seconds."""
+    peers = [n for n in times if n not in ours]
+    return {
+        "figures": {"ms": {n: 1e3 * statistics.median(t) for n, t in times.items()}},
+        "ratios": {f"{p} / {o}": median_ratio(times[p], times[o]) for o in ours if o in times for p in peers},
+    }
+
+
+def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:
+    """The median over rounds of above / below, and the 95 % interval of that median by order statistics: the
+    ranks that a binomial of n fair draws leaves with at most 2.5 % on either side."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    n, tail, rank = len(ratios), 0.5 ** len(ratios), 0
+    while tail <= 0.025:
+        rank += 1
+        tail += math.comb(n, rank) * 0.5**n
+    low = max(rank - 1, 0)
+    return statistics.median(ratios), ratios[low], ratios[n - 1 - low]
+
+
+def fresh(code: str, **variables: str) -> str:
+    """The output of a new Python that runs `code`, with bytecode kept as an installed package has it."""
+    env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | variables
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+Array = NDArray[Any]
+Call = Callable[[], Any]
+SAMPLED = 32  # queries in a row that are computed by the interpreter, in three places
+
+
+class NoWordsError(Exception):
+    """A peer cannot be told this mask or score mod, or does not take these sizes; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths in tokens. `backward` times the forward and the gradients of q, k and v together."""
+
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    backward: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads,
+            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype,
+            "direction": "forward and backward" if self.backward else "forward",
+        }  # fmt: skip
+
+    @property
+    def problem(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.q_len, self.kv_len
+
+    def drawn(self) -> tuple[Array, Array, Array, Array]:
+        """Normal q, k, v and a cotangent, float32 [batch, heads, length, dim]; the same at every call."""
+        draw = np.random.default_rng(0)
+        shapes = [(self.heads, self.q_len), *[(self.kv_heads, self.kv_len)] * 2, (self.heads, self.q_len)]
+        q, k, v, cotangent = (draw.standard_normal((self.batch, *x, self.head_dim), np.float32) for x in shapes)
+        return q, k, v, cotangent
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One row: what everybody computes."""
+
+    name: str
+    mask: Mask | None
+    score: ScoreMod | None
+    sizes: Sizes
+
+    @property
+    def program(self) -> Program:
+        return Program(self.mask, self.score)
+
+    @property
+    def everything(self) -> bool:
+        """Whether it is plain that every query sees every key."""
+        return self.mask is None or prepare(self.mask.expr, None)[0] is None
+
+    def dense(self) -> Array:
+        """The mask by the interpreter, bool [1 or batch, 1 or heads, q_len, kv_len]."""
+        s, m = self.sizes, self.mask
+        if m is None:
+            return np.ones((1, 1, s.q_len, s.kv_len), bool)
+        simple, _ = prepare(m.expr, None)
+        read = frozenset() if simple is None else uses(simple)
+        batch, heads = (n if name in read else 1 for name, n in (("b", s.batch), ("h", s.heads)))
+        return m.dense(s.q_len, s.kv_len, batch=batch, heads=heads)
+
+    def window(self) -> int | None:
+        """How many keys a query sees up to its own under a causal window (0: all, plain causal); None otherwise."""
+        s = self.sizes
+        if self.mask is None or s.q_len != s.kv_len:
+            return None
+
+        def means(other: Mask) -> bool:
+            assert self.mask is not None
+            return bool(self.mask.equivalent(other, s.q_len, s.kv_len, batch=s.batch, heads=s.heads))
+
+        if means(mask("causal")):
+            return 0
+        layout = self.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
+        n = int(layout.row_counts.reshape(-1)[-1])  # of the last query
+        return n if n and means(mask("causal & window(n)", n=n)) else None
+
+    def oracle(self) -> Iterator[tuple[slice, Array]]:
+        """(queries, float64 output [batch, heads, queries, dim]) at the start, middle and end; of gradients nothing."""
+        if self.sizes.backward:
+            return
+        q, k, v, _ = self.sizes.drawn()
+        n = min(SAMPLED, self.sizes.q_len)
+        for start in sorted({0, (self.sizes.q_len - n) // 2, self.sizes.q_len - n}):
+            at = slice(start, start + n)
+            yield at, reference(
+                q[:, :, at], k, v, self.mask, self.score, layout="bhsd", origin=(0, 0, start, 0),
+                sizes=self.sizes.problem,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to compute it. `missing`: why it does not run here; `prepare` makes the call, or raises NoWordsError."""
+
+    name: str
+    prepare: Callable[[Contest], Call]
+    ours: bool = False
+    missing: str = ""
+    family: str = ""  # what --peers calls it
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A framework on a device: its contestants, and what it takes to compare and to time them."""
+
+    name: str
+    contestants: tuple[Contestant, ...]
+    numpy: Callable[[Any], list[Array]]  # what a call returned, float32, each [batch, heads, length, dim]
+    clock: Callable[[Call], float]
+    truth: Callable[[Contest], Iterable[tuple[slice, Array]]] = Contest.oracle  # some rows of the right result
+    rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def standard(sizes: Sizes) -> list[Contest]:
+    """The masks that are raced where nobody names one: causal, a window, packed documents, score mods, an image."""
+    n = sizes.kv_len
+    doc = np.sort(np.random.default_rng(0).integers(0, 16, n)).astype(np.int32)
+    slope = np.exp2(-8 * np.arange(1, sizes.heads + 1) / sizes.heads).astype(np.float32)
+    found = [
+        Contest("causal", mask("causal"), None, sizes),
+        Contest("causal & window(256)", mask("causal & window(256)"), None, sizes),
+        Contest("causal & same(doc)", mask("causal & same(doc)", doc=doc), None, sizes),
+        Contest("causal, softcap(50)", mask("causal"), score("softcap(50)"), sizes),
+        Contest("causal, ALiBi", mask("causal"), score("score + slope[h] * (k - q)", slope=slope), sizes),
+    ]
+    side = math.isqrt(n)
+    if side * side == n == sizes.q_len and side >= 8:
+        kernel = min(13, side // 2 * 2 - 1)
+        text = f"natten2d({side}, {side}, {kernel}, {kernel})"
+        found.append(Contest(text, mask(text), None, sizes))
+    return found
+
 
 ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest result, or of 1
 

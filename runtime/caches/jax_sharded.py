@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.sharding.mesh import names_of, split_as
+from frisket.runtime.sharding.partition import names_of, split_as
 
 from .checks import check_queries
 from .jax_plain import JaxCache, call, check_new, counted, empty, grown, stored, written

@@ -13,8 +13,7 @@ from frisket.dsl.errors import ShapeError
 
 from .checks import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .pool import Copy, PagePool
-from .torch_plain import TorchCache
-from .torch_store import Taken
+from .torch_plain import Taken, TorchCache
 
 
 class PagedKVCache(TorchCache):

@@ -11,11 +11,9 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merge
 
-from . import torch_store as store
 from .checks import check_beside, refuse_tree
 from .masks import CHUNK, END, NEW, START, Places, no_room, placed, require_room, ring, ring_before, ring_padded
-from .torch_plain import TorchCache
-from .torch_store import Taken
+from .torch_plain import Taken, TorchCache, counts_of, numbers, quantized
 
 
 class RingKVCache(TorchCache):
@@ -79,7 +77,7 @@ class RingKVCache(TorchCache):
         if room:
             return self._store(k, v, new, counts)._attend(att, q, counts, None, params)
         require_room(att, self.window, 0, params)
-        number, _ = store.counts_of([new] * self.batch if counts is None else counts, self.batch, new, self.k.device)
+        number, _ = counts_of([new] * self.batch if counts is None else counts, self.batch, new, self.k.device)
         out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
         self._store(k, v, new, counts)
         return (out, lse) if params.get("return_lse") else out
@@ -97,7 +95,7 @@ class RingKVCache(TorchCache):
             params["sinks"] = torch.full((q.shape[1],), -torch.inf, device=q.device)
         scales: dict[str, Any] = {}
         if self.k_scale is not None:
-            (k, scales["k_scale"]), (v, scales["v_scale"]) = (store.quantized(x, self.dtype) for x in (k, v))
+            (k, scales["k_scale"]), (v, scales["v_scale"]) = (quantized(x, self.dtype) for x in (k, v))
         else:
             k, v = k.to(self.dtype), v.to(self.dtype)
         params |= {**scales, START: start, END: start + number}
@@ -109,7 +107,7 @@ class RingKVCache(TorchCache):
 
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
-        told = store.numbers("lengths", lengths, self.batch)
+        told = numbers("lengths", lengths, self.batch)
         known = self.known()
         if told is None or known is None or any(0 < n < have for n, have in zip(told, known, strict=True)):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")

@@ -16,11 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
-from frisket.runtime.bench import compiles, jax_stage, layouts, race, schema, torch_stage
-from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
-from frisket.runtime.bench.machine import described
+from frisket.runtime.bench import compiles, contestants, layouts, race, schema
 from frisket.runtime.bench.packed import choose, installed
-from frisket.runtime.bench.race import away, lines, losses, spoken
+from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
 from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.extras import extras, pip_install
 
@@ -161,9 +159,9 @@ def stages(suite: str, framework: str | None) -> Iterator[Stage]:
         if not visible(device, name):
             continue
         if name == "torch":
-            yield torch_stage.stage("cuda" if device == "gpu" else device)
+            yield contestants.torch_stage("cuda" if device == "gpu" else device)
         else:
-            yield jax_stage.stage(device)
+            yield contestants.jax_stage(device)
 
 
 def visible(device: str, framework: str) -> bool:

@@ -39,7 +39,7 @@ from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
-from frisket.runtime.draw import html, portable
+from frisket.runtime.draw import html
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
@@ -142,7 +142,7 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     said["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
     return {
-        "data": html.data(layout, portable.plain, partial(keyed, have=request.have)), **said,
+        "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **said,
         "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
@@ -213,7 +213,7 @@ def laid_out(program: Program, request: Question) -> Layout:
 def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
     """A table for the page under its digest; without contents where the page has them."""
     key = digest(array)
-    return {"key": key} if key in have else {"key": key, **portable.plain(array)}
+    return {"key": key} if key in have else {"key": key, **html.plain(array)}
 
 
 def digest(array: Array) -> str:

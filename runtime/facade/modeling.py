@@ -14,9 +14,11 @@ with extras():
 
 from frisket.runtime.modeling.dot_general import get_dot_general_by_bits
 from frisket.runtime.modeling.kv_cache import init_cache
-from frisket.runtime.modeling.layers import add_start_docstrings, canonicalize_dtype, get_gradient_checkpoint_policy
 from frisket.runtime.modeling.meshes import (
+    add_start_docstrings,
+    canonicalize_dtype,
     create_mesh,
+    get_gradient_checkpoint_policy,
     get_names_from_partition_spec,
     get_ranks_and_size,
     names_in_mesh,

@@ -8,7 +8,7 @@ P(('fsdp', 'dp'), 'sp', 'tp', None)
 from frisket.runtime.machine.extras import extras
 
 with extras():
-    from frisket.runtime.sharding.mesh import current_mesh
+    from frisket.runtime.sharding.partition import current_mesh
 
 from frisket.runtime.sharding import names, types
 from frisket.runtime.sharding.names import *  # noqa: F403

@@ -34,7 +34,7 @@ from frisket.dsl.errors import BackwardError, FrisketError
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 from frisket.runtime.backends.registry import platform_of
-from frisket.runtime.sharding.mesh import fitting, names_of
+from frisket.runtime.sharding.partition import fitting, names_of
 
 from .call import SHARD
 from .task import AXES, NOWHERE, Task

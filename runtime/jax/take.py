@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackwardError
-from frisket.runtime.sharding.mesh import fitting
+from frisket.runtime.sharding.partition import fitting
 
 _auto_axes: Any = jax.sharding.auto_axes  # JAX leaves some of its functions untyped
 _spec: Any = PartitionSpec

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.registry import platform_of
 from frisket.runtime.modeling.rotary import repeat_kv_bsnh
-from frisket.runtime.sharding.mesh import names_of
 from frisket.runtime.sharding.names import MODE_DECODE, MODE_TRAIN
+from frisket.runtime.sharding.partition import names_of
 
 from .metadata import AttentionMetadata, Backend
 

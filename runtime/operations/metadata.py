@@ -15,9 +15,8 @@ from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import rate_of
 from frisket.runtime.modeling.meshes import create_mesh
 from frisket.runtime.sharding import names as n
-from frisket.runtime.sharding.mesh import current_mesh
 from frisket.runtime.sharding.names import EMPTY_VAL
-from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager
+from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager, current_mesh
 
 from .records import Codec, Record
 

@@ -20,8 +20,8 @@ from frisket.runtime.masks.mask import Mask, only
 from frisket.runtime.parallel.deal import Deal
 from frisket.runtime.parallel.deal import deal as make_deal
 from frisket.runtime.parallel.jax_ring import attend
-from frisket.runtime.sharding.mesh import fitting
-from frisket.runtime.sharding.mesh import names_of as axes_of
+from frisket.runtime.sharding.partition import fitting
+from frisket.runtime.sharding.partition import names_of as axes_of
 
 from .base import AttentionImpl, AttentionRegistry
 from .metadata import AttentionMetadata

@@ -41,7 +41,7 @@ from frisket.runtime.jax.take import reverse_only
 from frisket.runtime.jax.task import Task
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import divided
-from frisket.runtime.sharding.mesh import split_as
+from frisket.runtime.sharding.partition import split_as
 
 from .deal import Deal, Step, Variant, check_variant, steps
 from .shards import AT, ShardAttention, ShardPlace, ShardTable, check_covered, check_names, check_sides, on_shard

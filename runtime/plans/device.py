@@ -47,8 +47,7 @@ from frisket.runtime.masks.mask import Mask
 
 from .compiled import UNDRAWN, compiled_program, holds, limits_of
 from .host import FEW_TILES, Plan
-from .run import check_sorted, kernel_tables, on_host, source, spans
-from .run_triton import SpanRequest
+from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, spans
 
 
 def divided(

@@ -25,8 +25,7 @@ from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.device import CallPlan, FlatPlan
-from frisket.runtime.plans.run import kernel_tables
-from frisket.runtime.plans.run_cpp import DTYPES, Prepared, function
+from frisket.runtime.plans.run import DTYPES, Prepared, function, kernel_tables
 
 from .autograd import Attend
 

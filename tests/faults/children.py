@@ -152,7 +152,7 @@ elif sys.argv[1] == "jax":
 else:  # a planner and the analysis: no framework
     doc = np.sort(np.random.default_rng(0).integers(0, 99, 30_000))
     from frisket.lowering.planner import planner
-    from frisket.runtime.plans import run_cpp
+    from frisket.runtime.plans import run as run_cpp
     plan = planner.planner(fk.mask("causal & doc[q] == doc[k]").bind(doc=doc).expr, frozenset())
     planned, at, n = run_cpp.function(plan), (np.zeros(1, np.int64),) * 4, len(doc)
     def run():

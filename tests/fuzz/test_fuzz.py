@@ -22,7 +22,7 @@ from frisket.dsl.from_jax import scalars as jax_scalars
 from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import callables as torch_callables
 from frisket.dsl.ir import lit
-from frisket.lowering.simplify import RULES, Simplifier, facts, rules_division
+from frisket.lowering.simplify import RULES, Simplifier, affine, rules_division
 from frisket.runtime.calls.rows import Rows
 
 from . import caches, campaign, corpus, front, hostile, kernels, scores, simplified, smaller, targets
@@ -147,7 +147,7 @@ def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkey
     ("name", "part", "wrong"),
     [pytest.param("mod-by-negative", "after", lambda x, n: rules_division.minus(x) % lit(-n.name),
                   marks=pytest.mark.exhaustive),
-     ("min-decided", "when", lambda x, y: facts.ordered(y, x))],
+     ("min-decided", "when", lambda x, y: affine.ordered(y, x))],
 )  # fmt: skip
 def test_a_fault_of_the_simplifier_is_found_and_made_small(name, part, wrong, monkeypatch):
     rules = tuple(replace(r, **{part: wrong}) if r.name == name else r for r in RULES)

@@ -19,7 +19,6 @@ FAMILIES = {
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),
-    ("runtime/plans", "run"),
 }
 SOURCES = ("grammar", "dsl", "lowering", "runtime")
 

@@ -21,7 +21,7 @@ REGISTRIES = {
     ("runtime/integrations/transformers_loading.py", "BOOLS"),  # kinds of models
     ("runtime/machine/background.py", "_threads"),  # of builds that are under way
     ("runtime/machine/cpp_build.py", "_building"),  # locks of builds that are under way
-    ("runtime/machine/cpp_threads.py", "_kept"),  # memory that compiled functions point to
+    ("runtime/machine/cpp_build.py", "_kept"),  # memory that compiled functions point to
     ("runtime/machine/once.py", "SAID"),  # warnings that were given
     ("runtime/parallel/jax_ring.py", "_met"),  # what all processes agreed on
     ("runtime/parallel/torch_ring.py", "_agreed"),

@@ -15,7 +15,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, INT, Type
 from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Text
 from frisket.lowering.kernels.text import parts
-from frisket.lowering.simplify.facts import interval
+from frisket.lowering.simplify.affine import interval
 
 CUTE: dict[str, str] = SHARED | {
     "bitnot": "inverted({})", "not": "{} ^ True",  # see `operator`

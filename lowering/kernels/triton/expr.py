@@ -17,7 +17,7 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Text
 from frisket.lowering.kernels.text import filled, skeleton
-from frisket.lowering.simplify.facts import interval
+from frisket.lowering.simplify.affine import interval
 
 TRITON: dict[str, str] = SHARED | {
     "abs": "tl.abs({})", "sign": "sign({})",

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import backward as triton_backward
-from . import captured as triton_captured
+from . import cotangents as triton_captured
 from . import forward as triton_forward
 from .writer import Dims, module
 

@@ -23,11 +23,11 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.cpp_threads import Threads, of_torch
+from frisket.runtime.machine.cpp_build import Threads, of_torch
 from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
-from frisket.runtime.plans.run_cpp import Prepared, function
+from frisket.runtime.plans.run import Prepared, function
 from frisket.runtime.torch.op import NUMBERS, prepare
 
 from .torch import LARGE, huge, out_of_memory, prepared

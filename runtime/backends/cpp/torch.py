@@ -21,8 +21,7 @@ from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.rows import Rows
-from frisket.runtime.machine.cpp_build import library
-from frisket.runtime.machine.cpp_threads import of_torch
+from frisket.runtime.machine.cpp_build import library, of_torch
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))

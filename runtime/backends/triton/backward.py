@@ -9,8 +9,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
-from frisket.lowering.kernels.triton.captured import square
-from frisket.lowering.kernels.triton.cotangents import Sum, sums
+from frisket.lowering.kernels.triton.cotangents import Sum, square, sums
 from frisket.lowering.kernels.triton.forward import describable
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target

@@ -9,7 +9,7 @@ from frisket.dsl.ir import walk
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import amounts, units
 from frisket.lowering.derive import Gradient
-from frisket.lowering.kernels.triton import captured as emit
+from frisket.lowering.kernels.triton import cotangents as emit
 from frisket.lowering.kernels.triton.cotangents import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 

@@ -21,7 +21,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import BITS
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import captured as emit
+from frisket.lowering.kernels.triton import cotangents as emit
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.cotangents import Sum, sums, weights

@@ -18,7 +18,7 @@ with extras():
     from frisket.runtime.caches.torch_plain import KVCache
 
 from frisket.runtime.caches.torch_paged import PagedKVCache
+from frisket.runtime.caches.torch_plain import quantized
 from frisket.runtime.caches.torch_ring import RingKVCache
-from frisket.runtime.caches.torch_store import quantized
 
 __all__ = ["KVCache", "PagedKVCache", "RingKVCache", "quantized"]

@@ -20,7 +20,7 @@ from frisket.lowering.analysis import layout as driver
 from frisket.lowering.analysis import questions, rows, tiles
 from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, Range, ends
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.simplify import affine, curves, engine, facts, rules_boolean, rules_compare
+from frisket.lowering.simplify import affine, curves, engine, rules_boolean, rules_compare
 from frisket.lowering.simplify.affine import Linear
 from lowering.analysis import test_layout_exact, test_transfer
 from lowering.simplify import test_simplify
@@ -186,7 +186,7 @@ MUTANTS = {
     "the ragged edge is full": (driver, "outside_of", no_ragged_edge),
     "strict comparisons drift": (rules_compare, "relation", drifting_relation),
     "upper bounds drift": (rules_compare, "write_relation", upper_bound_drifts),
-    "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, facts.interval(e)[1])),
+    "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, affine.interval(e)[1])),
     "an intersection keeps the looser bound": (rules_boolean, "_intersect", lambda f: [("ge", min(b for _, b in f))]),
     "anything implies anything of its form": (rules_boolean, "_implies", careless_implication),
     "a record swallows its neighbour": (spans, "FULL", 1),

@@ -6,7 +6,7 @@ import pytest
 
 from frisket.dsl.evaluate import evaluate
 from frisket.lowering.dense import coordinates
-from frisket.lowering.orders.graph import folded
+from frisket.lowering.orders.candidates import folded
 
 LENGTH = 48
 ENTRIES = cases.masks(LENGTH)

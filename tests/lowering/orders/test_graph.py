@@ -9,8 +9,8 @@ from frisket.dsl.ir import lookup, var
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import BOOL, INT
 from frisket.dsl.work import steps
-from frisket.lowering.orders import graph
-from frisket.lowering.orders.graph import by_graph
+from frisket.lowering.orders import candidates
+from frisket.lowering.orders.candidates import by_graph
 
 NODES, WIDTH, SIZE = 96, 3, 4  # of a band of nodes, each of so many positions
 LENGTH = NODES * SIZE
@@ -78,10 +78,10 @@ def test_lengths_that_differ_have_the_bipartite_graph_alone(q_len, kv_len):
 def test_graphs_that_are_too_large_are_left_out(name, monkeypatch):
     seen = BAND[ROWS][:, ROWS]
     most = {"STEPS": NODES * NODES * steps(BLOCKS), "EDGES": int(seen.sum())}[name]
-    monkeypatch.setattr(graph, "CHUNK", 5 * NODES)
-    monkeypatch.setattr(graph, name, most)
+    monkeypatch.setattr(candidates, "CHUNK", 5 * NODES)
+    monkeypatch.setattr(candidates, name, most)
     assert len(ways(BLOCKS, seen)) == 2
-    monkeypatch.setattr(graph, name, most - 1)
+    monkeypatch.setattr(candidates, name, most - 1)
     assert ways(BLOCKS, seen) == []
 
 

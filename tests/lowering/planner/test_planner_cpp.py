@@ -35,7 +35,7 @@ from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import from_records
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.generated import load
-from frisket.runtime.plans import run_cpp as flat_native
+from frisket.runtime.plans import run as flat_native
 from lowering.planner import golden_planners
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -354,8 +354,8 @@ def watched(monkeypatch):
     """How often a planner in C++ ran."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     ran = []
-    real = flat_native.spans
-    monkeypatch.setattr(flat_native, "spans", lambda *a: ran.append(1) or real(*a))
+    real = flat_native.native_spans
+    monkeypatch.setattr(flat_native, "native_spans", lambda *a: ran.append(1) or real(*a))
     return ran
 
 

@@ -21,8 +21,16 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import eq, k, ne, q
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.simplify import RULES
-from frisket.lowering.simplify.affine import NEGATE, is_int_comparison, linear, relation, write, write_relation
-from frisket.lowering.simplify.facts import interval, ordered
+from frisket.lowering.simplify.affine import (
+    NEGATE,
+    interval,
+    is_int_comparison,
+    linear,
+    ordered,
+    relation,
+    write,
+    write_relation,
+)
 from frisket.lowering.simplify.rules_boolean import _implies, _negated, _refutes, negate
 from lowering.simplify import rule_cases, z3_terms
 from lowering.simplify.rule_cases import instances, x

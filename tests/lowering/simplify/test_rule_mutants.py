@@ -14,7 +14,6 @@ from frisket.grammar.memo import clear as forget
 from frisket.lowering.simplify import (
     RULES,
     affine,
-    facts,
     rules_boolean,
     rules_compare,
     rules_division,
@@ -32,7 +31,7 @@ ROWS = {
     "a ceiling one too high": ("div-turns", "after", lambda x, n: -((minus(x) + n.name) // n)),
     "a negative divisor keeps the sign": ("mod-by-negative", "after", lambda x, n: minus(x) % lit(-n.name)),
     "a small dividend at its edge": ("mod-of-small", "when", lambda x, n: rules_division.inside(x, lit(n.name + 1))),
-    "the larger is the smaller": ("min-decided", "when", lambda x, y: facts.ordered(y, x)),
+    "the larger is the smaller": ("min-decided", "when", lambda x, y: affine.ordered(y, x)),
     "a clamp turned round without its guard": ("clamp-low-first", "when", None),
     "every abs is natural": ("abs-of-natural", "when", None),
     "mod-bound at its edge": ("mod-bound", "when", lambda x, m, n: m.name > 0 and not 0 < n.name < m.name),

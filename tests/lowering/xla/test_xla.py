@@ -14,7 +14,7 @@ from frisket.dsl.sugar import k, q
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
 from frisket.lowering.xla import forward as xla
-from frisket.lowering.xla import schedule as xla_schedule
+from frisket.lowering.xla import tiles as xla_tiles
 
 
 def run(case, made=None, **changes):
@@ -69,14 +69,14 @@ def test_xla_takes_tiles_of_any_size(which):
 def test_a_loop_over_chunks(name, monkeypatch):
     """As long rows have it: full chunks without the predicate, and partial ones."""
     assert schedule(name).once
-    monkeypatch.setattr(xla_schedule, "WIDEST", 64)
-    monkeypatch.setattr(xla_schedule, "CELLS", 64 * 64 * 2)
+    monkeypatch.setattr(xla_tiles, "WIDEST", 64)
+    monkeypatch.setattr(xla_tiles, "CELLS", 64 * 64 * 2)
     cases.check(CASES[name], *run(CASES[name]))
 
 
 def schedule(name):
     case = CASES[name]
-    return xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+    return xla_tiles.schedule(cases.spans(case), cases.geometry(case), case.block)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_xla_sinks_dropout_and_largest_scores(name):
 def test_few_queries_take_wide_chunks(kv_heads):
     last = {"origin": (0, 0, 4090, 0), "sizes": (2, 8, 4096, 4096)}
     case = Case(causal & (q - k < 3900), q_len=3, kv_len=4096, batch=2, heads=8, kv_heads=kv_heads, **last)
-    work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+    work = xla_tiles.schedule(cases.spans(case), cases.geometry(case), case.block)
     assert [b.width for b in work.bodies] == [1984 if kv_heads == 8 else 3968]
     cases.check(case, *run(case))
 
@@ -114,7 +114,7 @@ def test_few_queries_take_wide_chunks(kv_heads):
 @pytest.mark.exhaustive
 def test_many_heads_take_turns():
     case = CASES["gqa"].but(q_len=300, kv_len=300, heads=24, kv_heads=8, batch=3, block=(256, 128))
-    work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+    work = xla_tiles.schedule(cases.spans(case), cases.geometry(case), case.block)
     assert (work.batches, work.heads, len(work.rows)) == (1, 6, 3 * 4 * 2)
     cases.check(case, *run(case))
 
@@ -192,8 +192,8 @@ def test_slots_and_origins_may_be_traced():
 
 
 def test_xla_schedule_covers_each_tile_range_once(monkeypatch):
-    monkeypatch.setattr(xla_schedule, "WIDEST", 48)
-    monkeypatch.setattr(xla_schedule, "CELLS", 48 * 16 * 2)
+    monkeypatch.setattr(xla_tiles, "WIDEST", 48)
+    monkeypatch.setattr(xla_tiles, "CELLS", 48 * 16 * 2)
     rng = np.random.default_rng(3)
     for _ in range(40):
         rows, tiles, block = 5, 17, 16
@@ -201,7 +201,7 @@ def test_xla_schedule_covers_each_tile_range_once(monkeypatch):
         kinds[:, -1] = np.minimum(kinds[:, -1], 1)  # a ragged tile is never FULL
         spans = spans_of(kinds)
         case = Case(q_len=rows * block, kv_len=tiles * block - 3)
-        work = xla_schedule.schedule(spans, cases.geometry(case), (block, block))
+        work = xla_tiles.schedule(spans, cases.geometry(case), (block, block))
         seen = np.zeros((rows, case.kv_len), int)
         for body, ends, chunks in zip(work.bodies, work.ends, work.chunks):
             for r in range(rows):

@@ -16,7 +16,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Spans, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla import backward as xla_backward
-from frisket.lowering.xla import schedule as xla_schedule
+from frisket.lowering.xla import tiles as xla_tiles
 from frisket.lowering.xla.captured import plane_of
 
 ALL = {**CASES, **LEARNED}
@@ -43,8 +43,8 @@ def test_xla_gradients_equal_the_reference(name):
 @pytest.mark.parametrize("name", ["window", pytest.param("empty-rows", marks=pytest.mark.slow), "by-diagonal"])
 def test_sinks_dropout_and_short_chunks(name, monkeypatch):
     """Full chunks without the predicate, partial ones, one head at a time."""
-    monkeypatch.setattr(xla_schedule, "WIDEST", 64)
-    monkeypatch.setattr(xla_schedule, "CELLS", 64 * 64)
+    monkeypatch.setattr(xla_tiles, "WIDEST", 64)
+    monkeypatch.setattr(xla_tiles, "CELLS", 64 * 64)
     case = ALL[name].but(block=(32, 32))
     made = make_plan(
         case.mask, case.score, limits=dict.fromkeys((*ir.COORDINATES, *case.tables), 2.0**14), dropout=True

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_threads as native_pool
-from frisket.runtime.machine.cpp_threads import Threads, of_torch, own
+from frisket.runtime.machine import cpp_build as native_pool
+from frisket.runtime.machine.cpp_build import Threads, of_torch, own
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

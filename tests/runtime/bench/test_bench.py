@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.bench import layouts, race, schema, torch_stage
-from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
-from frisket.runtime.bench.race import lines
+from frisket.runtime.bench import contestants, layouts, race, schema
+from frisket.runtime.bench.race import Contest, Contestant, NoWordsError, Sizes, lines, standard
 from frisket.runtime.cli import bench as cli_bench
 from frisket.runtime.cli.bench import add_bench
 from frisket.runtime.cli.main import main
@@ -39,7 +38,7 @@ def named(stage, *names):
 @pytest.fixture(scope="module")
 def stage():
     """Of those that compile nothing."""
-    return named(torch_stage.stage("cpu"), *INSTANT)
+    return named(contestants.torch_stage("cpu"), *INSTANT)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -63,16 +62,16 @@ def result(found):
 @pytest.mark.parametrize("contest", standard(SIZES)[2:5:2], ids=lambda c: c.name)
 def test_compiled_flex_attention_agrees_before_timing(contest):
     """flex_attention with our mask_mod and score_mod, and native kernels."""
-    found = finished(contest, torch_stage.stage("cpu"))
+    found = finished(contest, contestants.torch_stage("cpu"))
     assert {"flex_attention, compiled", "frisket aten"} <= set(found.times), found.out
     assert not [why for why in found.out.values() if why.startswith(("wrong", "failed", "not timed"))]
 
 
 @pytest.mark.parametrize("contest", standard(SIZES)[2:5], ids=lambda c: c.name)
 def test_jax_peers_agree_before_timing(contest):
-    jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
     pytest.importorskip("jax")
-    stage = named(jax_stage.stage("cpu"), "frisket xla", "jax.nn.dot_product_attention")
+    pytest.importorskip("jax")
+    stage = named(contestants.jax_stage("cpu"), "frisket xla", "jax.nn.dot_product_attention")
     found = finished(contest, stage, rounds=1)
     assert not [why for why in found.out.values() if why.startswith(("wrong", "failed", "not timed"))]
     assert ("jax.nn.dot_product_attention" in found.times) is ("softcap" not in contest.name)
@@ -160,15 +159,15 @@ def test_flash_attention_is_told_causal_and_windows(monkeypatch):
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     halves = replace(SIZES, dtype="bfloat16")
-    flash = Contestant("FlashAttention", lambda c: torch_stage._flash("cpu", c))
-    ours = named(torch_stage.stage("cpu"), "frisket aten")
+    flash = Contestant("FlashAttention", lambda c: contestants._flash("cpu", c))
+    ours = named(contestants.torch_stage("cpu"), "frisket aten")
     both = replace(ours, contestants=(*ours.contestants, flash))
     for text in ("causal", "causal & window(20)"):
         found = finished(Contest(text, fk.mask(text), None, halves), both, rounds=1)
         assert "FlashAttention" in found.times, found.out
     assert {(True, (-1, -1)), (True, (19, 0))} == set(given)
     with pytest.raises(NoWordsError, match="16 bits"):
-        torch_stage._flash("cpu", CAUSAL)
+        contestants._flash("cpu", CAUSAL)
 
 
 def test_a_mask_that_hides_nothing_is_told_so(stage, monkeypatch):
@@ -198,13 +197,13 @@ def test_a_window_is_known_by_what_it_shows():
 
 @pytest.mark.exhaustive
 def test_splash_attention_interpreted():
-    jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
+    pytest.importorskip("jax")
     pytest.importorskip("jax")
     from functools import partial
 
     sizes = replace(SIZES, q_len=256, kv_len=256, head_dim=128)
-    plain = jax_stage.stage("cpu")
-    splash = Contestant("splash", partial(jax_stage.splash, "cpu", True), family="splash")
+    plain = contestants.jax_stage("cpu")
+    splash = Contestant("splash", partial(contestants.splash, "cpu", True), family="splash")
     both = replace(plain, contestants=(*plain.contestants, splash))
     for contest in standard(sizes)[:3]:
         found = finished(contest, both, rounds=1, families={"splash"})
@@ -271,8 +270,8 @@ def bench(capsys, tmp_path, monkeypatch):
         out = capsys.readouterr()
         return status, out.out, out.err
 
-    plain = torch_stage.stage
-    monkeypatch.setattr(torch_stage, "stage", lambda device: named(plain(device), *INSTANT))
+    plain = contestants.torch_stage
+    monkeypatch.setattr(contestants, "torch_stage", lambda device: named(plain(device), *INSTANT))
     return call
 
 
@@ -302,9 +301,9 @@ def test_a_table_json_and_a_chart(bench, tmp_path):
 
 
 def test_status_1_where_ours_is_wrong(bench, monkeypatch):
-    plain = torch_stage.stage
+    plain = contestants.torch_stage
     wrong = lambda device: off(plain(device), "frisket aten", lambda x: x * 1.1)  # noqa: E731
-    monkeypatch.setattr(torch_stage, "stage", wrong)
+    monkeypatch.setattr(contestants, "torch_stage", wrong)
     status, out, _ = bench("causal", *SMALL)
     assert status == 1
     assert "WRONG     causal: frisket aten" in out

@@ -8,7 +8,7 @@ from frisket.runtime.machine.cpp_build import reason
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 plain = pytest.importorskip("frisket.runtime.caches.torch_plain")
-native = pytest.importorskip("frisket.runtime.caches.torch_store")
+native = pytest.importorskip("frisket.runtime.caches.torch_plain")
 pytestmark = pytest.mark.skipif(bool(reason()), reason="no compiler")
 
 BATCH, HEADS, DIM, V_DIM = 3, 2, 20, 7

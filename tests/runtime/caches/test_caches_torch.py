@@ -748,10 +748,10 @@ def test_padding_of_a_long_chunk_sees_the_sinks_alone():
 
 def test_large_arrays_ask_for_huge_pages(monkeypatch):
     """Keys and values of a pool are read in any order; what is small or elsewhere is not asked for."""
-    from frisket.runtime.caches import torch_store
+    from frisket.runtime.caches import torch_plain
 
     asked = []
-    monkeypatch.setattr(torch_store, "huge", lambda x: asked.append(x.shape))
+    monkeypatch.setattr(torch_plain, "huge", lambda x: asked.append(x.shape))
     KVCache(1, 64, KV_HEADS, DIM)
     KVCache(1, 1 << 16, KV_HEADS, DIM, device="meta")
     with torch._subclasses.FakeTensorMode():

@@ -15,7 +15,7 @@ from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.explain import explain
 from frisket.dsl.ir import build, lit, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.runtime.draw import portable
+from frisket.runtime.draw import html
 from runtime.draw import javascript
 
 pytestmark = pytest.mark.skipif(javascript.WHY_NOT is not None, reason=str(javascript.WHY_NOT))
@@ -41,7 +41,7 @@ VALUES = """async (programs) => {
 
 def in_javascript(cases):
     """Values of (expr, scalars, tables, positions) there."""
-    given = [{"program": portable.program(e, s, t), "at": at} for e, s, t, at in cases]
+    given = [{"program": html.program(e, s, t), "at": at} for e, s, t, at in cases]
     return javascript.run(VALUES, given)
 
 
@@ -202,7 +202,7 @@ def test_explanations_are_the_same():
         case = expressions.random_mask(rng, 30, 40, 2, 3)
         scalars = {**case.params, "B": 2, "H": 3, "Q_LEN": 30, "KV_LEN": 40}
         at = [tuple(rng.randrange(n) for n in (2, 3, 30, 40)) for _ in range(6)]
-        given.append({"program": portable.program(case.expr, scalars, case.tables), "at": at})
+        given.append({"program": html.program(case.expr, scalars, case.tables), "at": at})
         nodes = list(walk(case.expr))
         for position in at:
             found = explain(case.expr, {**scalars, **dict(zip("bhqk", position))}, case.tables)

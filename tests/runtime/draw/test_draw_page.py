@@ -18,7 +18,7 @@ from support.lowering.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.draw import html, portable
+from frisket.runtime.draw import html
 from frisket.runtime.draw.pixels import DARK, LIGHT
 
 DOC = np.arange(1024) // 300
@@ -75,7 +75,7 @@ HOSTILE = "</script><script>alert(1)</script><!-- {{data}} & \u2028 'x' \"y\""
 
 def test_layout_page_escapes_hostile_text(monkeypatch):
     plain = fk.mask("causal").layout(64, 64).to_html()
-    monkeypatch.setattr(portable, "places", lambda e, known: (HOSTILE, []))
+    monkeypatch.setattr(html, "places", lambda e, known: (HOSTILE, []))
     layout = fk.mask("causal").layout(64, 64)
     layout.params = {HOSTILE: HOSTILE}
     page = layout.to_html()
@@ -90,7 +90,7 @@ def test_a_comment_in_the_text_does_not_get_there():
 
 
 def test_large_tables_stay_out_and_the_page_says_so(monkeypatch):
-    monkeypatch.setattr(portable, "TABLES", 1000)
+    monkeypatch.setattr(html, "TABLES", 1000)
     layout = fk.mask("causal & keep[q, k]", keep=np.random.default_rng(0).random((256, 256)) < 0.5).layout(256, 256)
     mask = data_of(layout.to_html())["mask"]
     assert mask["program"] is None
@@ -388,7 +388,7 @@ def test_cells_of_many_tiles_are_counted_right(shown):
 
 
 def test_a_page_without_tables_explains_tiles(shown, monkeypatch):
-    monkeypatch.setattr(portable, "TABLES", 1000)
+    monkeypatch.setattr(html, "TABLES", 1000)
     keep_ = np.random.default_rng(0).random((256, 256)) < 0.5
     page = shown(fk.mask("causal & keep[q, k]", keep=keep_).layout(256, 256))
     page.evaluate("inspect(200, 100)")

@@ -10,7 +10,7 @@ import pytest
 import frisket as fk
 from frisket.dsl.library import library
 from frisket.runtime.cli.main import main
-from frisket.runtime.draw import html, portable
+from frisket.runtime.draw import html
 from frisket.runtime.explore.answer import (
     CHARACTERS,
     LONGEST,
@@ -36,7 +36,7 @@ def test_explorer_answer_is_the_picture_of_the_layout():
     found = asked("causal & window(w) & same(doc)", values={"w": 200, "left_over": 3}, block=[64, 32])
     mask = fk.mask("causal & window(w) & same(doc)", w=200, doc=DOC)
     layout = mask.layout(512, 512, block=(64, 32))
-    same = html.data(layout, portable.plain)
+    same = html.data(layout, html.plain)
     for name, table in found["data"]["mask"]["program"]["tables"].items():
         assert table["array"].pop("key") == digest(mask.tables[name])
     assert found["data"] == same
@@ -60,7 +60,7 @@ def test_tables_travel_once():
     first = asked("same(doc)")["data"]["mask"]["program"]["tables"]["doc"]["array"]
     again = asked("same(doc)", have=[first["key"]])["data"]["mask"]["program"]["tables"]["doc"]["array"]
     assert again == {"key": first["key"]}
-    assert first == {"key": digest(DOC), **portable.plain(DOC)}
+    assert first == {"key": digest(DOC), **html.plain(DOC)}
 
 
 def test_explorer_problems_have_their_place():

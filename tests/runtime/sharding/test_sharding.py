@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import frisket as fk
 from frisket import sharding as s
-from frisket.runtime.sharding.mesh import fitting
+from frisket.runtime.sharding.partition import fitting
 
 SEMANTIC = (
     "BATCH LENGTH QUERY_LENGTH KV_LENGTH HEAD KV_HEAD HEAD_DIM KV_HEAD_DIM EMBED MLP_INTERMEDIATE VOCAB EXPERT "

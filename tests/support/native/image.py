@@ -25,8 +25,8 @@ from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
 from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_build as native_pool
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.machine import cpp_threads as native_pool
 
 KINDS = {"forward": 0, "backward": 1}
 MAIN = Path(__file__).parent / "main.cpp"

@@ -158,7 +158,7 @@ import numpy as np
 import frisket as fk
 from frisket.dsl.errors import BackendError
 from frisket.lowering.planner import planner as flat
-from frisket.runtime.plans import run_cpp as flat_native
+from frisket.runtime.plans import run as flat_native
 
 mask = fk.mask("t[q, k] > 3").bind(t=np.zeros((2, 2), np.int64))
 plan = flat.planner(mask.expr, frozenset())

@@ -16,8 +16,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.backward import emit
-from frisket.lowering.kernels.triton.captured import square
-from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.kernels.triton.cotangents import square, sums
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 

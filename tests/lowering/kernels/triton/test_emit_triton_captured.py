@@ -11,7 +11,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
 from frisket.lowering.kernels.triton import module as triton
-from frisket.lowering.kernels.triton.captured import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 

@@ -19,8 +19,8 @@ from frisket.lowering.planner import arrays
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine.generated import load
-from frisket.runtime.plans import run_triton as flat_triton
-from frisket.runtime.plans.run_triton import SpanRequest
+from frisket.runtime.plans import run as flat_triton
+from frisket.runtime.plans.run import SpanRequest
 
 DOC = frozenset({"doc"})
 DEVICE = torch.get_default_device()
@@ -43,7 +43,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
         *(torch.from_numpy(x.astype(np.int64).reshape(-1, 1, 1)) for x in place.at), case.sizes, case.params, tables,
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=room, records=place.most(plan),
     )  # fmt: skip
-    found = flat_triton.spans(plan, place, {**case.params, **tables})
+    found = flat_triton.kernel_spans(plan, place, {**case.params, **tables})
     np.testing.assert_array_equal(found[0], bounds)
     np.testing.assert_array_equal(found[1], count)
     assert found[2].any() == more
@@ -160,7 +160,7 @@ def test_triton_planner_takes_tables_of_any_integer_dtype():
     zero = np.zeros(1, np.int64)
     doc = torch.arange(96) // 10
     found = [
-        flat_triton.spans(
+        flat_triton.kernel_spans(
             plan, SpanRequest((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), DEVICE), {"doc": d, "w": w}
         )[0]
         for d in (doc, doc.byte(), torch.stack([doc.short(), doc.short()], 1)[:, 0])

@@ -14,7 +14,7 @@ from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.runtime.backends import triton as backend
-from frisket.runtime.plans import run_triton as flat_triton
+from frisket.runtime.plans import run as flat_triton
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""

@@ -14,7 +14,7 @@ from lowering.kernels.triton.children.tiles_compiled import stored
 
 import frisket as fk
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.triton.captured import plane, square
+from frisket.lowering.kernels.triton.cotangents import plane, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.triton.report import compiled_for
 from frisket.runtime.backends.triton.source import load
