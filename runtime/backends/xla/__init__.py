@@ -13,5 +13,6 @@ register(Backend(
     order=20,
     tier=LIBRARY,
     beside_lse="low",
+    exact_delta=True,
     operators=("frisket-xla", "vanilla"),
 ))  # fmt: skip
