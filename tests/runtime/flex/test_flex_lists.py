@@ -12,7 +12,6 @@ from support.flex_masks import LACKING, same
 
 import frisket as fk
 import frisket.flex as ours
-from frisket.runtime.flex.tile_tensors import TENSORS
 
 COUNT = torch.tensor([[[1, 2, 0]]], dtype=torch.int32)
 INDEX = torch.tensor([[[[1, 7, 7, 7], [0, 3, 9, 9], [5, 5, 5, 5]]]], dtype=torch.int32)  # undefined past the count
