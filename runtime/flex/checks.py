@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.nn.attention.flex_attention import BlockMask
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
@@ -13,7 +14,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import symbolic
 from frisket.runtime.machine.integers import as_int
 
-from .errors import ArrayError
+from .errors import ArrayError, LengthError
 from .kernel_options import KernelOptionError
 
 SHORT = 128  # queries: fewer are a step of decoding to torch
@@ -106,12 +107,15 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         )
     *batch, q_len, kv_len = block_mask.shape
     have = (query.shape[2], key.shape[2])
+    if torch.compiler.is_dynamo_compiling() and (has_free_unbacked_symbols(query) or has_free_unbacked_symbols(key)):
+        for n, of_mask in zip(have, (q_len, kv_len)):  # a length that only a run knows is checked by the graph
+            torch._check(n == of_mask, lambda: "block_mask was created for other lengths than query and key have")
     # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
     no_mask = 1 << 30, 1 << 30  # the tile of what torch makes where there is none: one, without lengths
     if (have[0] != q_len or have[1] != kv_len) and no_mask != block_mask.BLOCK_SIZE:
         longer = q_len >= have[0] and kv_len >= have[1]
         advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
-        raise ShapeError(
+        raise LengthError(
             f"block_mask was created for q_len={q_len} and kv_len={kv_len}, query and key have {have[0]} and {have[1]}"
             f"\n  make one for these lengths, {advice}"
         )

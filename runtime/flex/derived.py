@@ -19,7 +19,7 @@ from frisket.runtime.masks.mask import Mask
 
 from .errors import ListError, OrderError, PickError
 from .live_mask import LiveMask, Value, fresh, live_mask
-from .tile_tensors import LISTS, TENSORS, Lists, columns_of, with_columns, with_orders
+from .tile_tensors import LISTS, PACKED, TENSORS, Lists, columns_of, with_columns, with_orders
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -30,12 +30,14 @@ AXES = ("batch entry", "head", "row of tiles")
 
 @dataclass(frozen=True)
 class Pick:
-    """Entries of one axis: `start .. start + count`, or the `count` entries `at`. `whole` is all of them in order."""
+    """Entries of one axis: `start .. start + count`, or the `count` entries `at`, from a tensor where `whole_rows`.
+    `whole` is all of them in order."""
 
     start: int
     count: int
     of: int
     at: Tensor | None = None
+    whole_rows: bool = False
 
     @property
     def whole(self) -> bool:
@@ -94,7 +96,7 @@ def _entries(at: Tensor, n: int, name: str) -> Pick:
         raise PickError(f"{name} [] picks nothing of {n}")
     if not torch.compiler.is_dynamo_compiling() and at.is_cpu and bool(((at < -n) | (at >= n)).any()):
         raise PickError(f"{name} {at.tolist()}\n  there are {n}: {-n}..{n - 1}")
-    return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long())
+    return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long(), PACKED)
 
 
 def _text(index: slice) -> str:
@@ -130,9 +132,9 @@ def moved(mod: LiveMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple
     if not cut:
         return made, length, False
     short = (rows.at == rows.of - 1).tolist()
-    if short[-1]:
-        length -= cut
-    if not any(short[:-1]):
+    if short[-1] and not rows.whole_rows:
+        length, short = length - cut, short[:-1]
+    if not any(short):
         return made, length, False
     inside = LiveMask(places[q] < q_len, {n: x for n, x in values.items() if n.startswith("row_of")})
     return made.join("and", inside), length, True
@@ -150,7 +152,7 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
     made = mask.of(mod, (length, kv_len), mask._block, batch, mask.device, mask)
     if given is None:
         return made
-    if short:
+    if short and not found[-1].whole_rows:
         raise ListError("the row of tiles that the lengths cut is picked before others\n  pick it last")
     lists: Lists = {**dict.fromkeys(TENSORS)}
     for name in LISTS[:4]:
@@ -159,7 +161,7 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
                 x = pick.select(x, axis)
             lists[name] = x
     if given["q_indices"] is not None:
-        lists = with_columns(lists, columns_of(lists, kv_len, mask._block[1]))
+        lists = with_columns(lists, columns_of(lists, kv_len, mask._block[1]), kv_len, mask._block[1])
     made._hold(with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
     return made
 

@@ -19,6 +19,10 @@ class ListError(ShapeError, AssertionError, RuntimeError):
     """Lists of tiles that do not fit together."""
 
 
+class LengthError(ShapeError, RuntimeError):
+    """Arrays of other lengths than their BlockMask; torch raises a ValueError, from 2.14 on a RuntimeError."""
+
+
 class PickError(ShapeError, IndexError):
     """An index that picks nothing of a BlockMask."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 
@@ -14,6 +15,8 @@ LISTS = tuple(f"{side}_{name}" for side in SIDES for name in ("num_blocks", "ind
 TENSORS = (*LISTS, "dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 Lists = dict[str, Tensor | None]  # by the names of TENSORS
+# torch 2.14 counts rows of tiles that a tensor picks as whole ones, and ends lists of columns with the keys
+PACKED = hasattr(theirs.BlockMask, "_query_length_for_sliced_blocks")
 
 
 def side(lists: Lists, name: str) -> tuple[Tensor, Tensor] | None:
@@ -40,7 +43,7 @@ def columns_of(lists: Lists, kv_len: int | None, block: int) -> int:
 def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
     """uint8 [..., rows, columns]: 1 where a row lists the column. What stands past the count is not read."""
     valid = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-    at = torch.where(valid, index, columns).long()  # the rest goes one past the end
+    at = torch.where(valid & (index < columns), index, columns).long()  # the rest goes one past the end
     grid = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.uint8, device=index.device)
     return grid.scatter_(-1, at, 1)[..., :columns].contiguous()
 
@@ -52,9 +55,9 @@ def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
     return marks.sum(dim=-1).to(torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def with_columns(lists: Lists, columns: int) -> Lists:
-    """Lists of tiles by rows, and by columns."""
-    made = dict(lists)
+def with_columns(lists: Lists, columns: int, kv_len: int | None = None, block: int = 1) -> Lists:
+    """Lists of tiles by rows, and by columns, as many as torch makes of `kv_len` keys."""
+    made, columns = dict(lists), -(-kv_len // block) if PACKED and kv_len is not None else columns
     for mine, other in (("kv", "q"), ("full_kv", "full_q")):
         if (rows := side(lists, mine)) is not None:
             grid = listed(*rows, columns).transpose(-2, -1)

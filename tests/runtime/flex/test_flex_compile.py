@@ -95,6 +95,15 @@ def test_sizes_that_are_known_beside_a_batch_that_varies():
         same(torch.compile(run, backend="eager", fullgraph=True, dynamic=True)(q), run(q))
 
 
+def test_unbacked_lengths_become_checks_of_the_graph():
+    """torch does so from 2.14 on; before, such lengths do not compile with a mask."""
+    block_mask = create_block_mask("causal", None, None, 64, 64, "cpu", 32)
+    q = torch.randn(1, 2, 64, 16)
+    torch._dynamo.decorators.mark_unbacked(q, 2)
+    run = torch.compile(lambda q: flex_attention(q, q, q, block_mask=block_mask), backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(q), flex_attention(*[q.clone()] * 3, block_mask=block_mask))
+
+
 def test_flex_attention_itself_compiled():
     counter = counting("eager")
     compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
-from support.flex_masks import torchs
+from support.flex_masks import PACKED, torchs
 
 import frisket as fk
 import frisket.flex as ours
@@ -97,7 +97,8 @@ def test_parts_of_parts():
 def test_slice_of_the_last_tile_row_keeps_its_length():
     mine = ours.create_block_mask("causal & k < Q_LEN - 2", 1, 1, 20, S, "cpu", 8)
     assert mine[:, :, 1:].seq_lengths == (12, S)
-    assert mine[:, :, torch.tensor([0, 2])].seq_lengths == (12, S)
+    assert mine[:, :, [0, 2]].seq_lengths == mine[:, :, torch.tensor([0, 2])].seq_lengths == (16 if PACKED else 12, S)
+    assert mine[:, :, ::2].seq_lengths == (12, S)
     assert mine[:, :, -1].seq_lengths == (4, S)
     turned = mine[:, :, torch.tensor([2, 0])]  # what would lie beyond the end is hidden
     assert turned.seq_lengths == (16, S)
@@ -106,6 +107,34 @@ def test_slice_of_the_last_tile_row_keeps_its_length():
     assert torch.equal(now[:, :, :4], whole[:, :, 16:])
     assert torch.equal(now[:, :, 8:], whole[:, :, :8])
     assert not now[:, :, 4:8].any()
+
+
+@pytest.mark.skipif(not PACKED, reason="up to 2.13 torch leaves the lengths of the whole mask")
+@pytest.mark.parametrize("listed", [False, True])
+def test_parts_are_as_long_as_torch_packs_them(listed):
+    """A slice ends with the mask, and a tensor picks whole rows of tiles."""
+    mine, other = (m.create_block_mask(MASKS["documents"], B, H, 20, 20, "cpu", 8) for m in (ours, theirs))
+    if listed:
+        given = (other.kv_num_blocks, other.kv_indices, other.full_kv_num_blocks, other.full_kv_indices)
+        mine = ours.BlockMask.from_kv_blocks(*given, 8, MASKS["documents"], (20, 20))
+    for index in (*PARTS, (EVERY, EVERY, -1), (EVERY, EVERY, torch.tensor([False, False, True])), (0, 0, slice(1, 9))):
+        part, wanted = mine[index], other[index]
+        assert part.shape == wanted.shape, index
+        assert all(map(torch.equal, lists(part), lists(wanted))), index
+        assert part.sparsity() == pytest.approx(wanted.sparsity())
+    with pytest.raises(IndexError):
+        other[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("length", [S - 1, S + 1])
+def test_wrong_lengths_raise_the_class_of_torch(length):
+    q = torch.randn(1, 1, length, 8)
+    mine, other = (m.create_block_mask(MASKS["causal"], None, None, S, S, "cpu", 8) for m in (ours, theirs))
+    with pytest.raises(RuntimeError if PACKED else ValueError) as wanted:
+        theirs.flex_attention(q, q, q, block_mask=other)
+    with pytest.raises(type(wanted.value)) as found:
+        ours.flex_attention(q, q, q, block_mask=mine)
+    assert isinstance(found.value, fk.ShapeError)
 
 
 def test_lists_without_columns_stay_so():

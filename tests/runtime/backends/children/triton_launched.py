@@ -339,14 +339,14 @@ def test_triton_tiles_beyond_shared_memory_are_refused(monkeypatch):
 class Small:
     """A GPU with so many bytes of shared memory, as Triton's launcher sees it: kernels that take more are refused."""
 
-    def __init__(self, limit, monkeypatch):
-        self.limit, self.refused = limit, []
+    def __init__(self, limit, monkeypatch, only=""):
+        self.limit, self.refused, self.only = limit, [], only
         monkeypatch.setattr(triton_null._Kernel, "run", property(self.run))
 
     def run(self, kernel):
         constants = {kernel.src.fn.arg_names[at[0]]: x for at, x in kernel.src.constants.items() if len(at) == 1}
         part = kernel.name.removeprefix("attention_")
-        if "BLOCK_K" in constants and part != "delta":
+        if "BLOCK_K" in constants and part != "delta" and self.only in part:
             own, walked = constants["BLOCK_Q"], constants["BLOCK_K"]
             sides = (walked, own) if part in ("dkv", "dv") else (own, walked)
             size = "forward" if part in ("forward", "decode") else part
@@ -375,6 +375,17 @@ def test_a_kernel_without_room_takes_the_next_smaller_tile(monkeypatch):
     for _ in range(2):
         few(q[:, :, :1], k, v, origin=(0, 0, 4095, 0))
     assert gpu.refused == [*before, "attention_decode"]
+
+
+@pytest.mark.parametrize(("index", "rank", "kernel"), [("h, q, k", 3, "plane"), ("h, max(q - k, 0)", 2, "diagonal")])
+def test_captured_gradients_without_room_take_smaller_tiles(monkeypatch, index, rank, kernel):
+    gpu = Small(10_000, monkeypatch, kernel)
+    att = fk.compile("causal", f"param t: float[{', '.join('_' * rank)}]\nscore + t[{index}]", backend="triton")
+    for _ in range(2):
+        triton_null.launched.clear()
+        train(att, arrays(64, d=128), t=torch.zeros(4, *[64] * (rank - 1), requires_grad=True))
+        assert [x[0].name for x in triton_null.launched].count(f"attention_{kernel}") == 1
+    assert gpu.refused == [f"attention_{kernel}"]
 
 
 def test_tiles_that_nobody_gave_are_not_blamed(monkeypatch):
