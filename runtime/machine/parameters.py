@@ -158,7 +158,7 @@ def check_plain(name: str, value: Any) -> None:
 
 
 def refuse_additive(mask: Any, bias: Any = None) -> None:
-    """Raise for a bias of Bools, and for a mask array of negative numbers: they are those of a bias, in which 0 is
+    """Raise for a bias of Bools, and for a mask array of negative numbers: those are added to scores, and 0 is
     where a key is visible."""
     if bias is not None and str(bias.dtype).endswith("bool"):
         raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")

@@ -246,7 +246,10 @@ def test_a_table_that_is_no_table(run, tmp_path):
         (["show", "causal", "--q-len", "0"], "argument --q-len: must be at least 1"),
         (["show", "causal", "--q-len", "-5"], "argument --q-len: must be at least 1"),
         (["explain", "causal", "--q", "-5", "--k", "0"], "argument --q: must be at least 0"),
-        (["show", "causal", "--q-len", "1e6"], "argument --q-len: '1e6' is not a whole number in digits, such as 4096"),
+        (
+            ["show", "causal", "--q-len", "1e6"],
+            "argument --q-len: '1e6' is not a whole number in digits, such as 1000000",
+        ),
         (["show", "causal", "--block", "64x"], "argument --block: '' is not a whole number"),
         (["show", "causal", "--block", "0x64"], "argument --block: must be at least 1"),
         (["show", "causal", "--block", "big"], "argument --block: 'big' is not a whole number"),
