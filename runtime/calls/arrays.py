@@ -224,6 +224,7 @@ def arrays(
         given, found = {n: like_jax(x, q, k, v) for n, x in given.items()}, dict.fromkeys(found, "jax")
     bare = [n for n, x in given.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
     given |= {n: given[n][None] for n in bare}
+    q, k, v = given.values()
     if (strange := next((n for n, f in found.items() if f is None), None)) is not None:
         raise ShapeError(f"{strange} is a {type(given[strange]).__name__}; give torch tensors or JAX arrays")
     if len(set(found.values())) > 1:
@@ -263,7 +264,7 @@ def arrays(
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
-    return Arrays(*given.values(), framework, layout or NATURAL[framework], dtypes["q"], table, "q" in bare)
+    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table, "q" in bare)
 
 
 def like_jax(x: Any, *others: Any) -> Any:
