@@ -109,7 +109,7 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     have = (query.shape[2], key.shape[2])
     if torch.compiler.is_dynamo_compiling() and (has_free_unbacked_symbols(query) or has_free_unbacked_symbols(key)):
         for n, of_mask in zip(have, (q_len, kv_len)):  # a length that only a run knows is checked by the graph
-            torch._check(n == of_mask, lambda: "block_mask was created for other lengths than query and key have")
+            torch._check(n == of_mask, lambda: "block_mask was created for other lengths than query and key have")  # type: ignore[no-untyped-call]
     # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
     no_mask = 1 << 30, 1 << 30  # the tile of what torch makes where there is none: one, without lengths
     if (have[0] != q_len or have[1] != kv_len) and no_mask != block_mask.BLOCK_SIZE:

@@ -44,7 +44,7 @@ def forward(
     own = triton_launch.bound(plan, spans, geometry, target, q, k)
     values = own.values(slots, tables)
     kind = "gluon", values.live, sinks is not None, top, norm
-    return launched(own, kind, lambda: _launch(own, spans, *kind[1:]), values, (q, k, v), sinks, top, norm)  # type: ignore[no-any-return]
+    return launched(own, kind, lambda: _launch(own, spans, *kind[1:]), values, (q, k, v), sinks, top, norm)
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class Bound:
         self.plan, self.geometry, self.device = plan, geometry, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
         self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device
-        self.target, self.shrunk = _smaller.get(self._arrays) or (target, frozenset())
+        fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
+        self.target, self.shrunk = fitting
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}

@@ -46,7 +46,7 @@ def forward(
 def launched(
     own: Bound, kind: Any, make: Callable[[], Any], values: Values, arrays: tuple[Tensor, ...], sinks: Tensor | None,
     top: bool, norm: bool,
-) -> Any:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
 

@@ -188,7 +188,7 @@ def default_target(
         most = STORED_NARROW.get((listed, dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
     side = 16 if large else SQUARE.get((listed, dim), 64)
-    parts = {"dq": dq, "dkv": dkv, "dv": dv[0] if dv else None, "decode": few}
+    parts: dict[str, Any] = {"dq": dq, "dkv": dkv, "dv": dv[0] if dv else None, "decode": few}
     return replace(forward, words=has_words(arch), square=side, **parts).everywhere(limit=limit)
 
 
@@ -283,7 +283,8 @@ def smaller(target: Target, kernel: str, share: float) -> Target | None:
         return None
     # a step of decoding would take more stages where the limit allows them
     found = replace(tile, block_q=block_q, block_k=block_k, num_stages=stages)
-    return found if squares or part == "forward" else replace(target, **{part: replace(found, limit=1)})
+    parts: dict[str, Any] = {part: replace(found, limit=1)}
+    return found if squares or part == "forward" else replace(target, **parts)
 
 
 def of_kernel(name: str, target: Target) -> Target:
