@@ -3,8 +3,8 @@
 Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `kept` is an
 Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
 `sinks` [heads] are logits without a value. `rounded` goes over every array of a product: with one that rounds to
-bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is. The steps of a score mod are then
-rounded to float32, as kernels and frameworks compute them.
+bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is. Scores, the steps of a score mod, the
+softmax, dP and delta = sum(p * dP) are then float32, as in jax.nn and in kernels.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _DenseRows:
     """The dense arrays that attention and its gradients share, [batch, heads, q_len, kv_len] unless noted."""
 
     env: dict[str, Any]  # values of the coordinates, sizes, parameters, and of `score` before the mod
-    p: Array  # exp(m - lse): 0 where masked or m is -inf
+    p: Array  # the softmax: 0 where masked or m is -inf
     drop: Array  # the factor of a weight under dropout: 0 or 1 / (1 - rate)
     top: Array  # [batch, heads, q_len]: the largest visible m, -inf where there is none
     lse: Array  # [batch, heads, q_len]
@@ -93,15 +93,17 @@ def _rows(
     check_room(shape, 8)
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
-    sink = rounded(np.full(shape[1], -np.inf) if sinks is None else sinks)[:, None]
-    env["score"] = m = rounded(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
+    sink = np.asarray(np.full(shape[1], -np.inf) if sinks is None else sinks, q.dtype)[:, None]
+    env["score"] = m = q @ k.swapaxes(-1, -2) * q.dtype.type(scale)
     if score is not None:
-        m = rounded(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
+        m = np.asarray(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape), q.dtype)
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))
-    lse = np.log(np.exp(m - shift[..., None]).sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))) + shift
-    p = np.exp(m - _finite(lse)[..., None])
+    p = np.exp(m - shift[..., None])
+    total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))
+    lse = np.log(total) + shift
+    p /= np.where(total == 0, 1, total)[..., None]  # not exp(m - lse): a large lse is off by more than p may be
     drop = np.ones(shape, p.dtype)
     if kept is not None:
         survives = np.broadcast_to(evaluate(kept, env, tables), shape)
@@ -168,9 +170,10 @@ def gradients(
     with np.errstate(all="ignore"):
         rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, rounded=rounded, **options)
         weights = rounded(rows.drop * rows.p)
-        delta = (dout * rounded(weights @ v)).sum(-1)
+        dp = rows.drop * (dout @ v.swapaxes(-1, -2))
+        delta = np.where(rows.p == 0, 0, rows.p * dp).sum(-1)  # not dout * out, whose rounding is all where p is near 1
         delta = delta if dlse is None else delta - np.asarray(dlse, delta.dtype)
-        dm = rows.p * (rows.drop * rounded(dout @ v.swapaxes(-1, -2)) - delta[..., None])
+        dm = rows.p * (dp - delta[..., None])
 
         def times(x: Expr | None) -> Array:
             factor = 1.0 if x is None else evaluate(x, rows.env, tables, _steps(rounded))
@@ -183,7 +186,7 @@ def gradients(
             "dq": rounded(ds @ k * factor),
             "dk": rounded(_per_key_head(ds.swapaxes(-1, -2) @ q * factor, kv_heads)),
             "dv": rounded(_per_key_head(weights.swapaxes(-1, -2) @ dout, kv_heads)),
-            "dsinks": None if sinks is None else _dsinks(rounded(sinks), rows.lse, delta),
+            "dsinks": None if sinks is None else _dsinks(np.asarray(sinks, q.dtype), rows.lse, delta),
             "dtables": {}, "dscalars": {},
         }  # fmt: skip
         for g in () if found is None else found.gradients:
