@@ -132,6 +132,12 @@ def derivatives(score: Expr) -> Backward:
 _ZERO, _ONE = lit(0.0), lit(1.0)
 
 
+def norm_width(dtype: Any, v_dim: int, device: str = "cpu") -> int:
+    """The entries that a forward notes of each row for the backward: two about lse and, of 16 bits, what rounding left
+    out of `out`, two numbers an entry. Where one weight is near 1, delta needs it: there p * (dp - delta) cancels."""
+    return 2 + (-(-v_dim // 2) if dtype.itemsize == 2 and device == "cpu" else 0)
+
+
 def _cotangents(score: Expr) -> dict[Expr, Expr]:
     """The derivative of `score` by each of its leaves, in order of first use.
 

@@ -104,7 +104,8 @@ class _Backward(AtenTiles):
             self.plain_k = self.plain_k.to(self.given)
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
         total = self._zeros()
-        fusible_too = dlse is None and not self.careful and largest <= FUSED and bool(wanted & {"q", "k", "v"})
+        fused = LARGE if out.dtype.itemsize == 2 else FUSED  # the flash kernel takes delta from the rounded out
+        fusible_too = dlse is None and not self.careful and largest <= fused and bool(wanted & {"q", "k", "v"})
         lanes = self._lanes(total, fusible_too)
         if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
             for lane in lanes:

@@ -142,10 +142,13 @@ class _Forward(AtenTiles):
                 total *= shrink
                 acc *= shrink
             top = peak
-            for t, piece in zip(tiles, chunk, strict=True):
+            for t in tiles:
                 t.sub_(base).exp2_()
                 share = t.sum(-1, keepdim=True)
                 total = share if total is None else total.add_(share)
+            # A product of 16 bits is rounded: of weights that sum to 1 it is the result, which is not rounded again.
+            unit = total.clamp(min=1.0) if self.half and len(todo) == 1 else 1
+            for t, piece in zip(tiles, chunk, strict=True):
                 if self.kept is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
                 hidden = t == 0 if self.careful and self.clean else None
@@ -156,8 +159,8 @@ class _Forward(AtenTiles):
                     t.masked_fill_(hidden, 0.0)
                     value = value.masked_fill(hidden.all(1).unsqueeze(-1), 0.0)
                 if self.half:
-                    found = self.rough_product(self.rounded(t, "weights"), value)
-                    acc = found.to(self.dtype) if acc is None else acc.add_(found)
+                    found = self.rough_product(self.rounded(t, "weights", unit), value).to(self.dtype).mul_(unit)
+                    acc = found if acc is None else acc.add_(found)
                 elif acc is None:
                     acc = self.buffer("acc", block.batch, block.rows, self.geometry.v_dim)
                     torch.bmm(t, value, out=acc)

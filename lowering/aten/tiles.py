@@ -262,9 +262,9 @@ class AtenTiles:
         shape = (left.shape[0], left.shape[1], right.shape[2])
         return self.torch.bmm(left, right, out=self.buffer("rough product", *shape, dtype=self.given))
 
-    def rounded(self, x: Tensor, name: str) -> Tensor:
-        """The array `x` as the products of weights take it, in the thread's buffer `name` where that is a copy."""
-        return self.buffer(name, *x.shape, dtype=self.given).copy_(x) if self.half else x
+    def rounded(self, x: Tensor, name: str, unit: Any = 1) -> Tensor:
+        """`x` / unit as the products of weights take it, in the thread's buffer `name`; without `half` x as it is."""
+        return self.torch.div(x, unit, out=self.buffer(name, *x.shape, dtype=self.given)) if self.half else x
 
     def apart(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
         """The entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of x [batch,

@@ -17,6 +17,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
 from .captured import CapturedGradient, Plane, folded, plane_of
+from .forward import left_out
 from .promotion import usual_promotion
 from .tiles import Numbers, Static, XlaTiles, added, dot, prepared
 
@@ -31,12 +32,13 @@ def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None,
-    low: jax.Array | None = None,
+    low: jax.Array | None = None, norm: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
     `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again; `low` is its rounding error."""
+    float64. `lse` knows of the sinks, so that they are not read again; `low` is its rounding error, and
+    `norm` the forward's fifth result."""
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
@@ -45,7 +47,7 @@ def backward(
         plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
         for g in _captured(static)
     )
-    found, buffers = _compiled(static, planes)((q, k, v, out, lse, low, dout, dlse), *numbers.flat())
+    found, buffers = _compiled(static, planes)((q, k, v, out, lse, low, norm, dout, dlse), *numbers.flat())
     if buffers:
         found |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
     return dict(found)
@@ -67,7 +69,7 @@ def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
 
 def _backward(
     static: Static, planes: tuple[Plane | None, ...], numbers: Numbers, q: Array, k: Array, v: Array, out: Array,
-    lse: Array, low: Array | None, dout: Array, dlse: Array | None,
+    lse: Array, low: Array | None, norm: Array | None, dout: Array, dlse: Array | None,
 ) -> tuple[dict[str, Array], list[Array]]:  # fmt: skip
     import jax.numpy as jnp
     from jax import lax
@@ -75,7 +77,10 @@ def _backward(
     t = XlaTiles(static, numbers, q, k)
     slope = backward_of(static.plan).slope
     captured = [CapturedGradient(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
-    delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
+    exact = out.astype(static.dtype)
+    if norm is not None and norm.shape[3] > 2:
+        exact = exact + left_out(norm, out).astype(static.dtype)
+    delta = (dout.astype(static.dtype) * exact).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
     low = t.padded(jnp.zeros_like(lse) if low is None else low, 2)
     # a row without keys, and a query beyond the end: exp(score - lse) is 0

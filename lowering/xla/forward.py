@@ -33,8 +33,9 @@ def forward(
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
     `top` is the largest visible score, and with `low` a fourth array is the rounding error of lse: lse + low is what
-    a backward subtracts from scores of any size. Float64 throughout where q is. The arrays, slots, tables and the
-    origin may be traced, and the spans if they are `DeviceSpans`; shapes are the host's."""
+    a backward subtracts from scores of any size. A fifth is then what rounding left out of `out`, see `noted`. Float64
+    throughout where q is. The arrays, slots, tables and the origin may be traced, and the spans if they are
+    `DeviceSpans`; shapes are the host's."""
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, low=low)
@@ -89,9 +90,32 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
 
     shape = (q.shape[0], q.shape[2], t.length)
     lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.low)]
-    empty = (t.full((*q.shape[:3], v_dim), 0.0, q.dtype), *lines)
-    out, *rows = lax.fori_loop(0, t.steps, row, empty)
-    return out[:, :q_len], *(x[..., :q_len] for x in rows)
+    outs = [t.full((*q.shape[:3], v_dim), 0.0, q.dtype)] * (1 + (static.low and q.dtype.itemsize == 2))
+    outs, lines = lax.fori_loop(0, t.steps, row, (outs, lines))
+    out, *rest = (x[:, :q_len] for x in outs)
+    lines = [x[..., :q_len] for x in lines]
+    if static.low:
+        lines.append(noted(*rest) if rest else jnp.zeros((*lines[0].shape, 2), lines[0].dtype))
+    return out, *lines
+
+
+def noted(rest: Any) -> Any:
+    """What a forward notes of each row, as native kernels do [batch, heads, q_len, `norm_width`]: two entries without
+    use here, and `rest` [batch, q_len, heads, v_dim], which rounding left out of `out`, two numbers of 16 bits each."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    front = ((0, 0),) * 3
+    pairs = jnp.pad(rest, (*front, (0, rest.shape[3] % 2))).reshape(*rest.shape[:3], -1, 2)
+    return jnp.pad(lax.bitcast_convert_type(pairs, np.float32).transpose(0, 2, 1, 3), (*front, (2, 0)))
+
+
+def left_out(norm: Any, out: Any) -> Any:
+    """The `rest` of `noted`, for an `out` of its shape and dtype."""
+    from jax import lax
+
+    pairs = lax.bitcast_convert_type(norm[..., 2:].transpose(0, 2, 1, 3), out.dtype)
+    return pairs.reshape(*out.shape[:3], -1)[..., : out.shape[3]]
 
 
 def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -> Any:
@@ -110,5 +134,7 @@ def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -
     log = jnp.log(total)
     lse = jnp.where(total == 0, -jnp.inf, top + log)
     rows = lse, highest, jnp.where(jnp.isinf(lse), 0, top - lse + log)
-    lines = (t.put_lines(whole, x, here) for whole, x in zip(results[1:], rows))
-    return t.put_queries(results[0], out, here), *lines
+    info = jnp.finfo(results[0][0].dtype)  # XLA may leave out a cast to 16 bits and back
+    parts = out, out - lax.reduce_precision(out, info.nexp, info.nmant)
+    outs = [t.put_queries(whole, x, here) for whole, x in zip(results[0], parts)]
+    return outs, [t.put_lines(whole, x, here) for whole, x in zip(results[1], rows)]

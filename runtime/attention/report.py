@@ -23,6 +23,7 @@ from frisket.runtime.plans.device import checked_program
 
 Array = NDArray[Any]
 FLOOR = 1e-6
+_NO_GRADIENTS: list[dict[str, tuple[float, float]]] = [{}, {}]
 SMALL = 1 << 15  # entries of out, from which on errors are those of many numbers
 
 
@@ -39,8 +40,8 @@ class Report:
 
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
     differentiated, if gradients were checked. Gradients are sums over any number of rows, so where the largest entry is
-    above 1 their errors are relative to it. Sinks, tables and scalars have few entries, so dense attention is assumed
-    to be no better at them than at q, k and v.
+    above 1 their errors are relative to it. `norms` has the same of root mean squares over all entries. Sinks, tables
+    and scalars have few entries, so dense attention is assumed to be no better at them than at q, k and v.
     """
 
     out: float
@@ -50,15 +51,17 @@ class Report:
     dtype: str
     gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     finite: bool = True  # whether all numbers of q, k and v are
+    norms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
         """Whether every error is at most twice that of dense attention, plus 1e-6."""
-        pairs = [(self.out, self.dense_out), (self.lse, self.dense_lse), *self.gradients.values()]
+        pairs = [(self.out, self.dense_out), (self.lse, self.dense_lse), *self.gradients.values(), *self.norms.values()]
         return all(ours <= 2 * plain + FLOOR for ours, plain in pairs)
 
     def __str__(self) -> str:
         errors = {"out": (self.out, self.dense_out), "lse": (self.lse, self.dense_lse), **self.gradients}
+        errors |= {f"norm of {name}": x for name, x in self.norms.items() if x[0] > 2 * x[1] + FLOOR}
         text = ", ".join(f"{name} {ours:.1e} (dense {plain:.1e})" for name, (ours, plain) in errors.items())
         return f"{self.dtype}: {text}, against the float64 reference"
 
@@ -108,7 +111,7 @@ def compared(
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
     want, want_lse = dense.attention(*arguments, **options)
     plain = [dense.attention(*these, **options, rounded=in_dtype) for these in draws]
-    gradients: dict[str, tuple[float, float]] = {}
+    gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
         dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
@@ -118,11 +121,14 @@ def compared(
         def both(these: tuple[Any, ...], *given: Any) -> list[dict[str, Any]]:
             return [dense.gradients(*these, *given, **options, rounded=r) for r in (dense.exactly, in_dtype)]
 
-        gradients = _gradient_errors(got, both, draws, dout, dlse)
+        gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
+    unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
+    if arrays.dtype in ("bfloat16", "float16"):
+        unit = max(1.0, float(np.abs(want_lse).max(initial=0.0, where=np.isfinite(want_lse))))
     return Report(
-        _error(out, want), _error(lse, want_lse), max(_error(x, want) for x, _ in plain),
-        max(_error(x, want_lse) for _, x in plain), arrays.dtype, gradients,
-        all(bool(np.isfinite(x).all()) for x in arguments[:3]),
+        _errors(out, want)[0], _errors(lse, want_lse)[0] / unit, max(_errors(x, want)[0] for x, _ in plain),
+        max(_errors(x, want_lse)[0] for _, x in plain) / unit, arrays.dtype, gradients,
+        all(bool(np.isfinite(x).all()) for x in arguments[:3]), norms,
     )  # fmt: skip
 
 
@@ -138,23 +144,25 @@ def _orders(arguments: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
 def _gradient_errors(
     got: Mapping[str, Array], both: Callable[..., list[dict[str, Any]]], draws: list[tuple[Any, ...]], dout: Array,
     dlse: Array | None,
-) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """Errors of `got`, and of dense attention: `both` gives what is right and what dense attention says of one of the
-    `draws`, the first of which are the arrays of `got`. The others have cotangents of other signs."""
+) -> list[dict[str, tuple[float, float]]]:  # fmt: skip
+    """Errors of `got`, and of dense attention, the largest and root mean squares: `both` gives what is right and what
+    dense attention says of one of the `draws`, the first of which are the arrays of `got`. The others have cotangents
+    of other signs."""
     random = np.random.default_rng(0)
-    ours: dict[str, float] = {}
-    plain = dict.fromkeys(got, 0.0)
+    ours: dict[str, Array] = {}
+    plain = dict.fromkeys(got, np.zeros(2))
     for these in draws:
         exact, rough = both(these, dout, dlse)
         for name, x in got.items():
             want, said = (_named(grads, name, x) for grads in (exact, rough))
-            size = max(1.0, float(np.abs(want).max(initial=0.0, where=np.isfinite(want))))
-            ours.setdefault(name, _error(x, want) / size)
-            plain[name] = max(plain[name], _error(said, want) / size)
+            size = np.maximum(1.0, _errors(np.where(np.isfinite(want), want, 0.0), np.zeros(())))
+            ours.setdefault(name, _errors(x, want) / size)
+            plain[name] = np.maximum(plain[name], _errors(said, want) / size)
         dout = dout * random.choice((-1.0, 1.0), dout.shape)
         dlse = None if dlse is None else dlse * random.choice((-1.0, 1.0), dlse.shape)
-    usual = max((plain[n] for n in ("q", "k", "v") if n in plain), default=0.0)
-    return {f"d{n}": (ours[n], plain[n] if n in ("q", "k", "v") else max(plain[n], usual)) for n in got}
+    usual = np.max([plain[n] for n in ("q", "k", "v") if n in plain] or [np.zeros(2)], 0)
+    bounds = {n: x if n in ("q", "k", "v") else np.maximum(x, usual) for n, x in plain.items()}
+    return [{f"d{n}": (float(ours[n][i]), float(bounds[n][i])) for n in got} for i in range(2)]
 
 
 def _named(grads: dict[str, Any], name: str, like: Array) -> Array:
@@ -199,11 +207,13 @@ def differentiated(
     return out, lse, CheckedGradients(dout, dlse, pullback((dout, dlse))[0])
 
 
-def _error(got: Array, want: Array) -> float:
+def _errors(got: Array, want: Array) -> Array:
+    """The largest error and the root mean square; NaN is infinitely wrong, unless both are."""
     with np.errstate(all="ignore"):
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         off = np.where(same, 0.0, np.abs(got - want))
-    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
+        off = np.where(np.isnan(off), np.inf, off)
+        return np.array([off.max(initial=0.0), np.sqrt(np.square(off).sum() / max(1, off.size))])
 
 
 def oracle(

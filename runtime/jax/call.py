@@ -19,6 +19,7 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
+from frisket.lowering.derive import norm_width
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
@@ -88,9 +89,9 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top); with `low` also the rounding error of lse, and norm [batch, heads, q_len, 2], which native
-        kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and keeps what is
-        made of it."""
+        """(out, lse, top); with `low` also the rounding error of lse, and norm [batch, heads, q_len, `norm_width`],
+        which native kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and
+        keeps what is made of it."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
             results = bare.forward(backend, platform, _in_order(rows, arrays), plan, low)
@@ -99,7 +100,7 @@ class JaxCall:
             return self._by_engine(backend, platform, arrays, low)
         run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
         offset = RECORDS[backend].beside_lse == "offset"
-        if low and not offset:
+        if low:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
@@ -112,12 +113,9 @@ class JaxCall:
             return self.forward(self._library_instead(error), platform, arrays, plan, low)
         if not low:
             return result[:3]
-        import jax.numpy as jnp
-
-        lse = result[1]
         if not offset:
-            return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
-        return *result[:3], low_of(run.plan, result[3], lse), result[3]
+            return result if RECORDS[backend].notes_out else (*result, _no_norm(*result[:2]))
+        return *result[:3], low_of(run.plan, result[3], result[1]), result[3]
 
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, low: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
@@ -136,7 +134,7 @@ class JaxCall:
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
         found = out, lse, jnp.full_like(lse, jnp.nan)
-        return (*found, jnp.zeros_like(lse), jnp.zeros((*lse.shape, 2), lse.dtype)) if low else found
+        return (*found, jnp.zeros_like(lse), _no_norm(out, lse)) if low else found
 
     def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -162,6 +160,8 @@ class JaxCall:
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].beside_lse != "offset":
             how["low"] = arrays.get("low")
+            if RECORDS[backend].notes_out:
+                how["norm"] = arrays.get("norm")
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
         else:
@@ -237,6 +237,12 @@ class JaxCall:
         held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
         content = frisket.__version__, str(self.plan), self.geometry, chosen, held
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+
+def _no_norm(out: Any, lse: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
 def _in_order(rows: Rows, arrays: Arrays) -> Arrays:

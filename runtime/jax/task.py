@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from frisket.lowering.derive import norm_width
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 from frisket.runtime.backends.base import RECORDS
 
@@ -60,7 +61,7 @@ class Task:
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
         if not self.wanted:
             given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
-            given["norm"] = (*rows[0], 2), rows[1]
+            given["norm"] = (*rows[0], norm_width(dtype, given["v"][0][3])), rows[1]
         front = tuple(n for n, _ in self.levels)
         return [((*front, *given[n][0]), given[n][1]) for n in self.results]
 

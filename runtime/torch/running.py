@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import check_devices
 from frisket.runtime.calls.request import Request
@@ -80,10 +81,11 @@ def attend(
             ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.live], learned)
         out, lse, top, norm = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
+    width = norm_width(q.dtype, v.shape[3], q.device.type)
     if norm is None:
-        norm = lse.new_zeros((*lse.shape, 2))
+        norm = lse.new_zeros((*lse.shape, width))
     elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
-        norm = torch.stack([norm, norm], -1)
+        norm = torch.stack([norm, norm, *[torch.zeros_like(norm)] * (width - 2)], -1)
     return out.contiguous(), lse.contiguous(), top, norm
 
 
@@ -170,7 +172,12 @@ def fake_attend(
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(q.shape[:3], dtype=real)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, lse.new_empty((*lse.shape, 2))
+    return (
+        q.new_empty((*q.shape[:3], v.shape[3])),
+        lse,
+        top,
+        lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type))),
+    )
 
 
 def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:

@@ -81,8 +81,15 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
         w.rows[i] = row_of(fixed, q_first + i);
         w.repeated[i] = i && alike(w.rows[i - 1], w.rows[i]);
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
-        const Real *norm = call->norm ? call->norm + 2 * at : nullptr;  // 0: nothing is known but lse
+        const Real *norm = call->norm ? call->norm + call->norm_width * at : nullptr;  // 0: nothing is known but lse
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
+        if (HALF && norm && call->norm_width > 2 && magnitude(norm[1]) >= PEAKED) {
+            const Entry *rest = (const Entry *)(norm + 2);
+            Vec products = {};
+            for (int d = 0; d < V_DIM; d += LANES)
+                products += load_reals(dout.row(i) + d, V_DIM - d) * load_reals(rest + d, V_DIM - d);
+            w.delta[i] += sum(products);
+        }
         if (call->dlse) w.delta[i] -= call->dlse[at];
     }
     pack_queries(w.query, q, present, all, unit_of(call), w.few && !MOVED);

@@ -5,7 +5,7 @@ field is one word, so that a record is written by one `struct.pack` and by an XL
 the only place that says what there is: the C text and the offsets come from it.
 
 >>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
-(0, 34, 4)
+(0, 36, 4)
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ FIELDS = (
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, where not null, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
-    Field("norm", "Real *norm;", "[batch, heads, q_len, 2], what a backward takes off scores and its factor; or null"),
+    Field("norm", "Real *norm;", "[batch, heads, q_len, norm_width]: shift of scores, factor, for a backward; or null"),
+    Field("norm_width", "int64_t norm_width;", "2; or more, with what rounding left out of PEAKED rows of `out`"),
+    Field("norm_zeros", "int64_t norm_zeros;", "whether zeros stand there in other rows, instead of anything"),
     Field("pages", "int64_t pages;", "of the pool that keys and values are in, where they are in one"),
     _array("q", "[batch, heads, q_len, HEAD_DIM]"),
     _array("k", "[batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]"),

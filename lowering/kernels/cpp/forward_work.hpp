@@ -172,10 +172,8 @@ static void finish(Worker &w, const Item &item) {
         }
         if (call->lse) call->lse[line] = total == 0 ? -INF : peak + log(total);
         const Real share = total == 0 ? 0 : shrink / total;
-        if (call->norm) {  // below 0: of few rows
-            call->norm[2 * line] = top;
-            call->norm[2 * line + 1] = item.rows() <= FEW ? -share : share;
-        }
+        Real *norm = call->norm ? call->norm + call->norm_width * line : nullptr;
+        if (norm) norm[0] = top, norm[1] = item.rows() <= FEW ? -share : share;  // below 0: of few rows
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
         Real joined[V_WIDE];
@@ -184,6 +182,11 @@ static void finish(Worker &w, const Item &item) {
             acc = joined;
         }
         for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+        if (!HALF || !norm || call->norm_width == 2) continue;
+        Entry *rest = (Entry *)(norm + 2);
+        const bool peaked = share >= PEAKED;  // memory of other rows is not even touched
+        for (int64_t i = 2; i < call->norm_width && (peaked || call->norm_zeros); i++) norm[i] = 0;
+        for (int d = 0; d < V_DIM && peaked; d++) rest[d] = rounded(acc[d] * factor - real(out[d]));
     }
 }
 

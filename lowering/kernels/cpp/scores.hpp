@@ -10,6 +10,9 @@ const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of keys that are multiplied together
 const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a row of packed keys
 
+// The largest weight of a row from which on dP - delta cancels: delta is dout times an `out` that is not rounded.
+const Real PEAKED = 0.125;
+
 // Where vector j of packed keys begins, and the stride of packed keys.
 INLINE int64_t vector_at(int j, int steps) { return j / BESIDE * (steps * BESIDE * LANES) + j % BESIDE * LANES; }
 constexpr int stride_of_keys(int steps) { return stride_of(BESIDE * LANES, steps); }

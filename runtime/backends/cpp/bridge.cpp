@@ -213,6 +213,9 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     auto take = [&] { return operand(f, next++); };
     auto give = [&] { return result(f, written++); };
     auto wanted = [&](int64_t i) { return f.wanted[i] ? give() : nullptr; };
+    auto norm = [&](const XLA_FFI_Buffer *x) {
+        call.norm = (Real *)part(f, x, n), call.norm_width = x->dims[f.mapped + 3], call.norm_zeros = 1;
+    };
     const XLA_FFI_Buffer *q = take(), *k = take(), *v = take();
     const int64_t *q_dims = q->dims + f.mapped, *k_dims = k->dims + f.mapped;
     call.threads = f.threads;
@@ -227,12 +230,12 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     if (f.form.wanted) {
         call.out = array(f, take(), n), call.lse = (Real *)part(f, take(), n), call.dout = array(f, take(), n);
         if (f.form.dlse) call.dlse = (const Real *)part(f, take(), n);
-        if (f.form.norm) call.norm = (Real *)part(f, take(), n);
+        if (f.form.norm) norm(take());
         call.dq = array(f, wanted(0), n), call.dk = array(f, wanted(1), n), call.dv = array(f, wanted(2), n);
         for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, wanted(3 + i), n);
     } else {
         call.out = array(f, give(), n), call.lse = (Real *)part(f, give(), n), call.top = (Real *)part(f, give(), n);
-        call.norm = (Real *)part(f, give(), n);
+        norm(give());
     }
     call.gradients = captured ? gradients : nullptr;
 

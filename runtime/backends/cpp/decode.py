@@ -15,6 +15,7 @@ from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
+from frisket.lowering.derive import norm_width
 from frisket.lowering.kernels.cpp.call import OFFSET, SHORT, WORDS
 from frisket.lowering.plan import LIVE, PAGES, Geometry, LoopPlan, Sizes, Spans, Target
 from frisket.lowering.planner.planner import ROOM
@@ -182,7 +183,7 @@ def repeat(
 ) -> Repeat:  # fmt: skip
     """A forward by q, k and v of these shapes and dtypes, and its gradients. `live` names the tables of each call."""
     made = prepared(plan, spans, g, target, dtype, stored)
-    size, wide = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim
+    size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
     short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
@@ -223,10 +224,10 @@ def repeat(
         if large:
             huge(out)
         lse = q.new_empty(size[:3], dtype=made.real) if saving else None
-        norm = None if lse is None else lse.new_empty((*size[:3], 2))
+        norm = None if lse is None else lse.new_empty((*size[:3], width))
         to_lse, to_norm = (0, 0) if lse is None or norm is None else (lse.data_ptr(), norm.data_ptr())
         arrays = pack(
-            0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, k.shape[0] if plan.pages else 0,
+            0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
             at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
         )  # fmt: skip
         common = head if short else THREADS.pack(*of_torch()) + record
@@ -245,7 +246,7 @@ def repeat(
         run, record = kernel("frisket_backward")
         if not all(x.dtype == made.real and x.is_contiguous() for x in (lse, norm)):
             return None
-        words = [0, lse.data_ptr(), 0, norm.data_ptr(), 0]
+        words = [0, lse.data_ptr(), 0, norm.data_ptr(), norm.shape[3], 0, 0]
         for x in (q, k, v, out, dout):
             *x_strides, step = x.stride()
             if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
@@ -256,8 +257,7 @@ def repeat(
             grad = None
             if need:
                 grad = empty_like(x) if x.is_contiguous() else x.new_empty(shape)
-                if grad.nbytes >= LARGE:
-                    huge(grad)
+                huge(grad)
             found.append(grad)
             words += NONE if grad is None else (grad.data_ptr(), *x_steps)
         if run((alone if short_backward else THREADS.pack(*of_torch())) + record + ALL.pack(*words, 0, 0)):

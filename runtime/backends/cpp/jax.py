@@ -27,7 +27,7 @@ import numpy as np
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
-from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, needs_int64
@@ -48,17 +48,18 @@ LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 mor
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
-    rows: Rows | None = None,
+    rows: Rows | None = None, low: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
-    backward has to know of each row) from q [batch, q_len, heads, dim] and
+    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and what the backward has to know of each
+    row, [batch, heads, q_len, 2], with `low` `norm_width` entries) from q [batch, q_len, heads, dim] and
     k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them.
     Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     dims = geometry.head_dim, geometry.v_dim
     name, literals = target_name("forward", plan, target, *dims, *dtypes, moved=rows is not None)
-    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, rows), geometry.scale)
+    width = norm_width(q.dtype, geometry.v_dim) if low else 2
+    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, rows), geometry.scale, width=width)
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
         (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
     )
@@ -282,6 +283,7 @@ class CppStatic:
     scale: float
     # of a backward, for each result: q, k, v, or how it is summed, and the table's number
     gradients: tuple[tuple[str, int], ...] | None = None
+    width: int = 2  # of what a forward notes of each row
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -309,27 +311,25 @@ def _compiled(static: CppStatic) -> Any:
         if along:
             where["manual_axis_type"] = types[0].manual_axis_type.update(varying=along)
             where["sharding"] = NamedSharding(get_abstract_mesh(), unsplit())
-        results = [shaped(shape, dtype, **where) for shape, dtype in _results(static.gradients, arrays, tables)]
+        results = [shaped(shape, dtype, **where) for shape, dtype in _results(static, arrays, tables)]
         call = jax.ffi.ffi_call(static.target, results, vmap_method="expand_dims")
         return tuple(call(*operands, **static.attributes))
 
     return jax.jit(attention)
 
 
-def _results(
-    gradients: tuple[tuple[str, int], ...] | None, arrays: tuple[Any, ...], tables: tuple[Any, ...]
-) -> list[tuple[tuple[int, ...], Any]]:
+def _results(static: CppStatic, arrays: tuple[Any, ...], tables: tuple[Any, ...]) -> list[tuple[tuple[int, ...], Any]]:
     """(shape, dtype) of every result."""
     q, k, v = arrays[:3]
     real = np.float64 if q.dtype == np.float64 else np.float32
     batch, q_len, heads, _ = q.shape
     row = (batch, heads, q_len)
-    if gradients is None:
-        return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real), ((*row, 2), real)]
+    if static.gradients is None:
+        return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real), ((*row, static.width), real)]
     known: dict[str, tuple[tuple[int, ...], Any]] = {n: (x.shape, x.dtype) for n, x in zip("qkv", (q, k, v))}
     known |= {"head": (row[:2], real), "row": (row, real), "column": ((*row[:2], k.shape[1]), real)}
     known["diagonal"] = (*row[:2], q_len + k.shape[1] - 1), real
-    return [known[over] if over in known else (tables[table].shape, real) for over, table in gradients]
+    return [known[over] if over in known else (tables[table].shape, real) for over, table in static.gradients]
 
 
 # -- kernels by name --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
-from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
@@ -46,14 +46,12 @@ def forward(
     copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
-    if out.nbytes >= LARGE:
-        huge(out)
+    huge(out)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
-    known = torch.empty((*lse.shape, 2), dtype=made.real) if norm else None
+    known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=made.real) if norm else None
     sinks = _real(sinks, made.real)
-    words = [0 if sinks is None else sinks.data_ptr(), lse.data_ptr(), 0 if peak is None else peak.data_ptr()]
-    words += (0 if known is None else known.data_ptr(), pages)
+    words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     made.call(
         "frisket_forward", slots, tables,
         [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
@@ -85,12 +83,11 @@ def backward(
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     for x in found.values():
-        if x.nbytes >= LARGE:
-            huge(x)
+        huge(x)
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0]
+    words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0 if norm is None else norm.shape[3], 0, 0]
     for x in (*arrays, *map(found.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
@@ -107,8 +104,7 @@ def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
     """lse in float64, exact to the last bit of the scores, from lse and the forward's `norm`."""
     import torch
 
-    top, share = norm.double().unbind(-1)
-    share = share.abs()
+    top, share = norm[..., 0].double(), norm[..., 1].double().abs()
     known = share > 1e-30  # below, lse is the sink
     exact = top * (1.0 if plan.score is not None else math.log(2.0)) - share.log()
     return torch.where(known, exact, lse.double())
@@ -129,8 +125,9 @@ def huge(x: Tensor) -> None:
     """Ask for huge pages under a new torch tensor of `LARGE` bytes or more. A system that has none ignores it.
 
     In pages of 4 KiB writing to a new tensor of 32 MiB takes four times as long as to one that was written before."""
-    start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    _advise()(start, x.data_ptr() + x.nbytes - start, getattr(mmap, "MADV_HUGEPAGE", 0))
+    if x.nbytes >= LARGE:
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        _advise()(start, x.data_ptr() + x.nbytes - start, getattr(mmap, "MADV_HUGEPAGE", 0))
 
 
 @memo(1)

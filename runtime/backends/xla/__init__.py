@@ -13,5 +13,6 @@ register(Backend(
     order=20,
     tier=LIBRARY,
     beside_lse="low",
+    notes_out=True,
     operators=("frisket-xla", "vanilla"),
 ))  # fmt: skip

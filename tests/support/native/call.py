@@ -127,6 +127,7 @@ def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threa
             words[cpp_call.OFFSET[name] + i] = value
 
     full = g.full
+    put("norm_width", 2 if contiguous.get("norm") is None else contiguous["norm"].shape[3])
     put("threads", threads)
     put("parallel", ctypes.cast(parallel, ctypes.c_void_p).value)
     for name in ("batch", "heads", "kv_heads", "q_len", "kv_len"):

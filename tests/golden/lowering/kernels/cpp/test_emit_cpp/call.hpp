@@ -35,7 +35,9 @@ struct Call {
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
-    Real *norm;              // [batch, heads, q_len, 2], what a backward takes off scores and its factor; or null
+    Real *norm;              // [batch, heads, q_len, norm_width]: shift of scores, factor, for a backward; or null
+    int64_t norm_width;      // 2; or more, with what rounding left out of PEAKED rows of `out`
+    int64_t norm_zeros;      // whether zeros stand there in other rows, instead of anything
     int64_t pages;           // of the pool that keys and values are in, where they are in one
     Array q;                 // [batch, heads, q_len, HEAD_DIM]
     Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]
