@@ -157,12 +157,14 @@ def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: An
 
 def gradients(
     q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, dout: Array, dlse: Array | None = None, *,
-    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly, **options: Any,
+    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly, by_out: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
     "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
-    The formulas are those of `lowering.derive`, position by position; options as of `attention`.
+    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `by_out` takes delta
+    from the rounded out, as kernels do that have nothing else.
     """
     kv_heads = k.shape[1]
     q, k, v = _per_query_head(rounded, q, k, v)
@@ -171,7 +173,8 @@ def gradients(
         rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, rounded=rounded, **options)
         weights = rounded(rows.drop * rows.p)
         dp = rows.drop * (dout @ v.swapaxes(-1, -2))
-        delta = np.where(rows.p == 0, 0, rows.p * dp).sum(-1)  # not dout * out, whose rounding is all where p is near 1
+        # where p is near 1, the rounding of out is nearly all of dq
+        delta = (dout * rounded(weights @ v) if by_out else np.where(rows.p == 0, 0, rows.p * dp)).sum(-1)
         delta = delta if dlse is None else delta - np.asarray(dlse, delta.dtype)
         dm = rows.p * (dp - delta[..., None])
 

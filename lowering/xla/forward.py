@@ -100,8 +100,8 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
 
 
 def noted(rest: Any) -> Any:
-    """What a forward notes of each row, as native kernels do [batch, heads, q_len, `norm_width`]: two entries without
-    use here, and `rest` [batch, q_len, heads, v_dim], which rounding left out of `out`, two numbers of 16 bits each."""
+    """The notes of a forward [batch, heads, q_len, `norm_width`], as native kernels write them. Behind two entries
+    without use stands `rest` [batch, q_len, heads, v_dim], which rounding left out of `out`: two numbers an entry."""
     import jax.numpy as jnp
     from jax import lax
 

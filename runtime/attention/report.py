@@ -15,6 +15,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, rounding, to_numpy, turn
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import meant
@@ -40,7 +41,7 @@ class Report:
 
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
     differentiated, if gradients were checked. Gradients are sums over any number of rows, so where the largest entry is
-    above 1 their errors are relative to it. `norms` has the same of root mean squares over all entries. Sinks, tables
+    above 1 their errors are relative to it. `norms` has root mean squares in place of the largest errors. Sinks, tables
     and scalars have few entries, so dense attention is assumed to be no better at them than at q, k and v.
     """
 
@@ -99,10 +100,11 @@ class CheckedGradients:
 def compared(
     arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
     kept: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
-    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None,
+    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None, by_out: bool = False,
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
-    values of names that only `kept` has, `live` the scales and pages of stored keys and values."""
+    values of names that only `kept` has, `live` the scales and pages of stored keys and values. `by_out`: the kernels
+    take delta from the rounded out, and so does the dense attention that they are compared with."""
     arguments: tuple[Any, ...] = (*meant(arrays, live or {}), *program.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
@@ -119,7 +121,8 @@ def compared(
                for n, x in cotangents.found.items()}  # fmt: skip
 
         def both(these: tuple[Any, ...], *given: Any) -> list[dict[str, Any]]:
-            return [dense.gradients(*these, *given, **options, rounded=r) for r in (dense.exactly, in_dtype)]
+            exact = dense.gradients(*these, *given, **options)
+            return [exact, dense.gradients(*these, *given, **options, rounded=in_dtype, by_out=by_out)]
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
@@ -145,9 +148,9 @@ def _gradient_errors(
     got: Mapping[str, Array], both: Callable[..., list[dict[str, Any]]], draws: list[tuple[Any, ...]], dout: Array,
     dlse: Array | None,
 ) -> list[dict[str, tuple[float, float]]]:  # fmt: skip
-    """Errors of `got`, and of dense attention, the largest and root mean squares: `both` gives what is right and what
-    dense attention says of one of the `draws`, the first of which are the arrays of `got`. The others have cotangents
-    of other signs."""
+    """Errors of `got` and of dense attention: the largest ones, then root mean squares. `both` gives what is right and
+    what dense attention says of one of the `draws`. The first are the arrays of `got`, cotangents of others have other
+    signs."""
     random = np.random.default_rng(0)
     ours: dict[str, Array] = {}
     plain = dict.fromkeys(got, np.zeros(2))
@@ -253,7 +256,7 @@ def _compared(
     terms = dropout_terms(program, call.rate, call.seed)
     return compared(
         call.given, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
-        **terms,
+        by_out=not RECORDS[call.backend].exact_delta, **terms,
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class JaxCall:
         if not low:
             return result[:3]
         if not offset:
-            return result if RECORDS[backend].notes_out else (*result, _no_norm(*result[:2]))
+            return result if RECORDS[backend].exact_delta else (*result, _no_norm(*result[:2]))
         return *result[:3], low_of(run.plan, result[3], result[1]), result[3]
 
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, low: bool) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ class JaxCall:
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].beside_lse != "offset":
             how["low"] = arrays.get("low")
-            if RECORDS[backend].notes_out:
+            if RECORDS[backend].exact_delta:
                 how["norm"] = arrays.get("norm")
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")

@@ -12,4 +12,5 @@ register(Backend(
     order=10,
     tier=LIBRARY,
     platforms=("cpu",),
+    exact_delta=True,
 ))  # fmt: skip

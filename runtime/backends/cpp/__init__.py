@@ -29,6 +29,7 @@ register(Backend(
     rank=1,
     optional=True,
     beside_lse="offset",
+    exact_delta=True,
     int64=True,
     plans="host",
     operators=("frisket-cpp",),

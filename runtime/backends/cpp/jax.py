@@ -50,10 +50,10 @@ def forward(
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
     rows: Rows | None = None, low: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and what the backward has to know of each
-    row, [batch, heads, q_len, 2], with `low` `norm_width` entries) from q [batch, q_len, heads, dim] and
-    k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them.
-    Anything that holds values may be traced or mapped; shapes are the host's."""
+    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
+    backward has to know of each row) from q [batch, q_len, heads, dim] and
+    k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them. With
+    `low` the 2 is `norm_width`. Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     dims = geometry.head_dim, geometry.v_dim

@@ -13,6 +13,6 @@ register(Backend(
     order=20,
     tier=LIBRARY,
     beside_lse="low",
-    notes_out=True,
+    exact_delta=True,
     operators=("frisket-xla", "vanilla"),
 ))  # fmt: skip

@@ -50,7 +50,7 @@ def test_rows_note_what_rounding_left_out_of_out(size):
 
 
 @pytest.mark.parametrize("backend", [CPP])
-def test_what_rows_note_is_never_nan(backend):
+def test_notes_of_a_forward_are_never_nan(backend):
     """`jax_debug_nans` looks at all that a forward leaves for its backward."""
     x = jnp.asarray(peaked.arrays("bfloat16", 3, 0)[0].swapaxes(1, 2), "bfloat16")
     with jax.debug_nans(True):
