@@ -21,7 +21,6 @@ from multiprocessing import get_context
 from typing import Any
 
 from frisket.runtime.backends.triton import tiles as shipped
-from frisket.runtime.backends.triton.report import ARCHITECTURES as INSTRUCTIONS
 
 from . import full, ours
 from .compiled import ROOT
@@ -141,7 +140,7 @@ def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
         found = found or {"registers": made.registers, "stack": made.stack, "shared": made.shared}
         found |= {"stack": max(found["stack"], made.stack), "shared": max(found["shared"], made.shared)}
         # What asks for more tensor memory than there is compiles to a few instructions without a product.
-        empty = made.text and not re.search(INSTRUCTIONS[cell.gpu][2], made.text)
+        empty = made.text and not re.search(shipped.GPUS[cell.gpu]["mma"], made.text)
         if made.stack or made.shared > shipped.SHARED[cell.gpu] or empty:
             return found
     if cell.modelled:
