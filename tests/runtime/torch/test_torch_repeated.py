@@ -354,7 +354,7 @@ def anew(arrays, cotangent, mask="causal", wanted=None):
 def generic(monkeypatch):
     """How often gradients take the way of a first call."""
     seen, gradients = [], autograd.gradients
-    monkeypatch.setattr(autograd, "gradients", lambda *given: seen.append(given) or gradients(*given))
+    monkeypatch.setattr(autograd, "gradients", lambda *given, **how: seen.append(given) or gradients(*given, **how))
     return seen
 
 
