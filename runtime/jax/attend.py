@@ -29,13 +29,14 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
         raise
     found = att.run(call)
     att.check_if_asked(call, found)
-    return call.given.as_called(*found)
+    results: tuple[Any, ...] = call.given.as_called(*found)
+    return results
 
 
 def _at_traced_origin(att: Any, request: Request) -> tuple[Any, Request]:
     """The attention and the call, where the origin is known. A traced one is an operand: the attention at positions
     that are those of the arrays plus parameters, and the call with the values of these."""
-    origin = request.origin
+    origin: Any = request.origin
     starts = tuple(origin) if hasattr(origin, "__len__") else ()
     if len(starts) != 4 or request.plan is not None or not any(map(traced, starts)):
         return att, request

@@ -115,7 +115,8 @@ class AttendAgain(torch.autograd.Function):
             return (None,) * 5
         _refuse_changed(ctx)
         saved = ctx.saved_tensors
-        run = partial(gradients_again, *ctx.again, saved, needed=(*ctx.needs_input_grad[2:], False))
+        repeat, ready = ctx.again
+        run = partial(gradients_again, repeat, ready, saved, needed=(*ctx.needs_input_grad[2:], False))
         return None, None, *_once(run, saved[:4], dout, None)[:3]
 
 

@@ -102,7 +102,7 @@ def transformed(name: str, *inputs: Any) -> Any:
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() != TransformType.Functionalize:
         return globals()[f"_transformed_{name}"](*inputs)
-    api = FunctorchFunctionalizeAPI(interpreter)
+    api: Any = FunctorchFunctionalizeAPI(interpreter)
     inputs = api.unwrap_tensors(inputs)
     with api.redispatch_to_next():
         found = getattr(torch.ops.frisket, name)(*inputs)
