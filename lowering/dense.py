@@ -87,16 +87,17 @@ class _DenseRows:
 def _rows(
     q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
     tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
-    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly,
+    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, by_out: bool = False,
 ) -> _DenseRows:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     check_room(shape, 8)
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
     sink = np.asarray(np.full(shape[1], -np.inf) if sinks is None else sinks, q.dtype)[:, None]
-    env["score"] = m = q @ k.swapaxes(-1, -2) * q.dtype.type(scale)
+    stored = rounded if by_out else lambda x: np.asarray(x, q.dtype)
+    env["score"] = m = stored(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
     if score is not None:
-        m = np.asarray(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape), q.dtype)
+        m = stored(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))
@@ -163,14 +164,15 @@ def gradients(
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
     "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
-    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `by_out` takes delta
-    from the rounded out, as kernels do that have nothing else.
+    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `by_out` rounds scores
+    and takes delta from the rounded out, as torch's dense attention in 16 bits and some kernels do.
     """
     kv_heads = k.shape[1]
     q, k, v = _per_query_head(rounded, q, k, v)
     dout = rounded(dout)
     with np.errstate(all="ignore"):
-        rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, rounded=rounded, **options)
+        options |= {"rounded": rounded, "by_out": by_out}
+        rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, **options)
         weights = rounded(rows.drop * rows.p)
         dp = rows.drop * (dout @ v.swapaxes(-1, -2))
         # where p is near 1, the rounding of out is nearly all of dq

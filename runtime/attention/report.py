@@ -104,7 +104,7 @@ def compared(
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
     values of names that only `kept` has, `live` the scales and pages of stored keys and values. `by_out`: the kernels
-    take delta from the rounded out, and so does the dense attention that they are compared with."""
+    take delta from the rounded out; the dense attention that they are compared with does too, and rounds scores."""
     arguments: tuple[Any, ...] = (*meant(arrays, live or {}), *program.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
@@ -112,7 +112,7 @@ def compared(
     }  # fmt: skip
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
     want, want_lse = dense.attention(*arguments, **options)
-    plain = [dense.attention(*these, **options, rounded=in_dtype) for these in draws]
+    plain = [dense.attention(*these, **options, rounded=in_dtype, by_out=by_out) for these in draws]
     gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
@@ -126,11 +126,12 @@ def compared(
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
-    if arrays.dtype in ("bfloat16", "float16"):
+    if arrays.dtype in ("bfloat16", "float16") and not by_out:
         unit = max(1.0, float(np.abs(want_lse).max(initial=0.0, where=np.isfinite(want_lse))))
+    ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
+    theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
     return Report(
-        _errors(out, want)[0], _errors(lse, want_lse)[0] / unit, max(_errors(x, want)[0] for x, _ in plain),
-        max(_errors(x, want_lse)[0] for _, x in plain) / unit, arrays.dtype, gradients,
+        *ours, *map(max, zip(*theirs, strict=True)), arrays.dtype, gradients,
         all(bool(np.isfinite(x).all()) for x in arguments[:3]), norms,
     )  # fmt: skip
 

@@ -118,7 +118,8 @@ def _in_one_level(kind: Any, *operands: Any) -> Any:
     level = interpreter.level()
 
     def forward(*operands: Any) -> Any:
-        plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(x, level), operands)
+        alive = torch._C._functorch.unwrap_if_dead  # what vjp saved outlives its level
+        plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(alive(x), level), operands)
         with torch.enable_grad(), interpreter.lower():
             found = kind.forward(*plain)
         return tuple(_wrap_for_grad(x, level) for x in found)

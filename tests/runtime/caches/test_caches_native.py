@@ -8,8 +8,8 @@ from frisket.runtime.machine.cpp_build import reason
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 plain = pytest.importorskip("frisket.runtime.caches.torch_plain")
-native = pytest.importorskip("frisket.runtime.caches.torch_plain")
 pytestmark = pytest.mark.skipif(bool(reason()), reason="no compiler")
+APPEND = plain.native_append
 
 BATCH, HEADS, DIM, V_DIM = 3, 2, 20, 7
 NARROW = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
@@ -63,7 +63,7 @@ def both(kind, held, given, chunks, monkeypatch, seed=0):
     g, wrote = torch.Generator().manual_seed(seed), []
 
     def seen(*what):
-        wrote.append(native.append(*what))
+        wrote.append(APPEND(*what))
         return wrote[-1]
 
     one, two = made(kind, held), made(kind, held)
@@ -95,7 +95,7 @@ def test_native_append_rounds_8_bit_ties_like_torch(held):
     given = torch.cat([x for y in (numbers, ties) for x in (y, y.nextafter(y + 1), y.nextafter(y - 1))])
     given = torch.cat([given.clamp(-top, top), torch.tensor([top, -0.0, 1e-38, -1e-42])])
     cache = caches.KVCache.create(1, 4, 1, len(given), dtype=held)
-    assert native.append(cache._buffers, given.view(1, 1, 1, -1), -given.view(1, 1, 1, -1), None, False)
+    assert plain.native_append(cache._buffers, given.view(1, 1, 1, -1), -given.view(1, 1, 1, -1), None, False)
     assert cache.k_scale[0, 0, 0] == 1
     want = given.round() if held == torch.int8 else given
     assert torch.equal(bits(cache.k[0, 0, 0]), bits(want.to(held)))
@@ -124,7 +124,7 @@ def test_native_append_writes_nothing_to_spoilt_buffers(case):
     kind, spoil = SPOILT[case]
     cache = made(kind, torch.int8)
     spoil(cache)
-    assert not native.append(cache._buffers, *chunk(2, torch.float32, torch.Generator()), None, kind == "ring")
+    assert not plain.native_append(cache._buffers, *chunk(2, torch.float32, torch.Generator()), None, kind == "ring")
     assert not cache.k.any()
     assert not cache.v_scale.any()
 
@@ -132,7 +132,7 @@ def test_native_append_writes_nothing_to_spoilt_buffers(case):
 def test_native_append_bumps_tensor_versions():
     cache = made("plain", torch.int8)
     before = [x._version for x in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
-    assert native.append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None, False)
+    assert plain.native_append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None, False)
     assert all(x._version > n for x, n in zip((cache.k, cache.v, cache.k_scale, cache.v_scale), before))
 
 
@@ -146,15 +146,15 @@ def test_a_compiler_that_was_killed_is_asked_again(monkeypatch, tmp_path):
     )
     compiler.chmod(0o755)
     assert cpp_build.reason() == ""  # the probe was built by the usual compiler
-    monkeypatch.setattr(native.native_build, "reason", lambda: "")
+    monkeypatch.setattr(plain.native_build, "reason", lambda: "")
     monkeypatch.setattr(cpp_build.LaterError, "wait", 0.0)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path / "cache"))
-    native._loaded.memo.empty()
+    plain._loaded.memo.empty()
     try:
         with pytest.warns(UserWarning, match="was killed by SIGKILL"):
-            assert native._function() is None
+            assert plain._function() is None
         (tmp_path / "lives").touch()
-        assert native._function() is not None
+        assert plain._function() is not None
     finally:
-        native._loaded.memo.empty()
+        plain._loaded.memo.empty()

@@ -68,8 +68,9 @@ def test_a_target_is_tuned():
     )
     made = tuning.applied(target)
     assert made == Target(
-        "triton", 64, 64, 8, 3, precision="tf32", splits=4,
-        dq=Target("triton", 64, 64, 2, precision="tf32"), dkv=Target("triton", 64, 32, 8, precision="tf32"),
+        "triton", 64, 64, 8, 3, precision="tf32", splits=4, fixed=True,
+        dq=Target("triton", 64, 64, 2, precision="tf32", fixed=True),
+        dkv=Target("triton", 64, 32, 8, precision="tf32", fixed=True),
     )  # fmt: skip
     assert Tuning().applied(target) is target
     alone = Tuning(LaunchOptions(block_q=64)).applied(Target("triton", 128, 64))

@@ -158,7 +158,8 @@ def problem(case: Case) -> Problem:
         def rounded(x):
             return exact(TO[case.dtype](np.asarray(x, np.float32)), case.dtype).astype(np.float32)
 
-        near = named(dense.gradients(*wide, m, s, *cotangents, **options, rounded=rounded))
+        # these kernels get no residual of out: delta is that of the rounded one
+        near = named(dense.gradients(*wide, m, s, *cotangents, **options, rounded=rounded, by_out=True))
         wrong = {n: 2 * np.abs(near[n] - x).max() / max(1.0, np.abs(x).max()) for n, x in want.items()}
         usual = max(wrong[n] for n in "qkv")  # a sum with few entries may be right by luck
         allowed = {n: (max(wrong[n], usual) if n not in "qkv" else wrong[n]) for n in want}
