@@ -159,7 +159,7 @@ def test_a_warm_call_asks_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, 30, 16)
     att = fk.compile("causal")
     att(q, k, v)
-    monkeypatch.setattr("frisket.runtime.torch.engine.choose_engine", lambda call: pytest.fail("asked again"))
+    monkeypatch.setattr("frisket.runtime.backends.engines.proof.choose_engine", lambda call: pytest.fail("asked again"))
     att(q, k, v)
 
 
