@@ -23,9 +23,8 @@ import gallery  # noqa: E402
 
 import frisket as fk  # noqa: E402
 from frisket.dsl import ir  # noqa: E402
-from frisket.dsl.errors import FrisketError  # noqa: E402
+from frisket.dsl.errors import CALL_KEYWORDS, FrisketError  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
-from frisket.dsl.hints import CALL_KEYWORDS  # noqa: E402
 from frisket.dsl.operators import CONSTANTS, FORMS, FUNCTIONS  # noqa: E402
 from frisket.dsl.program import parse_expression  # noqa: E402
 

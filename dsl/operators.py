@@ -15,8 +15,7 @@ from functools import reduce
 from typing import NamedTuple
 
 from . import ir
-from .errors import Problem, Span
-from .hints import CALL_KEYWORDS
+from .errors import CALL_KEYWORDS, Problem, Span
 from .ir import FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from .library import Definition
 from .parse import Node

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from frisket.grammar import load
 
-from .errors import MaskSyntaxError, Problem, Span
-from .hints import GLYPHS, TURNED
+from .errors import GLYPHS, TURNED, MaskSyntaxError, Problem, Span
 
 MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000
 OPENING = {"(": ")", "[": "]"}

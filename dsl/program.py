@@ -19,8 +19,7 @@ from frisket.grammar import load
 
 from . import ir, library
 from .check import Checker, elaborate
-from .errors import MaskSyntaxError, ParameterError, Problem, Span
-from .hints import keyword, nearest
+from .errors import MaskSyntaxError, ParameterError, Problem, Span, keyword, nearest
 from .ir import Expr
 from .library import Definition, define
 from .operators import BUILT_IN, RESERVED

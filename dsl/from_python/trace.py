@@ -24,10 +24,9 @@ from typing import Any, Literal
 import numpy as np
 
 from frisket.dsl import ir
-from frisket.dsl.errors import TraceError
+from frisket.dsl.errors import TraceError, dense
 from frisket.dsl.from_jax import callables as from_jax
 from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
-from frisket.dsl.hints import dense
 from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.operators import BUILT_IN, RESERVED
 from frisket.dsl.types import BOOL, FLOAT, Type

@@ -128,7 +128,8 @@ class _Forward(AtenTiles):
         todo = chunks(step.pieces, max(64, room))
         # Some row of these keys may show nothing finite: -inf - -inf is NaN.
         hollow = self._hollow or (self.mask is not None and (len(todo) > 1 or whole is not None))
-        top = total = acc = None
+        total: Any = None
+        top = acc = None
         for chunk in todo:
             tiles = self.scores(block, query, chunk)
             peak = tiles[0].amax(-1, keepdim=True)

@@ -134,7 +134,7 @@ def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -
     log = jnp.log(total)
     lse = jnp.where(total == 0, -jnp.inf, top + log)
     rows = lse, highest, jnp.where(jnp.isinf(lse), 0, top - lse + log)
-    info = jnp.finfo(results[0][0].dtype)  # XLA may leave out a cast to 16 bits and back
+    info = jnp.finfo(results[0][0].dtype)  # type: ignore[no-untyped-call]  # XLA may leave out casts to 16 bits
     parts = out, out - lax.reduce_precision(out, info.nexp, info.nmant)
     outs = [t.put_queries(whole, x, here) for whole, x in zip(results[0], parts)]
     return outs, [t.put_lines(whole, x, here) for whole, x in zip(results[1], rows)]

@@ -154,7 +154,7 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
-    torch, engine = import_module("torch"), import_module("frisket.runtime.torch.engine")
+    torch, engine = import_module("torch"), import_module("frisket.runtime.torch.ready")
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
     qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
     call = att.call(Request(*qkv)._replace(seed=0))

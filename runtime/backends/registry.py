@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frisket.dsl.errors import BackendError
-from frisket.dsl.hints import nearest
+from frisket.dsl.errors import BackendError, nearest
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.tuning import AS_CHOSEN
 from frisket.runtime.machine.once import warn_once

@@ -11,8 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import MaskSyntaxError, ParameterError
-from frisket.dsl.hints import CALLED, keyword
+from frisket.dsl.errors import CALLED, MaskSyntaxError, ParameterError, keyword
 from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var
 from frisket.dsl.operators import LEAVES
 from frisket.dsl.program import check_names, read

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
-from frisket.dsl.hints import misnamed
+from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError, misnamed
 from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT

@@ -10,8 +10,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from frisket.dsl.errors import ParameterError
-from frisket.dsl.hints import nearest
+from frisket.dsl.errors import ParameterError, nearest
 from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.runtime.masks.mask import program

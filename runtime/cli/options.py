@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from frisket.dsl.hints import nearest
+from frisket.dsl.errors import nearest
 
 from .answer import folded
 

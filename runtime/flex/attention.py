@@ -17,12 +17,21 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.torch.jagged import closed_all, opened
 
 from .block_mask import BlockMask
-from .checks import alike, check_arrays, check_block_mask, check_device
+from .checks import alike, check_arrays, check_block_mask, check_device, options_of, read
 from .errors import ArrayError
-from .kernel_options import options_of, read
-from .nested import NAMES, check_total, in_sequences, local, local_live, values_of, visible_inside
-from .pair import pair_of
-from .score_mod import scored, state_of, traced
+from .score_mod import (
+    NAMES,
+    check_total,
+    in_sequences,
+    local,
+    local_live,
+    pair_of,
+    scored,
+    state_of,
+    traced,
+    values_of,
+    visible_inside,
+)
 from .tile_tensors import LISTS, columns_of, kinds_of
 
 

@@ -26,7 +26,7 @@ from .checks import count_of, is_count, pair
 from .errors import MaskModError
 from .live_mask import LiveMask, live_mask, of_bound, of_function, only_read
 from .mask_in_graph import packed as graph_packed
-from .nested import packed
+from .score_mod import packed
 
 
 def create_block_mask(

@@ -28,10 +28,9 @@ from frisket.runtime.torch import graph as torch_library
 from frisket.runtime.torch.jagged import Ragged
 from frisket.runtime.torch.spec import spec_of
 
-from .kernel_options import options_of, read
+from .checks import options_of, read
 from .live_mask import LiveMask
-from .nested import confined, local_live
-from .score_mod import apart, traced
+from .score_mod import apart, confined, local_live, traced
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask

@@ -1,4 +1,4 @@
-"""Score mods of torch: traced once, kept, and known again when they come with other tensors.
+"""Score mods of torch: traced once, kept, and known again with other tensors; their attention with a mask.
 
 A score mod may be the same function object while a number it captured has changed, or a new object of the same code
 at every call, over new tensors. `state_of` says what decides the trace as one hashable value, tensors apart.
@@ -10,28 +10,39 @@ import functools
 from abc import ABC
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from frisket.dsl import ir
-from frisket.dsl.errors import TraceError
+from frisket.dsl.errors import ShapeError, TraceError
 from frisket.dsl.from_python.closure import MODULE_PARTS, is_foreign, names_read
 from frisket.dsl.from_python.trace import trace
+from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import Memo
+from frisket.grammar.memo import Memo, beside, remember
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import version_of
-from frisket.runtime.machine.parameters import names_of
-from frisket.runtime.masks.mask import ScoreMod
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import joined
+from frisket.runtime.calls.request import Request
+from frisket.runtime.machine.parameters import as_value, names_of
+from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.masks.mask import score as written
+from frisket.runtime.torch import op as torch_op
+from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
-from .errors import ScoreModError
-from .live_mask import LiveMask, fresh, of_bound
+from .checks import Asked, check_promises
+from .errors import ScoreModError, check_lookups
+from .live_mask import LiveMask, fresh, of_bound, only_read
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 REFLECTION = """getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv
@@ -235,3 +246,183 @@ def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, 
     if not names:
         return mod, names
     return LiveMask(ir.renamed(mod.expr, names), {names.get(n, n): x for n, x in mod.values.items()}), names
+
+
+def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
+    """The mask in packed positions."""
+    ragged = ragged_of(q_nt, kv_nt)
+    names = names_in(mod, ragged)
+    inner = mod.at(names.places(False), values_of(names, ragged))
+    outer = own_sequence(names, ragged)
+    made = LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
+    beside(made, "words", lambda: partial(in_sequences, names, ragged))
+    return made
+
+
+def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int, ...]) -> tuple[Expr, str]:
+    """A lookup of packed positions as the user wrote it, inside a sequence, and the position (b, h, q, k) in words."""
+    places = [x for visible in (True, False) for x in names.places(visible).items() if x[0] is not B]
+    offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
+    s = int(np.searchsorted(offsets[0], at[2], "right")) - 1
+    q, k = (x - of[s] for x, of in zip(at[2:], offsets, strict=True))
+    return ir.substitute(node, {e: name for name, e in places}), f"query {q:,}, key {k:,} of sequence {s} (h {at[1]})"
+
+
+def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:
+    """Names for tables of positions, unlike all names in a mask or score mod; `B` in `mod` becomes a literal."""
+    number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
+    return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
+
+
+def values_of(names: JaggedTables, ragged: Ragged) -> dict[str, Tensor]:
+    return {n: x for n, x in zip(names.tables, ragged.tensors, strict=True) if n is not None and x is not None}
+
+
+def own_sequence(names: JaggedTables, ragged: Ragged) -> LiveMask:
+    """The mask that shows a query the keys of its own sequence."""
+    return only_read(names.own_sequence(), values_of(names, ragged))
+
+
+NAMES = ("query", "key", "value")
+_EVERYTHING = LiveMask(TRUE, {})
+
+
+def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
+    """A mask of packed positions inside sequences, as `confined` makes it; kept with the mask."""
+    visible = visible or _EVERYTHING
+    made: dict[Any, LiveMask] = beside(visible, "inside sequences", dict)
+    key = tuple(map(id, ragged.tensors))
+    if key not in made:  # it holds these tensors, so that no other one has their id
+        remember(made, key, confined(visible, ragged), 8)
+    return made[key]
+
+
+def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
+    """A mask of packed positions, and no keys of other sequences."""
+    own = own_sequence(names_in(_EVERYTHING, ragged), ragged)
+    return own if visible.expr is TRUE else visible.join("and", own)
+
+
+def local(mod: Scored, ragged: Ragged) -> tuple[Scored, JaggedTables]:
+    """A score mod that gets positions inside the sequence, and the names of its tables; kept with the score mod."""
+    made: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
+    key = ragged.pattern, ragged.sequences
+    if key not in made:
+        names = names_in(mod.live, ragged)
+        live = replace(mod.live, expr=ir.substitute(mod.live.expr, names.places(True)))
+        remember(made, key, (replace(mod, live=live), names), 8)
+    return made[key]
+
+
+def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:
+    """A score mod in a graph that gets positions inside the sequence."""
+    names = names_in(mod, ragged)
+    return mod.at(names.places(True), values_of(names, ragged))
+
+
+def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
+    """Refuse a mask that is not one of the packed tokens."""
+    lengths = tuple(getattr(block_mask, "shape", ())[-2:])
+    if lengths and lengths != (q.shape[2], k.shape[2]):
+        raise ShapeError(
+            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} and "
+            f"{k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
+        )
+
+
+LARGE = 1 << 20  # bytes of tables: an attention over more lives as long as its mask, not for who may come again
+
+
+def on_device(x: Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+class FlexPair:
+    """The attention of a score mod and a mask, as long as the tables it has copies of stay as they are. Float tensors
+    of the score mod are not copied: every call brings them."""
+
+    def __init__(
+        self, mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]
+    ) -> None:
+        score, names = (None, {}) if mod is None else apart(mod.live, visible)
+        self.renamed = names
+        wanted = {} if score is None else names_of(score.expr)
+        back = {new: old for old, new in names.items()}
+        own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
+        self.floats = {n: back.get(n, n) for n, x in own.items() if wanted[n][1] is FLOAT}
+        held = {n: x for n, x in own.items() if n not in self.floats}
+        self.held: list[tuple[str | None, Watched]] = [(back.get(n, n), Watched(x)) for n, x in held.items()]
+        if visible is not None:
+            self.held += [(None, Watched(x)) for x in visible.tensors.values()]
+            held.update(visible.tensors)
+        self.placed = {n: x for n, x in held.items() if x.ndim and on_device(x)}  # planned where they are
+        values = {n: as_value(n, x) for n, x in held.items() if n not in self.placed}
+        m = None if visible is None else Mask(visible.expr, visible.numbers | only(values, visible.expr))
+        s = None if score is None else ScoreMod(score.expr, score.numbers | only(values, score.expr))
+        large = sum(x.nbytes for x in values.values() if isinstance(x, np.ndarray)) > LARGE
+        self.att: Attention = Attention(joined(m, s), options) if large else attention_for(m, s, options, {})
+        self.plans: dict[Any, Any] = {}
+        self.checked: set[Any] = set()
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.held)
+
+    def check(
+        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any,
+        words: Any = None,
+    ) -> None:  # fmt: skip
+        """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
+        place = query.shape[:3], key.shape[2], asked.promises
+        if place in self.checked or 0 in query.shape or 0 in key.shape:
+            return
+        if not self.placed:
+            if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
+                shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
+                score = self.att.score.bind(**shapes)
+                lookups = score.lookups(
+                    query.shape[2], key.shape[2], self.att.mask, batch=query.shape[0], heads=query.shape[1]
+                )
+                check_lookups(lookups, self.renamed, words)
+            check_promises(asked.promises, self.att, block_mask, query, key)
+        self.checked.add(place)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: Mapping[str, Tensor], top: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        params = {n: tensors[own] for n, own in self.floats.items()}
+        plan = None
+        if self.placed and not params:
+            place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
+            if 0 in place:  # no plan, and nothing to plan
+                params |= self.placed
+            elif place not in self.plans:
+                remember(self.plans, place, self.att.plan(*place, flat=True, **self.placed), KEPT)  # type: ignore[arg-type]
+            plan = self.plans.get(place)
+        elif self.placed:
+            params |= self.placed
+        found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
+            self.att, Request(query, key, value, plan, top=top, layout="bhsd", params=params)
+        )
+        return found
+
+
+_PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
+
+
+def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> FlexPair:
+    """The attention of both, kept as long as the mask is, or the score mod where there is none."""
+    if visible is not None and visible.read:
+        _ = visible.versions  # says so where a value that the trace looked at has changed
+    kept: dict[Any, FlexPair] = beside(visible or mod or _PLAIN, "pairs", dict)
+    key = mod, options
+    found = kept.get(key)
+    if found is None or not found.holds(tensors):
+        found = FlexPair(mod, visible, options, tensors)
+        remember(kept, key, found, KEPT)
+    return found
+
+
+def _shape(name: str, x: Tensor, e: ir.Expr) -> Any:
+    """A table of zeros of this shape where only the shape matters; the table itself where an index reads it."""
+    inside = {n.name for one in ir.walk(e) if one.op == "lookup" for a in one.args for n in ir.walk(a)}
+    return x.detach() if name in inside else np.broadcast_to(np.zeros((), np.float32), tuple(x.shape))

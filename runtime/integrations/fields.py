@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from frisket.dsl.errors import ParameterError
-from frisket.dsl.hints import nearest
+from frisket.dsl.errors import ParameterError, nearest
 
 FIELDS = "frisket_mask", "frisket_score", "frisket_params"
 

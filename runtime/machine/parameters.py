@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import EvaluationError, ParameterError, Span, caret
+from frisket.dsl.errors import EvaluationError, ParameterError, Span, caret, misnamed, nearest
 from frisket.dsl.evaluate import evaluate, leaves_64_bits
 from frisket.dsl.from_python.closure import Path, read_again
-from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
 from frisket.dsl.library import definitions
 from frisket.dsl.notebook import table

@@ -54,8 +54,7 @@ from frisket.runtime.plans.device import DeviceWork, refuse_written
 from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, refuse_tangents, written_out
-from .engine import EngineReady, engine_call
-from .ready import ChangingTables, Ready, readable
+from .ready import ChangingTables, EngineReady, Ready, engine_call, readable
 from .take import around, gradients_around
 
 Tensor = Any

@@ -13,7 +13,7 @@ from support.torch import masks as torch_masks
 import frisket as fk
 import frisket.flex as ours
 from frisket.runtime.flex.live_mask import LiveMask
-from frisket.runtime.flex.pair import FlexPair
+from frisket.runtime.flex.score_mod import FlexPair
 from frisket.runtime.flex.tile_tensors import LISTS
 
 

@@ -19,7 +19,7 @@ import frisket as fk  # noqa: E402
 from frisket.dsl.errors import BackendError, FrisketError  # noqa: E402
 from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 from frisket.runtime.calls import arrays as arrays_of_calls  # noqa: E402
-from frisket.runtime.flex import pair  # noqa: E402
+from frisket.runtime.flex import score_mod  # noqa: E402
 from frisket.runtime.flex import score_mod as score_mods  # noqa: E402
 
 
@@ -518,7 +518,7 @@ def test_flex_calls_keep_no_tensor_alive():
 @pytest.mark.parametrize("learned", [False, True])
 def test_tables_of_a_device_are_planned_there(monkeypatch, learned):
     """As on a GPU: tables of Ints stay, and reach the planner as they are."""
-    monkeypatch.setattr(pair, "on_device", lambda x: True)
+    monkeypatch.setattr(score_mod, "on_device", lambda x: True)
     document, factor = torch.arange(24) // 5, torch.linspace(0, 1, 24)
     block_mask = mask_of(lambda b, h, q, k: (q >= k) & (document[q] == document[k]))
     mod = (lambda s, b, h, q, k: s + factor[k]) if learned else (lambda s, b, h, q, k: s + document[k])

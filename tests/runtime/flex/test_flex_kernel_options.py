@@ -15,8 +15,8 @@ from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.grammar.memo import beside  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
 from frisket.runtime.calls.tuning import LaunchOptions, Tuning  # noqa: E402
-from frisket.runtime.flex import pair  # noqa: E402
-from frisket.runtime.flex.kernel_options import KNOWN, REFUSED, options_of, read  # noqa: E402
+from frisket.runtime.flex import score_mod  # noqa: E402
+from frisket.runtime.flex.checks import KNOWN, REFUSED, options_of, read  # noqa: E402
 from frisket.runtime.torch.spec import attention_of, spec_of  # noqa: E402
 
 UNDOCUMENTED = {
@@ -99,7 +99,7 @@ class Call(torch.nn.Module):
 def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
-    att = next(reversed(beside(pair._PLAIN, "pairs", dict).values())).att
+    att = next(reversed(beside(score_mod._PLAIN, "pairs", dict).values())).att
     assert att.options.tuning == Tuning(LaunchOptions(block_q=64), splits=2)
     assert "'tuning': {'forward': {'block_q': 64}, 'splits': 2}" in att.spec
     again = attention_of(spec_of(att.program, att.options, ()), ())

@@ -15,7 +15,7 @@ from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import square
 from frisket.runtime.backends.flash import executors, tiles
 from frisket.runtime.backends.sdpa import torch as sdpa
-from frisket.runtime.torch.engine import EngineReady
+from frisket.runtime.torch.ready import EngineReady
 
 
 @pytest.fixture(autouse=True)
