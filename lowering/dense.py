@@ -10,7 +10,7 @@ softmax, dP and delta = sum(p * dP) are then float32, as in jax.nn and in kernel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,17 +87,17 @@ class _DenseRows:
 def _rows(
     q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
     tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
-    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, by_out: bool = False,
+    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, stored: Collection[str] = (),
 ) -> _DenseRows:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     check_room(shape, 8)
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
     sink = np.asarray(np.full(shape[1], -np.inf) if sinks is None else sinks, q.dtype)[:, None]
-    stored = rounded if by_out else lambda x: np.asarray(x, q.dtype)
-    env["score"] = m = stored(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
+    scores = rounded if "scores" in stored else lambda x: np.asarray(x, q.dtype)
+    env["score"] = m = scores(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
     if score is not None:
-        m = stored(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
+        m = scores(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))
@@ -158,25 +158,25 @@ def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: An
 
 def gradients(
     q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, dout: Array, dlse: Array | None = None, *,
-    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly, by_out: bool = False,
-    **options: Any,
+    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly,
+    stored: Collection[str] = (), **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
     "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
-    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `by_out` rounds scores
-    and takes delta from the rounded out, as torch's dense attention in 16 bits and some kernels do.
+    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `stored` names arrays
+    of float32 that are rounded too: "out", from which delta is then taken, and "scores".
     """
     kv_heads = k.shape[1]
     q, k, v = _per_query_head(rounded, q, k, v)
     dout = rounded(dout)
     with np.errstate(all="ignore"):
-        options |= {"rounded": rounded, "by_out": by_out}
+        options |= {"rounded": rounded, "stored": stored}
         rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, **options)
         weights = rounded(rows.drop * rows.p)
         dp = rows.drop * (dout @ v.swapaxes(-1, -2))
         # where p is near 1, the rounding of out is nearly all of dq
-        delta = (dout * rounded(weights @ v) if by_out else np.where(rows.p == 0, 0, rows.p * dp)).sum(-1)
+        delta = (dout * rounded(weights @ v) if "out" in stored else np.where(rows.p == 0, 0, rows.p * dp)).sum(-1)
         delta = delta if dlse is None else delta - np.asarray(dlse, delta.dtype)
         dm = rows.p * (dp - delta[..., None])
 

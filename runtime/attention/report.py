@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,8 @@ from frisket.runtime.plans.device import checked_program
 Array = NDArray[Any]
 FLOOR = 1e-6
 _NO_GRADIENTS: list[dict[str, tuple[float, float]]] = [{}, {}]
+# (exact_delta, is_engine) of a backend -> what dense attention, beside which it is checked, rounds
+STORED = {(True, False): (), (True, True): (), (False, False): ("out",), (False, True): ("out", "scores")}
 SMALL = 1 << 15  # entries of out, from which on errors are those of many numbers
 
 
@@ -100,11 +102,11 @@ class CheckedGradients:
 def compared(
     arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
     kept: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
-    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None, by_out: bool = False,
+    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None, stored: Collection[str] = (),
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
-    values of names that only `kept` has, `live` the scales and pages of stored keys and values. `by_out`: the kernels
-    take delta from the rounded out; the dense attention that they are compared with does too, and rounds scores."""
+    values of names that only `kept` has, `live` the scales and pages of stored keys and values. `stored` names
+    what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
     arguments: tuple[Any, ...] = (*meant(arrays, live or {}), *program.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
@@ -112,7 +114,7 @@ def compared(
     }  # fmt: skip
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
     want, want_lse = dense.attention(*arguments, **options)
-    plain = [dense.attention(*these, **options, rounded=in_dtype, by_out=by_out) for these in draws]
+    plain = [dense.attention(*these, **options, rounded=in_dtype, stored=stored) for these in draws]
     gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
@@ -122,11 +124,11 @@ def compared(
 
         def both(these: tuple[Any, ...], *given: Any) -> list[dict[str, Any]]:
             exact = dense.gradients(*these, *given, **options)
-            return [exact, dense.gradients(*these, *given, **options, rounded=in_dtype, by_out=by_out)]
+            return [exact, dense.gradients(*these, *given, **options, rounded=in_dtype, stored=stored)]
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
-    if arrays.dtype in ("bfloat16", "float16") and not by_out:
+    if arrays.dtype in ("bfloat16", "float16") and "scores" not in stored:
         unit = max(1.0, float(np.abs(want_lse).max(initial=0.0, where=np.isfinite(want_lse))))
     ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
     theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
@@ -254,10 +256,10 @@ def _compared(
     call: Call, program: CallProgram, out: Any, lse: Any, cotangents: CheckedGradients | None = None
 ) -> Report:
     out = turn(to_numpy(out), call.given.layout, "bhsd")
-    terms = dropout_terms(program, call.rate, call.seed)
+    terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
     return compared(
         call.given, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
-        by_out=not RECORDS[call.backend].exact_delta, **terms,
+        stored=STORED[record.exact_delta, record.is_engine], **terms,
     )  # fmt: skip
 
 
