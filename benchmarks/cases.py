@@ -135,15 +135,25 @@ def documents(s: int) -> dict[str, Case]:
         cuts = offsets(s - s // 3, 3, 2)
         return {"seg": np.concatenate([np.zeros(s // 3, np.int32), 1 + labels(cuts)])}
 
+    def rows() -> Params:  # the second row has a document less: its end comes twice
+        return {"off": np.stack([off, np.append(off[1:], off[-1]) * (np.arange(len(off)) > 0)])}
+
+    def starts() -> Params:
+        doc = ids(2)["doc"]
+        return {"doc": doc, "start": np.stack([np.searchsorted(x, x) for x in doc]).astype(np.int32)}
+
     packed: Params = {"off": off}
     return {
         "prefix_document(off, len)": case("prefix_document(off, size)", prefixes),
         "shared_prefix(off, prompt)": case("shared_prefix(off, prompt)", prompts),
         "same(t)": case("same(doc)", lambda: {"doc": labels(off)}),
         "same_by_batch(t)": case("same_by_batch(doc)", lambda: ids(2), batch=2),
+        "same_by_batch(t, start, m)": case("same_by_batch(doc, start, sliding(4, 1) | sinks(2))", starts, batch=2),
         "same_by_head(t)": case("same_by_head(doc)", lambda: ids(2, 2), batch=2, heads=2),
         "document(off)": case("document(off)", lambda: packed),
         "document(off, m)": case("document(off, sliding(4, 1) | sinks(2))", lambda: packed),
+        "document_by_batch(off)": case("document_by_batch(off)", rows, batch=2),
+        "document_by_batch(off, m)": case("document_by_batch(off, sliding(4, 1) | sinks(2))", rows, batch=2),
         "causal_document(off)": case("causal_document(off)", lambda: packed),
         "causal_blockwise(off)": case("causal_blockwise(off)", lambda: packed),
         "share_question(seg)": case("share_question(seg)", question),

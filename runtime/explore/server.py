@@ -279,7 +279,8 @@ class Handler(BaseHTTPRequestHandler):
 
 ROOM = str(__package__)
 SCORES = ("Positions in scores", "Scores")  # the parts of the library that hold score mods
-PARTS = ("tiled_row", "tiled_col", "morton_col", "morton_row", "t5_bucket", "tanh_fraction")  # for use in others
+# for use in other definitions
+PARTS = ("tiled_row", "tiled_col", "morton_col", "morton_row", "t5_bucket", "tanh_fraction", "document_start")
 # arguments that are no plain number or table: what is written in their place
 HELP = '    <button id="help" aria-haspopup="dialog">Help</button>\n'
 PUNCTUATION = ("(", ")", "[", "]", ",", ":")

@@ -390,13 +390,15 @@ class Facts:
 `sinks(2)` in m, or `k - start[k] < 2`
         """
         parts = clauses(self.layout.written)
-        if not any(e.op != "or" and (sides_of_ids(e) or any(n.op == "segment" for n in walk(e))) for e in parts):
+        inside = [e for e in parts if e.op != "or" and (sides_of_ids(e) or any(map(_of_document, walk(e))))]
+        if not inside:
             return ()
+        document, at = ("document_by_batch", "b, k") if any("b" in uses(e) for e in inside) else ("document", "k")
         below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
         first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
         return tuple(
-            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `document(off, m)` with "
-            f"`sinks({n.args[1]!r})` in m, or `k - start[k] < {n.args[1]!r}`" for n in first
+            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `{document}(off, m)` "
+            f"with `sinks({n.args[1]!r})` in m, or `k - start[{at}] < {n.args[1]!r}`" for n in first
         )  # fmt: skip
 
     @property
@@ -438,6 +440,11 @@ class Facts:
 
 
 _LONGEST = 1 << 48  # tokens
+
+
+def _of_document(e: Expr) -> bool:
+    """Whether this is the segment of a position, or the start of its document in `document_by_batch`."""
+    return e.op == "segment" or (e.op == "reduce" and e.name[0] == "max")
 
 
 def check_reach(

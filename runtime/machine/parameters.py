@@ -173,8 +173,9 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     have, kind = type_of(name, value)
     if rank is not None and have != rank:
         more = {
-            (1, 2): f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`",
-            (2, 1): f"; for [length] write `same({name})`, or `{name}[q]`",
+            (1, 2): f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`"
+            f"; for offsets `document_by_batch({name})`",
+            (2, 1): f"; for [length] write `same({name})`, or `{name}[q]`; for offsets `document({name})`",
         }.get((rank, have), "")
         raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}{more}")
     if kind is type or rank is None:
@@ -233,17 +234,22 @@ def offsets_of(e: Expr) -> dict[str, str]:
 
 
 def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
-    """Refuse values for which a condition is false, of numbers and of tables read at one coordinate."""
+    """Refuse values for which a condition is false, of numbers and of tables read at q or at k, or at neither."""
     for condition, advice in needs.items():
         scalars, tables = ir.free_names(condition)
-        at = ir.uses(condition) & {*ir.COORDINATES}
-        if len(at) > 1 or not values.keys() >= scalars.keys() | tables.keys():
+        at = sorted(ir.uses(condition) & {*ir.COORDINATES})
+        if {*at} >= {"q", "k"} or not values.keys() >= scalars.keys() | tables.keys():
             continue
-        length = max((x for n in tables for x in values[n].shape), default=1)
-        env = {**{n: values[n] for n in scalars}, **dict.fromkeys(at, np.arange(length))}
-        if not np.all(evaluate(condition, env, {n: values[n] for n in tables})):
+        longest = max((x for n in tables for x in values[n].shape), default=1)
+        nodes = [n for n in ir.walk(condition) if n.op == "lookup"]
+        reads = [(a, x) for n in nodes for a, x in zip(n.args, values[n.name].shape, strict=True)]
+        lengths = [max((x for a, x in reads if a is ir.var(c)), default=longest) for c in at]
+        env = {**{n: values[n] for n in scalars}, **dict(zip(at, np.ix_(*map(np.arange, lengths)), strict=True))}
+        holds = np.broadcast_to(evaluate(condition, env, {n: values[n] for n in tables}), lengths)
+        if not holds.all():
+            place = ", ".join(f"{c} = {i}" for c, i in zip(at, np.argwhere(~holds)[0], strict=True))
             shown = ", ".join(f"{n}={summary(values[n])}" for n in [*scalars, *tables])
-            raise ParameterError(f"`{show(condition)}` does not hold for {shown}; {advice}")
+            raise ParameterError(f"`{show(condition)}` does not hold for {shown}{' at ' * bool(at)}{place}; {advice}")
 
 
 def check_order(e: Expr, sorted_: Iterable[str], values: Mapping[str, Any]) -> None:

@@ -21,7 +21,8 @@ from frisket.lowering.simplify import simplify
 from frisket.runtime.cli.main import main
 
 MASKS, MODS = cases.masks(40), cases.mods(24)
-NUMBERS = {"tiled_row", "tiled_col", "morton_row", "morton_col", "t5_bucket", "tanh_fraction"}  # for use in others
+# for use in others
+NUMBERS = {"tiled_row", "tiled_col", "morton_row", "morton_col", "t5_bucket", "tanh_fraction", "document_start"}
 ENTRIES = library()
 
 

@@ -25,8 +25,10 @@ def same(c, t):
 
 
 @words
-def same_by_batch(c, t):
-    return lambda b, h, q: np.flatnonzero(t[b] == t[b, q])
+def same_by_batch(c, t, start=None, *_):
+    if start is None:
+        return lambda b, h, q: np.flatnonzero(t[b] == t[b, q])
+    return lambda b, h, q: document(c, [*np.unique(start[b]), t.shape[1]], start)(b, h, q)
 
 
 @words
@@ -44,6 +46,11 @@ def document(c, off, inner=None, *_):
         return [off[d] + j for j in local]
 
     return each(keys)
+
+
+@words
+def document_by_batch(c, off, *inner):
+    return lambda b, h, q: document(c, off[b], *inner)(b, h, q)
 
 
 @words
