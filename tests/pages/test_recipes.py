@@ -89,6 +89,7 @@ DENSE = {
     "Sliding window with sinks": [
         CAUSAL & ((Q - K < 64) | (K < 4)),
         first_of_each(DOC),
+        rows(first_of_each(np.arange(256) // 100), first_of_each((np.arange(256) >= 64) * 1)),
         rows(*(first_of_each(np.arange(256) // n) for n in (100, 64))),
     ],
     "Prefix LM": [rows(CAUSAL | (K < 40), CAUSAL | (K < 100))],

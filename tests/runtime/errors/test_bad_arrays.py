@@ -248,7 +248,7 @@ BAD = {
     "rank": (
         lambda: fk.compile("same(doc)")(Q, K, K, doc=np.zeros((8, 8), int)), fk.ParameterError,
         "`doc` is a table with 1 axis in the text, the value is a table with 2 axes; for [batch, length] write "
-        "`same_by_batch(doc)`, or `doc[b, q]`",
+        "`same_by_batch(doc)`, or `doc[b, q]`; for offsets `document_by_batch(doc)`",
     ),
     "dtype of a table": (
         lambda: fk.attention(Q, K, K, "same(doc)", doc=np.zeros(8, complex)), fk.ParameterError,

@@ -126,6 +126,15 @@ def test_traced_offsets_by_batch_are_facts_checked_on_request(monkeypatch):
         checked(jnp.asarray(OFF[:, ::-1]))
 
 
+def test_one_call_takes_documents_by_batch():
+    q, k, v, _ = (torch.tensor(x) for x in arrays())
+    for text, values in VALUES.items():
+        out = fk.attention(
+            q, k, v, text, layout="bshd", backend="aten", **{n: torch.tensor(x) for n, x in values.items()}
+        )
+        np.testing.assert_allclose(out, dense_gradients(*arrays())[0], atol=1e-5)
+
+
 def test_tokens_past_the_last_offset_are_hidden():
     dense = fk.mask("document_by_batch(off)", off=[[0, 3, 6], [0, 5, 5]]).dense(8, 8, 2, 1)[:, 0]
     assert [int(x.sum()) for x in dense] == [18, 25]
