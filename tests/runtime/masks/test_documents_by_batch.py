@@ -126,7 +126,7 @@ def test_traced_offsets_by_batch_are_facts_checked_on_request(monkeypatch):
         checked(jnp.asarray(OFF[:, ::-1]))
 
 
-def test_one_call_takes_documents_by_batch():
+def test_attention_of_one_call_takes_documents_by_batch():
     q, k, v, _ = (torch.tensor(x) for x in arrays())
     for text, values in VALUES.items():
         out = fk.attention(
