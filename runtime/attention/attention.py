@@ -26,8 +26,7 @@ from frisket.runtime.calls.arrays import Array, Arrays, arrays, device_of, frame
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import CallProgram, check_used, moved
+from frisket.runtime.calls.program import CallProgram, check_order, check_used, moved
 from frisket.runtime.calls.request import Request, stacked_values
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
@@ -36,8 +35,7 @@ from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import Call, results
-from frisket.runtime.plans.device import CallPlan, FlatPlan, device_plan, divided
+from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, divided, results
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend

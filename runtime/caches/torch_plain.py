@@ -26,7 +26,7 @@ from frisket.runtime.calls.arrays import FLOATS, in_graph
 from frisket.runtime.calls.stored_kv import WORDS, live_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
-from frisket.runtime.plans.call import results
+from frisket.runtime.plans.device import results
 
 from . import checks
 from .checks import ASKED, check_beside, check_path, check_queries

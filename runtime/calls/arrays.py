@@ -1,4 +1,7 @@
-"""The framework of an array, asked without importing one that the caller did not; and the shapes of a call, checked."""
+"""The framework of an array, asked without importing one that the caller did not; and the shapes of a call, checked.
+
+`Rows` are where arrays hold the queries and keys of an attention in another order.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from ctypes import c_char, string_at
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -19,6 +23,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.program import entries_of
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, Origin, Sizes
+from frisket.runtime.backends.base import Lazy
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import check_plain, learns, traced
 
@@ -398,3 +403,42 @@ def device_of(x: Any, framework: str) -> str:
     if framework == "torch":
         return str(x.device.type)
     return str(sys.modules["jax"].default_backend()) if framework == "jax" else "cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The row of q and of the results for each query, and that of k and v for each key.
+
+    >>> rows = Rows(np.array([2, 0, 1], np.int32), np.array([1, 0], np.int32))
+    >>> rows.back, rows.padded(2)[1]
+    (array([1, 2, 0]), array([1, 0, 0, 0], dtype=int32))
+
+    Executors that take `rows` read and write through them; around others, arrays are put in order and back.
+    """
+
+    queries: NDArray[np.int32]
+    keys: NDArray[np.int32]
+
+    @cached_property
+    def back(self) -> NDArray[Any]:
+        """The query of each row."""
+        return np.argsort(self.queries)
+
+    @cached_property
+    def keys_back(self) -> NDArray[Any]:
+        return np.argsort(self.keys)
+
+    def padded(self, more: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """`queries` and `keys` with the last row `more` times behind it: kernels fetch rows before they read them."""
+        queries, keys = (np.pad(x, (0, more), mode="edge").astype(np.int32) for x in (self.queries, self.keys))
+        return queries, keys
+
+
+Index = NDArray[np.int64]
+TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "jax")}
+
+
+def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
+    """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
+    found = TAKES.get(framework_of(x) or "numpy")
+    return np.take(x, index, axis=axis) if found is None else found(x, index, axis, inverse, scratch)

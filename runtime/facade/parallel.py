@@ -5,7 +5,6 @@
 1.0
 """
 
-from frisket.runtime.parallel.attend import attend
-from frisket.runtime.parallel.deal import Deal, Step, deal, steps
+from frisket.runtime.parallel.deal import Deal, Step, attend, deal, steps
 
 __all__ = ["Deal", "Step", "attend", "deal", "steps"]

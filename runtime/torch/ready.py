@@ -27,8 +27,7 @@ from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
-from frisket.runtime.plans.call import Call
-from frisket.runtime.plans.device import CallPlan, FlatPlan
+from frisket.runtime.plans.device import Call, CallPlan, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, function, kernel_tables
 
 from .autograd import Attend
