@@ -34,8 +34,7 @@ from frisket.runtime.machine.parameters import (
 )
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
-from .arrays import LAYOUTS, Arrays
-from .stored_kv import Stored
+from .arrays import LAYOUTS, Arrays, Stored
 
 Array = NDArray[Any]
 

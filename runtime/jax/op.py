@@ -29,9 +29,8 @@ from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.arrays import Rows, turn
+from frisket.runtime.calls.arrays import Rows, refuse_gradients, turn
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import Call
 

@@ -1,4 +1,4 @@
-"""Metadata that an attention operator is made with: dtypes, mesh, partition, scale, dropout, tiles; its text in JSON."""
+"""Metadata that an attention operator is made with: dtypes, mesh, partition, scale, dropout, tiles; as JSON too."""
 
 from __future__ import annotations
 

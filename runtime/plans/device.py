@@ -37,10 +37,9 @@ from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.curves import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
-from frisket.runtime.calls.arrays import Arrays, framework_of, version_of
+from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
 from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
 from frisket.runtime.masks.layout import Layout, make_layout

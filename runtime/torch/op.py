@@ -38,12 +38,11 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, turned, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings

@@ -16,9 +16,8 @@ from torch import Tensor
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import check_devices
+from frisket.runtime.calls.arrays import check_devices, refuse_gradients
 from frisket.runtime.calls.request import Request
-from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 
 from .autograd import gradients, gradients_again, mapped, no_second
