@@ -2,7 +2,7 @@
 
 `names` says, in order, what `values` (tensors) and `numbers` are; the names of scales and pages are no identifiers.
 Before them it says "max" where the largest scores are asked for, then ":" where a graph may ask for gradients, and the
-names of the values that want one, with ":" between. Imports torch.
+names of the values that want one, with ":" between.
 """
 
 from __future__ import annotations
