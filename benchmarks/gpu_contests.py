@@ -170,7 +170,7 @@ def tune_rows(scale: Scale) -> list[str]:
 
 def tune(row: str, scale: Scale) -> Measure:
     """Every tile of one kernel, the others as chosen; of the backward all kernels are in the figure."""
-    from frisket.runtime.calls.tuning import LaunchOptions, Tuning
+    from frisket.runtime.calls.options import LaunchOptions, Tuning
 
     kernel, mask, size, stages = row.split(", ")
     dim, length = int(size.removeprefix("D ")), scale.lengths[len(scale.lengths) // 2]

@@ -26,9 +26,9 @@ from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, conj, disj, free_name
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
+from frisket.lowering.plan import Runs
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
-from frisket.lowering.spans import Runs
 
 from .count import Rowwise, literal
 from .groups import Beyond

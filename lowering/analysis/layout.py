@@ -23,9 +23,8 @@ from frisket.dsl.ir import SIZES, TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import outside, steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
+from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, fitted, from_boxes, merge, records, share, whole
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import Runs, fitted, from_boxes, merge, records, share
 
 from .rows import Solved, by_query, solved, sweep
 from .table import Table

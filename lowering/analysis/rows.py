@@ -24,11 +24,10 @@ from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, var,
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds
+from frisket.lowering.plan import Bounds, Runs, merge
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.curves import Curve, depends, solve, together
 from frisket.lowering.simplify.rules_boolean import negate
-from frisket.lowering.spans import Runs, merge
 
 from .intervals import K0, K1, Q0, Q1
 from .questions import System, system, terms

@@ -22,22 +22,33 @@ from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
 from frisket.runtime.backends.stages import PlanCompilation
-from frisket.runtime.calls.arrays import Array, Arrays, arrays, device_of, framework_of, in_graph, shared, symbolic
+from frisket.runtime.calls.arrays import (
+    Array,
+    Arrays,
+    Stored,
+    arrays,
+    device_of,
+    framework_of,
+    in_graph,
+    live_of,
+    parted,
+    refuse_taken,
+    shared,
+    stored,
+    symbolic,
+)
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import CallProgram, check_used, moved
+from frisket.runtime.calls.program import CallProgram, check_order, check_used, moved
 from frisket.runtime.calls.request import Request, stacked_values
-from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import Call, results
-from frisket.runtime.plans.device import CallPlan, FlatPlan, device_plan, divided
+from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, divided, results
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend

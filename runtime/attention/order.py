@@ -16,7 +16,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, by_graph, candidates, closed, folded, position
-from frisket.runtime.calls.rows import Rows, take
+from frisket.runtime.calls.arrays import Rows, take
 from frisket.runtime.layouts.tiling import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike

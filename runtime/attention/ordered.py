@@ -31,7 +31,7 @@ from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import as_value, digest, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.masks.mask import Mask
-from frisket.runtime.plans.call import Call
+from frisket.runtime.plans.device import Call
 from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import KEPT, Attention

@@ -16,11 +16,9 @@ from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, rounding, to_numpy, turn
+from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, meant, rounding, to_numpy, turn
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.stored_kv import meant
-from frisket.runtime.plans.call import Call, dropout_terms
-from frisket.runtime.plans.device import checked_program
+from frisket.runtime.plans.device import Call, checked_program, dropout_terms
 
 Array = NDArray[Any]
 FLOOR = 1e-6

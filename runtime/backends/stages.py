@@ -14,8 +14,7 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import there
 from frisket.runtime.machine.parameters import is_tensor
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import Call
-from frisket.runtime.plans.device import CallPlan
+from frisket.runtime.plans.device import Call, CallPlan
 
 from .base import RECORDS
 from .registry import library, target_of

@@ -22,11 +22,10 @@ from frisket.grammar.memo import memo
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
 from frisket.runtime.backends.cpp.torch import LARGE, huge
-from frisket.runtime.calls.arrays import FLOATS, in_graph
-from frisket.runtime.calls.stored_kv import WORDS, live_of
+from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, live_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
-from frisket.runtime.plans.call import results
+from frisket.runtime.plans.device import results
 
 from . import checks
 from .checks import ASKED, check_beside, check_path, check_queries

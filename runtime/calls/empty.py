@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from frisket.lowering.plan import Geometry
-from frisket.runtime.plans.call import Call
+from frisket.runtime.plans.device import Call
 
 from .arrays import Arrays
 from .program import CallProgram

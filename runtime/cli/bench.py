@@ -22,9 +22,8 @@ from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, l
 from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.extras import extras, pip_install
 
-from .answer import CommandResult, Piece, row, table
+from .answer import CommandResult, Piece, examples, positive, row, table
 from .input import read_program, require_bound
-from .options import examples, positive
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
 LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says

@@ -21,9 +21,8 @@ from frisket.runtime.backends.registry import check_name, lowerable, reason
 from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
-from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, row, rows, table
+from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, add_sizes, add_subject, examples, row, rows, table
 from .input import compiled, read_program, require_bound
-from .options import add_sizes, add_subject, examples
 from .progress import progress
 from .show import described
 

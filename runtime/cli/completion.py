@@ -8,9 +8,8 @@ from rich.console import Console
 
 from frisket.dsl.library import library
 
-from .answer import CommandResult
+from .answer import CommandResult, examples
 from .main import COMMANDS, parser
-from .options import examples
 
 HOW = {
     "bash": 'eval "$(frisket completion bash)"            # for this shell; or a line of ~/.bashrc',

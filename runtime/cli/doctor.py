@@ -26,8 +26,7 @@ from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from frisket.runtime.masks.mask import mask
 
-from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row, table
-from .options import examples
+from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, examples, row, table
 from .show import counted, size
 
 PACKAGES = {  # what each is for, and the extra that brings it

@@ -17,9 +17,23 @@ from frisket.runtime.draw import terminal
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask
 
-from .answer import BAD, GOOD, SOME, CommandResult, Piece, code, coloured, rows
+from .answer import (
+    BAD,
+    GOOD,
+    SOME,
+    CommandResult,
+    Piece,
+    add_sizes,
+    add_slice,
+    add_subject,
+    code,
+    coloured,
+    examples,
+    natural,
+    rows,
+    tile,
+)
 from .input import LENGTH, compiled, laid_out, read_program, visible_mask
-from .options import add_sizes, add_slice, add_subject, examples, natural, tile
 
 STYLE = {"visible": GOOD, "full": GOOD, "hidden": BAD, "empty": BAD, "partial": SOME}
 

@@ -15,9 +15,8 @@ from frisket.runtime.explore.analyst import Analyst
 from frisket.runtime.explore.answer import slider
 from frisket.runtime.explore.server import Server, page
 
-from .answer import CommandResult, rows
+from .answer import CommandResult, add_sizes, add_subject, examples, natural, rows
 from .input import LENGTH, scalar, source, table
-from .options import add_sizes, add_subject, examples, natural
 from .show import counted
 
 

@@ -15,9 +15,8 @@ from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.runtime.masks.mask import program
 
-from .answer import AnswerRow, CommandResult, Piece, rows
+from .answer import AnswerRow, CommandResult, Piece, examples, rows
 from .input import LENGTH
-from .options import examples
 from .show import picture
 
 

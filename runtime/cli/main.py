@@ -25,8 +25,7 @@ from rich.text import Text
 from frisket import __version__
 from frisket.dsl.errors import FrisketError, MismatchError
 
-from .answer import BAD, NARROW, AnswerRow, CommandResult, Piece, folded
-from .options import Parser, meant
+from .answer import BAD, NARROW, AnswerRow, CommandResult, Parser, Piece, folded, meant
 
 PLAIN = str.maketrans({
     "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",

@@ -11,9 +11,8 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw.plot import SUFFIXES
 from frisket.runtime.masks.mask import Program
 
-from .answer import CommandResult, rows
+from .answer import CommandResult, add_sizes, add_subject, examples, natural, rows
 from .input import laid_out, read_program, visible_mask
-from .options import add_sizes, add_subject, examples, natural
 from .show import size, tiles, written
 
 PAGES = (".html", ".htm")

@@ -19,9 +19,8 @@ from frisket.runtime.machine.parameters import BoundExpr
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 
-from .answer import GOOD, SOME, CommandResult, row, rows
+from .answer import GOOD, SOME, CommandResult, add_sizes, add_slice, add_subject, examples, row, rows
 from .input import laid_out, read_program, require_bound, scalars, tables
-from .options import add_sizes, add_slice, add_subject, examples
 
 FOUND = {
     "closed form": "by solving the mask: one formula for all rows of tiles",

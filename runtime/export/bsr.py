@@ -19,7 +19,7 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.extras import extras
 
-from .visible import BUDGET, distinct, elements, scene, why
+from .tile_lists import BUDGET, distinct, elements, scene, why
 
 Array = NDArray[Any]
 _STEP = 1 << 21

@@ -16,7 +16,7 @@ from frisket.dsl.errors import ExportError, MismatchError
 from frisket.lowering.engines.flags import packing
 from frisket.runtime.layouts.tiling import Tiling
 
-from .visible import ANY, VisibleRuns, lines, listed, reader, why
+from .tile_lists import ANY, VisibleRuns, lines, listed, reader, why
 
 Array = NDArray[Any]
 

@@ -14,8 +14,7 @@ with extras():
     from frisket.runtime.operations import operators as operators  # registered by being imported
 
 from frisket.runtime.operations.base import AttentionImpl, AttentionRegistry, BaseOperation, OperationRegistry
-from frisket.runtime.operations.metadata import AttentionMetadata, Backend, OperationMetadata, Platform
-from frisket.runtime.operations.records import AttentionOutput
+from frisket.runtime.operations.metadata import AttentionMetadata, AttentionOutput, Backend, OperationMetadata, Platform
 
 __all__ = [
     "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation",

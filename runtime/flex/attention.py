@@ -17,8 +17,7 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.torch.jagged import closed_all, opened
 
 from .block_mask import BlockMask
-from .checks import alike, check_arrays, check_block_mask, check_device, options_of, read
-from .errors import ArrayError
+from .checks import ArrayError, alike, check_arrays, check_block_mask, check_device, options_of, read
 from .score_mod import (
     NAMES,
     check_total,

@@ -18,12 +18,11 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
 from frisket.lowering.plan import Sizes
-from frisket.runtime.machine.leave import leave
+from frisket.runtime.machine.integers import leave
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 
 from .block_mask import Block, BlockMask, forms_of
-from .checks import count_of, is_count, pair
-from .errors import MaskModError
+from .checks import MaskModError, count_of, is_count, pair
 from .live_mask import LiveMask, live_mask, of_bound, of_function, only_read
 from .mask_in_graph import packed as graph_packed
 from .score_mod import packed

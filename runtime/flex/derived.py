@@ -17,7 +17,7 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import Expr, lit, var
 from frisket.runtime.masks.mask import Mask
 
-from .errors import ListError, OrderError, PickError
+from .checks import ListError, OrderError, PickError
 from .live_mask import LiveMask, Value, fresh, live_mask
 from .tile_tensors import LISTS, PACKED, TENSORS, Lists, columns_of, with_columns, with_orders
 

@@ -30,7 +30,7 @@ from frisket.runtime.machine.parameters import BoundExpr, as_value, kind_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask, only
 from frisket.runtime.torch.spec import text_of
 
-from .errors import MaskModError
+from .checks import MaskModError
 
 Value = bool | int | float | torch.Tensor
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.runtime.masks.mask import program
 
+from .checks import MaskModError
 from .derived import Pick, picks
-from .errors import MaskModError
 from .live_mask import LiveMask
 from .tile_tensors import LISTS, TENSORS, Lists, ordered, with_columns, with_orders
 

@@ -40,8 +40,7 @@ from frisket.runtime.masks.mask import score as written
 from frisket.runtime.torch import op as torch_op
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
-from .checks import Asked, check_promises
-from .errors import ScoreModError, check_lookups
+from .checks import Asked, ScoreModError, check_lookups, check_promises
 from .live_mask import LiveMask, fresh, of_bound, only_read
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))

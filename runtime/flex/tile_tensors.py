@@ -8,7 +8,7 @@ from torch.nn.attention import flex_attention as theirs
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 
-from .errors import ListError
+from .checks import ListError
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 LISTS = tuple(f"{side}_{name}" for side in SIDES for name in ("num_blocks", "indices"))

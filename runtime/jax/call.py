@@ -27,7 +27,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import low_of, norm_of
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan, PlanKey

@@ -29,19 +29,16 @@ from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.arrays import turn
+from frisket.runtime.calls.arrays import Rows, refuse_gradients, turn
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.rows import Rows
-from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import Call
+from frisket.runtime.plans.device import Call
 
 from .arrays import narrowed, placed
 from .call import JaxCall
 from .platforms import quickest
-from .primitives import bound
+from .primitives import Task, bound
 from .take import reverse_only
-from .task import Task
 
 Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for

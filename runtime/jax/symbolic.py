@@ -25,11 +25,10 @@ from frisket.lowering.xla.symbolic import forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY
 from frisket.runtime.backends.registry import library
-from frisket.runtime.calls.arrays import arrays, named, turn
+from frisket.runtime.calls.arrays import arrays, named, parted, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.calls.stored_kv import parted
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
 from frisket.runtime.plans.device import divided

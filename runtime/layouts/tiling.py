@@ -25,9 +25,8 @@ from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import Solved
 from frisket.lowering.analysis.table import Table, TableFacts, sides_of_ids
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
-from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
+from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, from_records, whole
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import Runs, from_records
 from frisket.runtime.machine import parameters
 
 Array = NDArray[Any]

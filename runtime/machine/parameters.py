@@ -36,7 +36,7 @@ from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
 from frisket.lowering.analysis.count import literal
 
-from .leave import outside
+from .integers import outside
 
 Array = NDArray[Any]
 Number = bool | int | float

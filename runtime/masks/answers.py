@@ -25,9 +25,8 @@ from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import bind_in_part, grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope, Spent
-from frisket.lowering.plan import Origin, Sizes, whole
+from frisket.lowering.plan import Origin, Runs, Sizes, whole
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import Runs
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine.parameters import BoundExpr, separated
 

@@ -31,15 +31,15 @@ from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.layout import grid_of, swap
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import FAR, LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.plan import FAR, RATE, SEED, Geometry, LoopPlan, Origin, Sizes, Spans, make_plan, survives, whole
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.curves import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
-from frisket.runtime.calls.arrays import framework_of, version_of
+from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
+from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
 from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -519,3 +519,33 @@ def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
 
 
 CallPlan: TypeAlias = Plan | FlatPlan
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arrays that fit together and a plan that fits them. `sinks`: [heads] or None; `seed`: None without dropout."""
+
+    given: Arrays
+    geometry: Geometry
+    plan: CallPlan
+    backend: str
+    rate: float
+    seed: Any
+    sinks: Any
+    top: bool  # whether the largest score of every row is asked for
+    live: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
+
+
+def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
+    """The arguments of `lowering.dense` for dropout; the names of `kept` are found in `params`."""
+    if not rate:
+        return {"params": {}}
+    return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
+
+
+def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:
+    """out, (out, lse), (out, max) or (out, lse, max)."""
+    for name, asked in (("return_lse", lse), ("return_max", top)):
+        flag(asked, name)
+    wanted = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
+    return wanted if len(wanted) > 1 else wanted[0]

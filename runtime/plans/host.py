@@ -11,9 +11,9 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Geometry, Origin, Sizes, Spans, Target
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import automatic
+from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.stored_kv import Stored
 
 from .compiled import Work, compiled_program, work
 

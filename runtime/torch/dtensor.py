@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from frisket.dsl.errors import ParameterError, ShapeError
 
-from .values import names_of, reserved
+from .running import names_of, reserved
 
 Placements = tuple[Any, ...]
 AXES = ("batch", "heads", "length", "head_dim")

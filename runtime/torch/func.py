@@ -20,7 +20,7 @@ from frisket.dsl.ir import uses
 
 from . import running as running
 from .autograd import each, no_forward_mode, no_second
-from .values import names_of
+from .running import names_of
 
 
 class FuncAttend(torch.autograd.Function):

@@ -16,8 +16,8 @@ from frisket.runtime.calls.request import Request
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import refuse_tangents
 from .op import cast
+from .running import sorted_out
 from .spec import HEAD
-from .values import sorted_out
 
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 

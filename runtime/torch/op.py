@@ -38,19 +38,16 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.arrays import COPIED, NATURAL, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, turned, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.calls.rows import Rows
-from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
-from frisket.runtime.plans.device import DeviceWork, refuse_written
+from frisket.runtime.plans.device import Call, DeviceWork, refuse_written
 from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, refuse_tangents, written_out

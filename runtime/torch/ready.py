@@ -24,11 +24,10 @@ from frisket.runtime.backends.base import RECORDS, Backend, engines_of
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
+from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
-from frisket.runtime.plans.call import Call
-from frisket.runtime.plans.device import CallPlan, FlatPlan
+from frisket.runtime.plans.device import Call, CallPlan, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, function, kernel_tables
 
 from .autograd import Attend

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
-from frisket.runtime.calls.arrays import in_graph
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows, in_graph
 
 Index = NDArray[np.int64]
 APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call of its own

@@ -17,7 +17,7 @@ from support.torch.dense import dense
 
 import frisket as fk
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 
 from . import scores
 from .attention import number_of

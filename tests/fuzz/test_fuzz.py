@@ -23,7 +23,7 @@ from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import callables as torch_callables
 from frisket.dsl.ir import lit
 from frisket.lowering.simplify import RULES, Simplifier, affine, rules_division
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 
 from . import caches, campaign, corpus, front, hostile, kernels, scores, simplified, smaller, targets
 

@@ -34,7 +34,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, n
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.lowering.xla.tiles import int64_enabled
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
 

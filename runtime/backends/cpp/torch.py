@@ -20,7 +20,7 @@ from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 from frisket.runtime.machine.cpp_build import library, of_torch
 
 Tensor = Any

@@ -22,8 +22,7 @@ from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, engines_of
-from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.tuning import AS_CHOSEN
+from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import compiled_program
 

@@ -12,7 +12,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton.tiles import architecture
-from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.plans.device import CallPlan
 
 ARCHITECTURES = ("sm_90", "sm_100")

@@ -27,7 +27,7 @@ from frisket.lowering.plan import Geometry, Spans, Target
 from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.rows import row_parts
-from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.plans.device import CallPlan
 
 SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions hand to each other

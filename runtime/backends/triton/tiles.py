@@ -42,7 +42,7 @@ from frisket.lowering.kernels.triton.cotangents import NAMES, square
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, Target, score_class
-from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask

@@ -14,13 +14,13 @@ from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
 from frisket.dsl.sugar import k, q
-from frisket.lowering import spans
+from frisket.lowering import plan
 from frisket.lowering.analysis import rows as closed_form
 from frisket.lowering.analysis import tiles
 from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.table import Table
+from frisket.lowering.plan import from_records
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import from_records
 
 
 def kinds(found, columns):
@@ -136,8 +136,8 @@ def test_past_the_budget_tiles_are_partial(work, transposed, monkeypatch):
 
 
 def test_very_many_runs_of_a_row_end_in_one_that_is_partial(monkeypatch):
-    monkeypatch.setattr(spans, "_LEAST", 4)
-    monkeypatch.setattr(spans, "_ROOM", 4)
+    monkeypatch.setattr(plan, "_LEAST", 4)
+    monkeypatch.setattr(plan, "_ROOM", 4)
     mask = parse_expression("(k // 8) % 2 == 0 & (q >= k | q < 30)", {})
     found = analyse(simplify(mask), q_len=100, kv_len=200, block=(16, 8))
     want = brute.kinds(mask, 100, 200, block=(16, 8))

@@ -14,7 +14,7 @@ from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
 from frisket.grammar.memo import clear as forget
-from frisket.lowering import spans
+from frisket.lowering import plan
 from frisket.lowering.analysis import intervals as abstract
 from frisket.lowering.analysis import layout as driver
 from frisket.lowering.analysis import questions, rows, tiles
@@ -189,7 +189,7 @@ MUTANTS = {
     "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, affine.interval(e)[1])),
     "an intersection keeps the looser bound": (rules_boolean, "_intersect", lambda f: [("ge", min(b for _, b in f))]),
     "anything implies anything of its form": (rules_boolean, "_implies", careless_implication),
-    "a record swallows its neighbour": (spans, "FULL", 1),
+    "a record swallows its neighbour": (plan, "FULL", 1),
     "partial tiles are called full": (tiles, "PARTIAL", 2),
     "never is always": (questions, "_never_literal", lambda e: TRUE),
     "eq is found between the ends": (questions, "_some_attained", lambda e: conj(TRUE)),

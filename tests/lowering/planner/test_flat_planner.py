@@ -19,11 +19,10 @@ from frisket.dsl.ir import lookup, make
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind, grid_of
-from frisket.lowering.plan import Spans
+from frisket.lowering.plan import Spans, from_records
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import from_records
 from frisket.runtime.machine.generated import load
 from lowering.planner import golden_planners
 

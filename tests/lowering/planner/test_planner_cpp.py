@@ -28,11 +28,11 @@ from frisket.dsl.ir import random as random_
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
+from frisket.lowering.plan import from_records
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import from_records
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.generated import load
 from frisket.runtime.plans import run as flat_native

@@ -20,7 +20,7 @@ from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.arguments import near
 from frisket.runtime.backends.triton.decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
 from frisket.runtime.backends.triton.tiles import default_target, target
-from frisket.runtime.calls.tuning import LaunchOptions, Tuning
+from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 H200 = 132
 CAUSAL = make_plan(q >= k, None)

@@ -15,7 +15,7 @@ from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.arguments import GRID
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
-from frisket.runtime.calls.tuning import LaunchOptions, Tuning
+from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 
 def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_90", **params):

@@ -7,7 +7,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.calls.arrays import arrays
-from frisket.runtime.calls.order_of_axes import check_order
+from frisket.runtime.calls.program import check_order
 from frisket.runtime.machine.once import SAID
 
 jax = pytest.importorskip("jax")

@@ -11,8 +11,8 @@ from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import ExportError
-from frisket.runtime.export import visible
-from frisket.runtime.export.visible import lines
+from frisket.runtime.export import tile_lists
+from frisket.runtime.export.tile_lists import lines
 
 DOC = np.repeat(np.arange(5), [7, 1, 20, 12, 8]).astype(np.int32)
 
@@ -34,8 +34,8 @@ def square(text: str, n: int = 48, **params):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fine", [8, 3])
 def test_lines_of_a_layout_are_its_rows_and_columns(fine, monkeypatch):
-    monkeypatch.setattr(visible, "_FINE", fine)
-    monkeypatch.setattr(visible, "_STEP", 700)
+    monkeypatch.setattr(tile_lists, "_FINE", fine)
+    monkeypatch.setattr(tile_lists, "_STEP", 700)
     for name, case in [*cases("lines")][fine % 2 :: 2]:
         layout, dense = formats.laid_out(case)
         for transposed in (False, True):

@@ -14,7 +14,7 @@ from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.grammar.memo import beside  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
-from frisket.runtime.calls.tuning import LaunchOptions, Tuning  # noqa: E402
+from frisket.runtime.calls.options import LaunchOptions, Tuning  # noqa: E402
 from frisket.runtime.flex import score_mod  # noqa: E402
 from frisket.runtime.flex.checks import KNOWN, REFUSED, options_of, read  # noqa: E402
 from frisket.runtime.torch.spec import attention_of, spec_of  # noqa: E402

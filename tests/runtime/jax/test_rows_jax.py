@@ -11,7 +11,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 from frisket.runtime.jax import call
 from frisket.runtime.machine import cpp_build
 

@@ -16,9 +16,8 @@ from frisket.caches.jax import KVCache
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import INT, walk
-from frisket.lowering.plan import LoopPlan, derived_table, make_plan
+from frisket.lowering.plan import LoopPlan, derived_table, from_records, make_plan
 from frisket.lowering.simplify import simplify
-from frisket.lowering.spans import from_records
 from frisket.runtime.attention import report as module
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import run as flat_run

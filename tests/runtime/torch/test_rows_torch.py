@@ -11,7 +11,7 @@ from support.native.compiler import needs_compiler
 import frisket as fk
 from frisket.runtime.attention import ordered
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.rows import Rows
+from frisket.runtime.calls.arrays import Rows
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
 

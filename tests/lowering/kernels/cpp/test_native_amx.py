@@ -18,7 +18,7 @@ import frisket as fk
 from frisket.dsl.sugar import b, k
 from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.cpp import text
-from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
 from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 

@@ -20,8 +20,8 @@ from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
 from frisket.runtime.backends.flash import executors, tiles
+from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.plans.host import Plan
 
 ROOT = Path(__file__).resolve().parents[4]

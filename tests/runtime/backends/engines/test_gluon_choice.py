@@ -11,9 +11,8 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.gluon.tiles import pays
 from frisket.runtime.backends.registry import quickest
-from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.rows import Rows
-from frisket.runtime.calls.tuning import LaunchOptions, Tuning
+from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.options import LaunchOptions, Options, Tuning
 
 LENGTH = 16_384
 
