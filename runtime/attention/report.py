@@ -131,7 +131,7 @@ def compared(
     ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
     theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
     return Report(
-        *ours, *map(max, zip(*theirs, strict=True)), arrays.dtype, gradients,
+        *ours, max(x for x, _ in theirs), max(y for _, y in theirs), arrays.dtype, gradients,
         all(bool(np.isfinite(x).all()) for x in arguments[:3]), norms,
     )  # fmt: skip
 
