@@ -23,7 +23,7 @@ from frisket.runtime.plans.device import Call, checked_program, dropout_terms
 Array = NDArray[Any]
 FLOOR = 1e-6
 _NO_GRADIENTS: list[dict[str, tuple[float, float]]] = [{}, {}]
-# (exact_delta, is_engine) of a backend -> what dense attention, beside which it is checked, rounds
+# (exact_delta, is_engine) of a backend -> what dense attention rounds where the two are compared
 STORED = {(True, False): (), (True, True): (), (False, False): ("out",), (False, True): ("out", "scores")}
 SMALL = 1 << 15  # entries of out, from which on errors are those of many numbers
 
