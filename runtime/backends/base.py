@@ -59,7 +59,7 @@ class Executors:
     build: Lazy | None = None  # compiles the forward before the first call; library calls run where it cannot
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap
-    rows: bool = False  # executors and build take rows=, see `calls.rows`
+    rows: bool = False  # executors and build take rows=, see `calls.arrays`
 
 
 @dataclass(frozen=True)
