@@ -1,5 +1,6 @@
-"""Every error of frisket: one class per kind of mistake, with a position where there is one and a way out; and hints
-for words and signs of other libraries and of mathematics.
+"""Every error of frisket: one class per kind of mistake, with a position where there is one and a way out.
+
+Hints are for words and signs of other libraries and of mathematics.
 """
 
 from __future__ import annotations
