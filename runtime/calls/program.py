@@ -18,20 +18,8 @@ from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.plan import Geometry
+from frisket.runtime.machine import parameters
 from frisket.runtime.machine.once import warn_once
-from frisket.runtime.machine.parameters import (
-    BoundExpr,
-    Origin,
-    as_value,
-    digest,
-    learns,
-    names_of,
-    offsets_of,
-    own_state,
-    position,
-    separated,
-    with_learned,
-)
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
 from .arrays import LAYOUTS, Arrays, Stored
@@ -45,21 +33,22 @@ class CallProgram:
 
     mask: Mask | None
     score: ScoreMod | None
-    places: tuple[BoundExpr, ...] | None = None  # positions in the problem of the arrays' q and k, or b, h, q and k:
-    # mask and score mod read these positions already, and dropout draws at them
+    # positions in the problem of the arrays' q and k, or b, h, q and k: mask and score mod read these positions
+    # already, and dropout draws at them
+    places: tuple[parameters.BoundExpr, ...] | None = None
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
 
     def __getstate__(self) -> dict[str, Any]:
-        return own_state(self)
+        return parameters.own_state(self)
 
     @property
-    def parts(self) -> list[BoundExpr]:
+    def parts(self) -> list[parameters.BoundExpr]:
         return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(n for p in self.parts for n in names_of(p.expr))
+        return frozenset(n for p in self.parts for n in parameters.names_of(p.expr))
 
     @property
     def exprs(self) -> tuple[Expr | None, Expr | None]:
@@ -79,9 +68,9 @@ class CallProgram:
         return {n: x for p in self.parts for n, x in p.tables.items()}
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> parameters.Origin:
         """Facts known of the names of all parts."""
-        return reduce(or_, (p.origin for p in self.parts), Origin())
+        return reduce(or_, (p.origin for p in self.parts), parameters.Origin())
 
     @property
     def captured(self) -> dict[str, Any]:
@@ -105,27 +94,29 @@ class CallProgram:
         """Float parameters that only the score mod reads: gradients flow to them."""
         if self.score is None:
             return frozenset()
-        seen = set() if self.mask is None else names_of(self.mask.expr).keys()
-        return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
+        seen = set() if self.mask is None else parameters.names_of(self.mask.expr).keys()
+        return frozenset(
+            n for n, (_, kind) in parameters.names_of(self.score.expr).items() if kind is FLOAT and n not in seen
+        )
 
     @cached_property
     def offsets(self) -> dict[str, str]:
         """The tables that hold offsets of segments, as `offsets_of` tells them."""
-        return {n: of for p in self.parts for n, of in offsets_of(p.expr).items()}
+        return {n: of for p in self.parts for n, of in parameters.offsets_of(p.expr).items()}
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
         """A program with more parameters bound; a name nobody uses is an error."""
         if not params:
             return self
         check_used(params, self.names)
-        values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
+        values = parameters.with_learned({n: parameters.as_value(n, x) for n, x in params.items()}, params)
         return self.changed(lambda p: p.bind(**only(values, p.expr)))
 
     def without(self, names: Iterable[str]) -> CallProgram:
         """A program with the values of `names` taken off."""
         off = set(names)
 
-        def bare(p: BoundExpr) -> BoundExpr:
+        def bare(p: parameters.BoundExpr) -> parameters.BoundExpr:
             if not off & p.params.keys():
                 return p
             return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
@@ -137,7 +128,9 @@ class CallProgram:
         or None for one that calls give."""
         name = next(n for i in count(1) if (n := f"softmax_scale_{i}") not in self.names)
         held = {} if scale is None else {name: scale}
-        first = ScoreMod(SCORE * param(name, FLOAT), held if learns(scale) else None, Origin(captured=held))
+        first = ScoreMod(
+            SCORE * param(name, FLOAT), held if parameters.learns(scale) else None, parameters.Origin(captured=held)
+        )
         reads = self.score is not None and "score" in uses(self.score.expr)
         return replace(self, score=first.then(self.score) if reads and self.score else self.score or first), name
 
@@ -180,9 +173,9 @@ def program_of(
         if mod is not None:
             raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
         return joined(source.mask, source.score).bind(params)
-    values = {n: as_value(n, x) for n, x in params.items()}
+    values = {n: parameters.as_value(n, x) for n, x in params.items()}
     mine, theirs = (_wanted(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
-    mine, theirs = with_learned(mine, params), with_learned(theirs, params)
+    mine, theirs = parameters.with_learned(mine, params), parameters.with_learned(theirs, params)
     found = joined(
         None if source is None else for_one_call(source, "mask", mine) if once else mask(source, **mine),
         None if mod is None else for_one_call(mod, "score", theirs) if once else score(mod, **theirs),
@@ -193,7 +186,7 @@ def program_of(
 
 def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
     if m is not None and s is not None:
-        m, s = separated(m, s)  # type: ignore[assignment]
+        m, s = parameters.separated(m, s)  # type: ignore[assignment]
     return CallProgram(m, s)
 
 
@@ -227,13 +220,13 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
     if coordinates and not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
     own, taken = {**program.scalars, **program.tables}, set(program.names)
-    given = {n: as_value(n, x) for n, x in coordinates.items() if n not in texts}
-    found = {n: position(n, x, {**own, **given}) for n, x in texts.items()}
-    if unused := [n for n in given if not any(n in names_of(e) for e in found.values())]:
+    given = {n: parameters.as_value(n, x) for n, x in coordinates.items() if n not in texts}
+    found = {n: parameters.position(n, x, {**own, **given}) for n, x in texts.items()}
+    if unused := [n for n in given if not any(n in parameters.names_of(e) for e in found.values())]:
         raise ParameterError(f"`{unused[0]}` is given and no coordinate uses it")
     others: dict[str, str] = {}  # names that mean something else already
     for n in given:
-        if n in taken and (n not in own or digest(own[n]) != digest(given[n])):
+        if n in taken and (n not in own or parameters.digest(own[n]) != parameters.digest(given[n])):
             others[n] = next(new for i in count(2) if (new := f"{n}_{i}") not in taken | given.keys())
             taken.add(others[n])
     values = {**own, **{others.get(n, n): x for n, x in given.items()}}
@@ -242,11 +235,11 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
 
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
-        names = names_of(e)
+        names = parameters.names_of(e)
         return type(p)(e, {n: x for n, x in values.items() if n in names}, origin.renamed({n: n for n in names}))
 
     places = program.places or ()
-    places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
+    places = (*(parameters.BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
     return replace(program, places=places).changed(put)
 
 

@@ -26,18 +26,9 @@ from frisket.dsl.types import BOOL
 from frisket.lowering.dense import check_room, coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
+from frisket.runtime.machine import parameters
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.once import warn_once
-from frisket.runtime.machine.parameters import (
-    BoundExpr,
-    Origin,
-    as_value,
-    learns,
-    locating,
-    names_of,
-    traced,
-    with_learned,
-)
 
 from . import answers
 from .answers import Answer
@@ -50,7 +41,7 @@ MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
 
-class Mask(BoundExpr):
+class Mask(parameters.BoundExpr):
     """A mask: which keys a query may see, as an expression of positions, and its parameters. Made by `frisket.mask`.
 
     >>> m = mask("causal & window(w)", w=256) | "k < 4"
@@ -71,7 +62,9 @@ class Mask(BoundExpr):
 
     what = "mask"
 
-    def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
+    def __init__(
+        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
+    ) -> None:
         if isinstance(expr, str):
             raise ParameterError(f"Mask takes an expression; write frisket.mask({expr!r}) for a text")
         if expr.type is not BOOL:
@@ -119,7 +112,7 @@ class Mask(BoundExpr):
         shape = (batch, heads, q_len, kv_len)
         check_room(shape, 1)
         env = {**coordinates(*shape), **self.scalars}
-        with locating(self):
+        with parameters.locating(self):
             return visible(self.expr, env, self.tables, shape).copy()
 
     @counting
@@ -140,7 +133,7 @@ class Mask(BoundExpr):
         `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that are out of range, `ParameterError` for
         a parameter without a value.
         """
-        with locating(self):
+        with parameters.locating(self):
             return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
@@ -207,7 +200,7 @@ class Mask(BoundExpr):
         check_reach(self.expr, [self.expr], self.scalars, self.tables, (batch, heads, q_len, kv_len), sizes=sizes)
 
 
-class ScoreMod(BoundExpr):
+class ScoreMod(parameters.BoundExpr):
     """How scores change before the softmax: a Float made of `score`, the scaled product of query and key, and of
     positions. Made by `frisket.score`.
 
@@ -226,7 +219,9 @@ class ScoreMod(BoundExpr):
 
     what = "score mod"
 
-    def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
+    def __init__(
+        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
+    ) -> None:
         if expr.type is BOOL:
             raise ParameterError(f"a score mod is a number, `{expr!r}` is a Bool")
         super().__init__(ir.to_float(expr), params, origin)
@@ -370,20 +365,24 @@ def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:
 
 def _from_python(
     fn: Callable[..., Any], kind: Any, params: Mapping[str, Any], again: bool = True
-) -> tuple[Expr, dict[str, Any], Origin]:
+) -> tuple[Expr, dict[str, Any], parameters.Origin]:
     """The Expr of a function, values for its parameters, and the arrays it captured. Those that JAX traces have no
     values: every call of the attention takes them as they are."""
     from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
 
     found = trace(fn, kind)
     kept = {n: x for n, x in found.tables.items() if n not in params}
-    values = {n: x for n, x in kept.items() if not traced(x)}
+    values = {n: x for n, x in kept.items() if not parameters.traced(x)}
     if not again:
-        return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes)
+        return found.expr, {**values, **params}, parameters.Origin(captured=kept, notes=found.notes)
     at = paths_to(fn, [x for x in (*kept.values(), *found.read) if not isinstance(x, np.ndarray)])
-    paths = {n: at.get(id(x), ()) for n, x in kept.items() if id(x) in at or learns(x)}
+    paths = {n: at.get(id(x), ()) for n, x in kept.items() if id(x) in at or parameters.learns(x)}
     inside = tuple((x, at[id(x)]) for x in found.read if id(x) in at)
-    return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes, paths=paths, inside=inside)
+    return (
+        found.expr,
+        {**values, **params},
+        parameters.Origin(captured=kept, notes=found.notes, paths=paths, inside=inside),
+    )
 
 
 def load(path: str | Path, **params: Any) -> Program:
@@ -412,7 +411,7 @@ def program(text: str, /, name: str = "program", **params: Any) -> Program:
 
 def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Program:
     check_names(params)
-    values = {n: as_value(n, v) for n, v in params.items()}
+    values = {n: parameters.as_value(n, v) for n, v in params.items()}
     found = read(text, kind=kind, params=values, name=name)
     values = {**found.defaults, **values}
     for text in found.changed:
@@ -421,17 +420,17 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
     return Program(
-        None if m is None else Mask(m, with_learned(only(values, m), params), _origin(found)),
-        None if s is None else ScoreMod(s, with_learned(only(values, s), params), _origin(found)),
+        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(found)),
+        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(found)),
         name,
     )
 
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
     """Values that an Expr reads, by name."""
-    names = names_of(e)
+    names = parameters.names_of(e)
     return {n: x for n, x in values.items() if n in names}
 
 
-def _origin(found: Parsed) -> Origin:
-    return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes), needs=found.needs)
+def _origin(found: Parsed) -> parameters.Origin:
+    return parameters.Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes), needs=found.needs)

@@ -17,21 +17,9 @@ from frisket.lowering.kernels.expr import Text
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
+from . import writer
 from .cotangents import GradientKernel, sums
 from .forward import describable
-from .writer import (
-    LINE,
-    Argument,
-    Dims,
-    TritonKernel,
-    arguments,
-    launched,
-    masked,
-    module,
-    padded,
-    rows_of_tables,
-    wrapped,
-)
 
 DELTA_KERNEL, DQ, DKV = (skeleton(__package__, name) for name in ("delta", "dq", "dkv"))
 WARP = 32  # threads
@@ -39,20 +27,22 @@ DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole 
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], *, dlse: bool = True,
     listed: Collection[str] = (),
 ) -> str:  # fmt: skip
     """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
     compute the gradients of the arrays, tables and slots in `wanted` (plan names), with or without a cotangent of lse;
     the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which several
     share a long row of tiles; `attention_dq_sums` and `attention_dkv_sums` add up what these write."""
-    return module("Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse, listed=listed))
+    return writer.module(
+        "Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse, listed=listed)
+    )
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], *, dlse: bool = True,
     listed: Collection[str] = (),
-) -> list[TritonKernel]:  # fmt: skip
+) -> list[writer.TritonKernel]:  # fmt: skip
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
     descriptors and on whether each thread of dkv has a load of two numbers of a query."""
     if dims.kv_dtype:
@@ -78,25 +68,25 @@ def bare(plan: LoopPlan) -> LoopPlan:
     return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
-def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:
+def delta_kernel(plan: LoopPlan, dims: writer.Dims, dlse: bool) -> writer.TritonKernel:
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
-    pad = "" if padded(dims.v_dim) == dims.v_dim else f"{e}[None, :] < {length}"
-    mask = masked("present[:, None]", pad)
-    text = filled(DELTA_KERNEL, wrapped, e=e, dim=dim, mask=mask, dlse=dlse, guard=plan.guard)
+    pad = "" if writer.padded(dims.v_dim) == dims.v_dim else f"{e}[None, :] < {length}"
+    mask = writer.masked("present[:, None]", pad)
+    text = filled(DELTA_KERNEL, writer.wrapped, e=e, dim=dim, mask=mask, dlse=dlse, guard=plan.guard)
     launch = (
         f"attention_delta: grid (query tiles, heads, batch), tiles of {DELTA.block_q} queries, "
         f"num_warps={DELTA.num_warps}."
     )
-    return TritonKernel("attention_delta", text, launch)
+    return writer.TritonKernel("attention_delta", text, launch)
 
 
 class _DqKernel(GradientKernel):
     """The kernel of dq, and of sums of captured gradients over keys."""
 
-    longest = LINE + 1
+    longest = writer.LINE + 1
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False
+        self, plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], listed: bool = False
     ) -> None:
         self.dq = "q" in wanted
         self.listed = self.parted = listed
@@ -104,8 +94,8 @@ class _DqKernel(GradientKernel):
         super().__init__(plan, target, dims, summed, slope=self.dq, gradients="q" * self.dq)
         self.described = target.descriptors and describable(plan, dims)
 
-    def kernels(self) -> list[TritonKernel]:
-        found = launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
+    def kernels(self) -> list[writer.TritonKernel]:
+        found = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
         return [found, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
@@ -122,21 +112,21 @@ class _DkvKernel(GradientKernel):
     """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], listed: bool = False,
+        self, plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], listed: bool = False,
         name: str = "attention_dkv",
     ) -> None:  # fmt: skip
         self.name = name
         self.dk, self.dv = "k" in wanted, "v" in wanted
         self.listed = self.parted = listed
-        known = arguments(plan)
-        self.rows_of_tables = {known[n].name: axis for n, axis in rows_of_tables(plan).items()}
+        known = writer.arguments(plan)
+        self.rows_of_tables = {known[n].name: axis for n, axis in writer.rows_of_tables(plan).items()}
         self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
         summed = [s for s in sums(plan, wanted) if s.along == "k"]
         written = [n for n in "kv" if n in wanted]
         super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True, gradients=written)
         self.described = target.descriptors and describable(plan, dims)
 
-    def address(self, table: Argument, args: Sequence[Text]) -> str:
+    def address(self, table: writer.Argument, args: Sequence[Text]) -> str:
         """The address of an entry. Rows of a table are counted from the first of a tile: with 64 bits for each a thread
         has no registers left."""
         axis = self.rows_of_tables.get(table.name)
@@ -148,9 +138,9 @@ class _DkvKernel(GradientKernel):
         steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
         return f"{' + '.join([table.name, *steps])} + ({own} + {self.clamped(index, size)} * {stride})"
 
-    def kernels(self) -> list[TritonKernel]:
+    def kernels(self) -> list[writer.TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
-        found = launched(self.name, text, grid, self.target, swapped=True)
+        found = writer.launched(self.name, text, grid, self.target, swapped=True)
         return [found, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
