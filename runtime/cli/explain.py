@@ -17,37 +17,28 @@ from frisket.runtime.draw import terminal
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask
 
-from .answer import (
-    BAD,
-    GOOD,
-    SOME,
-    CommandResult,
-    Piece,
-    add_sizes,
-    add_slice,
-    add_subject,
-    code,
-    coloured,
-    examples,
-    natural,
-    rows,
-    tile,
-)
+from . import answer as answers
 from .input import LENGTH, compiled, laid_out, read_program, visible_mask
 
-STYLE = {"visible": GOOD, "full": GOOD, "hidden": BAD, "empty": BAD, "partial": SOME}
+STYLE = {
+    "visible": answers.GOOD,
+    "full": answers.GOOD,
+    "hidden": answers.BAD,
+    "empty": answers.BAD,
+    "partial": answers.SOME,
+}
 
 
 def add_explain(p: argparse.ArgumentParser) -> None:
-    add_subject(p)
-    add_sizes(p)
+    answers.add_subject(p)
+    answers.add_sizes(p)
     asked = p.add_argument_group("what is asked; nothing: the stages and the rules that fired")
-    asked.add_argument("--q", type=natural, metavar="N", help="a query position, together with --k")
-    asked.add_argument("--k", type=natural, metavar="N", help="a key position")
-    asked.add_argument("--tile", type=tile, metavar="I,J", help="a tile: its row and column, from 0")
-    add_slice(asked)
+    asked.add_argument("--q", type=answers.natural, metavar="N", help="a query position, together with --k")
+    asked.add_argument("--k", type=answers.natural, metavar="N", help="a key position")
+    asked.add_argument("--tile", type=answers.tile, metavar="I,J", help="a tile: its row and column, from 0")
+    answers.add_slice(asked)
     asked.add_argument("--backend", metavar="B", help="whose target and source to show; default: torch's library calls")
-    examples(
+    answers.examples(
         p,
         "frisket explain 'causal & window(w)' --set w=256 --q 300 --k 17",
         "frisket explain 'same(doc)' --table doc=[0,0,1,1] --q 3 --k 1 --q-len 4",
@@ -56,7 +47,7 @@ def add_explain(p: argparse.ArgumentParser) -> None:
     )
 
 
-def explain(args: argparse.Namespace, console: Console) -> CommandResult:
+def explain(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """Explain a position or a tile, or else print the stages and the rules that fired."""
     if (args.q is None) != (args.k is None):
         raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
@@ -67,7 +58,7 @@ def explain(args: argparse.Namespace, console: Console) -> CommandResult:
     return explain_stages(args, console) if args.q is None else explain_point(args, console)
 
 
-def explain_point(args: argparse.Namespace, console: Console) -> CommandResult:
+def explain_point(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     mask = visible_mask(read_program(args), "to explain")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
     found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
@@ -76,14 +67,14 @@ def explain_point(args: argparse.Namespace, console: Console) -> CommandResult:
     spans = places(mask, found.clauses)
     position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
     data = {**position, "visible": found.visible, "because": found.because, "clauses": quoted(mask, spans)}
-    text = rows([
+    text = answers.rows([
         ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", found.because.replace("; ", "\n")),
         ("mask", marked(mask, spans, STYLE[answer], console)),
     ])  # fmt: skip
-    return CommandResult(data, text)
+    return answers.CommandResult(data, text)
 
 
-def explain_tile(args: argparse.Namespace, console: Console) -> CommandResult:
+def explain_tile(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     mask = visible_mask(read_program(args), "to explain")
     (i, j), (bq, bk) = args.tile, args.block
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
@@ -95,17 +86,17 @@ def explain_tile(args: argparse.Namespace, console: Console) -> CommandResult:
     spans, style = places(mask, found.clauses), STYLE[found.kind]
     if found.hidden_at is not None and found.kind == "partial":  # no clause decides it whole: what hides some of it
         b, h, q, k = found.hidden_at
-        spans, style = places(mask, layout.explain(q, k, b, h).clauses), BAD
+        spans, style = places(mask, layout.explain(q, k, b, h).clauses), answers.BAD
     data = {
         "tile": [i, j], "b": args.b, "h": args.h, "kind": found.kind, "because": found.because, **at,
         "clauses": quoted(mask, spans),
     }  # fmt: skip
     where = f"queries {ends(i, bq, layout.q_len)}, keys {ends(j, bk, layout.kv_len)}{of_slice(args)}"
-    text = rows([
+    text = answers.rows([
         ("tile", where), ("answer", Text(found.kind, STYLE[found.kind])), ("because", found.because),
         ("mask", marked(mask, spans, style, console)),
     ])  # fmt: skip
-    return CommandResult(data, text)
+    return answers.CommandResult(data, text)
 
 
 def of_slice(args: argparse.Namespace) -> str:
@@ -147,7 +138,7 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
             for a, z in here:
                 text.stylize(f"{style} underline", a, z)
             lines.append(text)
-            if not coloured(console):
+            if not answers.coloured(console):
                 under = "".join("^" if any(a <= n < z for a, z in here) else " " for n in range(len(line)))
                 lines.append(Text(under.rstrip()))
         start += len(line) + 1
@@ -157,27 +148,27 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 # -- stages -----------------------------------------------------------------------------------------------
 
 
-def explain_stages(args: argparse.Namespace, console: Console) -> CommandResult:
+def explain_stages(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     q_len = args.q_len or LENGTH
     stages = compiled(read_program(args)).stages(
         q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
         backend=args.backend,
     )  # fmt: skip
     texts = {name: stages.text(name) for name in NAMES}
-    text: list[Piece] = []
+    text: list[answers.Piece] = []
     for name in NAMES:
         text += ["", Text(f"-- {name} {'-' * (76 - len(name))}", "bold"), shown(name, stages, console)]
     if stages.engines:
         text += ["", Text(f"-- engines {'-' * 69}", "bold"), Text(stages.engines)]
     rules = dict(stages.rules.most_common())
-    return CommandResult({**texts, "engines": stages.engines, "rules": rules}, text[1:])
+    return answers.CommandResult({**texts, "engines": stages.engines, "rules": rules}, text[1:])
 
 
 def shown(name: str, stages: Any, console: Console) -> Text:
     """One stage as it prints, in colours where there are some."""
     text: str = stages.text(name)
     if name == "source" and stages.source:
-        return code(text, RECORDS[stages.target.backend].highlight, console)
+        return answers.code(text, RECORDS[stages.target.backend].highlight, console)
     if name == "layout" and isinstance(stages.layout, Layout):
         return Text.assemble(text.partition("\n")[0], "\n", terminal.layout_picture(stages.layout))
     return Text(text)

@@ -16,21 +16,9 @@ from frisket.grammar.memo import beside
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.torch.jagged import closed_all, opened
 
+from . import score_mod as score_mods
 from .block_mask import BlockMask
 from .checks import ArrayError, alike, check_arrays, check_block_mask, check_device, options_of, read
-from .score_mod import (
-    NAMES,
-    check_total,
-    in_sequences,
-    local,
-    local_live,
-    pair_of,
-    scored,
-    state_of,
-    traced,
-    values_of,
-    visible_inside,
-)
 from .tile_tensors import LISTS, columns_of, kinds_of
 
 
@@ -112,8 +100,8 @@ def compiled(
 
     nested, ragged = query, None
     if query.is_nested:
-        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
-        check_total(block_mask, query, key)
+        (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
+        score_mods.check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
     dtype = query.dtype
     query, key, value = alike(query, key, value)
@@ -152,8 +140,8 @@ def attend(
     ragged = nested = words = None
     if isinstance(query, Tensor) and query.is_nested:
         nested = query
-        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
-        check_total(block_mask, query, key)
+        (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
+        score_mods.check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
     dtype = query.dtype
     query, key, value = alike(query, key, value)
@@ -168,21 +156,21 @@ def attend(
     options = options_of(scale, gqa, asked, query.device.type)
     visible = None if block_mask is None else block_mask.live
     if ragged is not None:
-        visible = visible_inside(visible, ragged)
+        visible = score_mods.visible_inside(visible, ragged)
     watched = in_graph(query, key, value)
-    mod, tensors = (None, {}) if watched or score_mod is None else scored(score_mod)
+    mod, tensors = (None, {}) if watched or score_mod is None else score_mods.scored(score_mod)
     if watched or in_graph(query, *tensors.values()):
         from .graph import operator
 
-        live = None if score_mod is None else traced(score_mod, valueless=True)[0]
-        live = live if live is None or ragged is None else local_live(live, ragged)
+        live = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
+        live = live if live is None or ragged is None else score_mods.local_live(live, ragged)
         found: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, live, visible, options, top)
     else:
         if mod is not None and ragged is not None:
-            mod, names = local(mod, ragged)
-            tensors = {**tensors, **values_of(names, ragged)}
-            words = partial(in_sequences, names, ragged)
-        made = pair_of(mod, visible, options, tensors)
+            mod, names = score_mods.local(mod, ragged)
+            tensors = {**tensors, **score_mods.values_of(names, ragged)}
+            words = partial(score_mods.in_sequences, names, ragged)
+        made = score_mods.pair_of(mod, visible, options, tensors)
         made.check(query, key, tensors, asked, block_mask, words)
         found = made(query, key, value, tensors, top)
     found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
@@ -192,7 +180,7 @@ def attend(
 def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
     it. Kept with it, until an attribute is replaced or mask_mod reads something else."""
-    held, (said, tensors) = vars(theirs), state_of(theirs.mask_mod) or (object(), [])
+    held, (said, tensors) = vars(theirs), score_mods.state_of(theirs.mask_mod) or (object(), [])
     state = said, *map(id, tensors), *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in held.values())
     kept: dict[Any, tuple[BlockMask, Any]] = beside(theirs, "ours", dict)
     if state not in kept:
