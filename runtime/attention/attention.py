@@ -21,7 +21,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import PlanCompilation
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation
 from frisket.runtime.calls.arrays import (
     Array,
     Arrays,
@@ -102,6 +102,7 @@ class Attention:
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
+        self.history: list[CompileRecord] = []  # of calls that were prepared
         self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
@@ -200,7 +201,12 @@ class Attention:
     def _over(self, program: CallProgram) -> Attention:
         """Another program with the same options."""
         state = self.__reduce__()[2]
-        return type(self)(program, *state[1:])
+        return self._logs(type(self)(program, *state[1:]))
+
+    def _logs(self, other: Attention) -> Attention:
+        """`other`, whose records of `compiled` are this attention's too."""
+        other.history = self.history
+        return other
 
     @cached_property
     def scaled(self) -> tuple[Attention, str]:
@@ -360,7 +366,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self.options)
+        result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self)
         return result
 
     def _frameworks(self, request: Request) -> Iterator[str | None]:
@@ -505,10 +511,10 @@ class Attention:
         """
         texts = tuple(coordinates.items())
         if not all(isinstance(x, str | int) for _, x in texts):
-            return Attention(moved(self.program, coordinates), self.options)
+            return self._logs(Attention(moved(self.program, coordinates), self.options))
         found: Attention | None = self._moved.get(texts)
         if found is None:
-            found = Attention(moved(self.program, coordinates), self.options)
+            found = self._logs(Attention(moved(self.program, coordinates), self.options))
             remember(self._moved, texts, found, KEPT)  # other numbers at every step
         return found
 
@@ -518,7 +524,7 @@ class Attention:
         found: tuple[Attention, tuple[str | None, ...], str | None] | None = self._moved.get(("jagged", pattern))
         if found is None:
             program, names, number = rewritten(self.program, pattern)
-            found = self._moved["jagged", pattern] = Attention(program, self.options), names.tables, number
+            found = self._moved["jagged", pattern] = self._logs(Attention(program, self.options)), names.tables, number
         return found
 
     def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
@@ -529,6 +535,18 @@ class Attention:
     jagged_names._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
     # -- looking ----------------------------------------------------------------------------------
+
+    def compiled(self) -> tuple[CompileRecord, ...]:
+        """Return records of why calls compiled: the last 256 calls that were not prepared before.
+
+        >>> import torch, frisket as fk
+        >>> att = fk.compile("causal", backend="aten")
+        >>> for length in (64, 64, 96):
+        ...     out = att(*torch.ones(3, 1, 2, length, 16))
+        >>> [record.new for record in att.compiled()[1:]]
+        [('q_len', 'kv_len')]
+        """
+        return tuple(self.history)
 
     @counting
     def source(self, backend: str, *shape: Any, **sizes: Any) -> str:

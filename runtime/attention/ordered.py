@@ -99,7 +99,7 @@ class OrderedAttention(Attention):
         """The attention of arrays that are in an order, and that of arrays which are not, whose rows kernels find."""
         program = ordered(program, order)
         found = replace(self.options, rows=order.rows, engines=False, tile=self.options.tile or _tile(order))
-        return Attention(program, self.options), Attention(program, found)
+        return self._logs(Attention(program, self.options)), self._logs(Attention(program, found))
 
     def _at(self, q_len: int, kv_len: int, device: str, params: dict[str, Any]) -> tuple[Order, Attention, Attention]:
         """An order, and both attentions of `_in_order`."""

@@ -1,17 +1,18 @@
-"""The stages of `lowering.pipeline` for a plan, a geometry and a backend, and FRISKET_SHOW."""
+"""The stages of `lowering.pipeline` for a plan, a geometry and a backend, FRISKET_SHOW, and why a call compiled."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from frisket.lowering.pipeline import Exprs, stages
+from frisket.lowering.pipeline import NAMES, Exprs, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
-from frisket.runtime.machine.cpp_build import there
+from frisket.runtime.machine.cpp_build import kernel_step, there
 from frisket.runtime.machine.parameters import is_tensor
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import Call, CallPlan
@@ -83,8 +84,44 @@ def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilatio
         call.plan, call.backend, call.geometry, call.given.dtype, options, device, framework=call.given.framework,
         learned=[n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()],
     )  # fmt: skip
-    if (names := Settings.read().show) and found.target not in call.plan.shown:
+    if (names := [n for n in Settings.read().show if n in NAMES]) and found.target not in call.plan.shown:
         call.plan.shown.add(found.target)
-        made = stages(found)
-        print("\n\n".join(made.text(n) for n in names), file=sys.stderr)
+        print("\n\n".join(map(stages(found).text, names)), file=sys.stderr)
     return found
+
+
+class CompileRecord(NamedTuple):
+    """A record of why a call compiled. `what` is "built" if a compiler ran, "loaded" if a kernel came from disk, else
+    "planned". `new` names the parts of `key` that differ from `before`, the key of the most similar earlier call."""
+
+    at: float  # seconds since the epoch
+    what: str
+    seconds: float  # of the whole call
+    new: tuple[str, ...]
+    key: dict[str, Any]
+    before: dict[str, Any]  # empty for a first call
+
+    def __repr__(self) -> str:
+        parts = [f"{n} {self.key[n]} ({self.before.get(n, 'none')} before)" for n in self.new]
+        why = f"new {', '.join(parts) or 'kernel, under a known key'}" if self.before else "first call"
+        clock, backend = time.strftime("%H:%M:%S", time.localtime(self.at)), self.key["backend"]
+        return f"{clock} {self.what} {backend} in {self.seconds:.2g} s: {why}"
+
+
+def record(att: Any, call: Call, began: float, backend: str) -> None:
+    """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known."""
+    values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
+    key = {
+        "mask": str(program.mask), "score": str(program.score), **vars(call.geometry), "dtype": call.given.dtype,
+        "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
+        "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
+        **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
+    }  # fmt: skip
+    earlier = [x.key for x in reversed(att.history)]
+    differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in earlier]
+    new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
+    what, seconds = kernel_step.get() or "planned", time.perf_counter() - began
+    if new or what == "built":
+        att.history[:] = *att.history[-255:], CompileRecord(time.time(), what, seconds, new, key, before)
+        if "compiles" in Settings.read().show:
+            print(f"frisket: {att.history[-1]}\n  {att!r}", file=sys.stderr)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
-from frisket.runtime.backends.stages import compiled
+from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import Rows, refuse_gradients, turn
 from frisket.runtime.calls.options import Options
+from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import Call
 
@@ -45,8 +47,9 @@ ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
 
-def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
+def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a checked call."""
+    began, _, options = perf_counter(), kernel_step.set(""), att.options
     if Settings.read().show:
         compiled(call, options)
     if call.top and RECORDS[call.backend].engine is not None:
@@ -54,15 +57,17 @@ def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     asked = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows, call.given.dtype
     keeps = not plan.on_device and not call.rate
     known = plan.ready.get(kind) if keeps else None
-    if known is None:
+    if new := known is None:
         known = _divided_plan(call, options, asked)
         if keeps:
             plan.ready[kind] = known
     inner, learned, fixed = known
     out, lse, top = _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
+    if new:
+        record(att, call, began, call.backend)
     return turn(out, "bshd", call.given.layout), lse, top
 
 

@@ -76,6 +76,7 @@ class PendingError(LaterError):
 
 
 _defers: ContextVar[bool] = ContextVar("defers", default=False)
+kernel_step: ContextVar[str] = ContextVar("kernel step", default="")  # the last one here: "built" or "loaded"
 _loaded = Memo("runtime.machine.cpp_build.library", LOADED)
 # why, in words, and until when: an error would hold the arrays of its call
 _failed = Memo("runtime.machine.cpp_build.refused", LOADED)
@@ -289,6 +290,7 @@ def _found(sought: tuple[str, list[str]]) -> ctypes.CDLL | None:
 def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
     sought = _sought(source, variant)
     if (found := _found(sought)) is not None:
+        kernel_step.set(kernel_step.get() or "loaded")
         return found
     if _defers.get() and background.begin(_key(source, variant), lambda: _in_thread(source, variant)):
         raise PendingError
@@ -308,6 +310,9 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
                 if (found := _load(kept, name)) is not None:
                     return found
                 _build(source, command, folder, name)
+                kernel_step.set("built")
+                if "compiles" in Settings.read().show:
+                    print(f"frisket: {command[0]} built {folder / name}.cpp", file=sys.stderr)
                 try:
                     found = _opened(kept, name)
                 finally:

@@ -26,8 +26,8 @@ class Variable:
 def _stages(text: str) -> tuple[str, ...]:
     names = tuple(n.strip() for n in text.split(",") if n.strip())
     for n in names:
-        if n not in NAMES:
-            raise ParameterError(f"FRISKET_SHOW={text}: no stage {n!r}; there are {', '.join(NAMES)}")
+        if n not in (*NAMES, "compiles"):
+            raise ParameterError(f"FRISKET_SHOW={text}: no stage {n!r}; there are {', '.join(NAMES)}, compiles")
     return names
 
 
@@ -60,7 +60,7 @@ def _switch(name: str) -> Callable[[str], bool]:
 
 
 VARIABLES = (
-    Variable("FRISKET_SHOW", _stages, "print these stages of every new compilation to stderr, comma separated"),
+    Variable("FRISKET_SHOW", _stages, "stages to print to stderr at each compilation; compiles: why it compiled"),
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
     Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 reference"),

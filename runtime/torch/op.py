@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -37,13 +38,13 @@ from frisket.lowering.plan import LIVE, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
-from frisket.runtime.backends.stages import compiled
+from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, turned, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back
+from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import Work
@@ -83,6 +84,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         if ready.bshd:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
         return ready.again(q, k, v, found, request.seed, att.options, request.sinks, request.top, saving)
+    began, _ = perf_counter(), kernel_step.set("")
     call = att.call(request._replace(q=q, k=k, v=v))
     if call.geometry.vacant:
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
@@ -94,7 +96,9 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
     ready = _prepare_and_keep(call, att, request, key, kept, tables)
-    return run(call, ready, saving)
+    result = run(call, ready, saving)
+    record(att, call, began, ready.target.backend)  # after the run, which loads Triton's kernels
+    return result
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,9 +311,9 @@ def _prepare_and_keep(
     return ready
 
 
-def execute(call: Call, options: Options) -> tuple[Any, ...]:
+def execute(call: Call, att: Any) -> tuple[Any, ...]:
     """(out, lse, top) of a checked call."""
-    return run(call, prepare(call, options))
+    return run(call, prepare(call, att.options))
 
 
 def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ METHODS = {
     "Mask": "layout dense at __and__ __or__ __xor__ __invert__ __sub__ params",
     "ScoreMod": "then params",
     "Layout": "counts visible_pairs density exact facts spans runs transposed kinds explain",
-    "Attention": "__call__ plan source stages check",
+    "Attention": "__call__ plan source stages check compiled",
     "Program": "mask score",
     "Report": "good",
     "Stages": "expr simplified facts layout plan target source",

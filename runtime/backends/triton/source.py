@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from frisket.dsl.errors import BackendError
-from frisket.runtime.machine.cpp_build import ours, put, sweep, writable
+from frisket.runtime.machine.cpp_build import kernel_step, ours, put, sweep, writable
 
 
 def load(source: str) -> ModuleType:
@@ -17,6 +17,7 @@ def load(source: str) -> ModuleType:
     module.__file__ = str(path)
     # Not the import system: its bytecode cache goes by time and size, and here only the text counts.
     exec(compile(source, str(path), "exec"), module.__dict__)
+    kernel_step.set("built")  # Triton compiles it at its first launch
     return module
 
 

@@ -244,7 +244,7 @@ def test_calls_are_compared_under_frisket_check(monkeypatch):
          "pallas-mosaic-gpu, sdpa, cudnn, splash, dense, library, native"),
         ("FRISKET_CHECK", "yes", "FRISKET_CHECK=yes: write 0 or 1"),
         ("FRISKET_SHOW", "sorce", "FRISKET_SHOW=sorce: no stage 'sorce'; there are expr, simplified, facts, layout, "
-         "plan, target, source"),
+         "plan, target, source, compiles"),
     ],
 )  # fmt: skip
 def test_bad_settings_list_the_good_ones(name, value, text):
