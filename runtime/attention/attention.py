@@ -37,11 +37,10 @@ from frisket.runtime.calls.arrays import (
     stored,
     symbolic,
 )
-from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, moved
-from frisket.runtime.calls.request import Request, stacked_values
+from frisket.runtime.calls.request import Request, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.draw.pixels import DARK, LIGHT, Palette
-from frisket.runtime.draw.save import save
+from frisket.runtime.draw.pixels import DARK, LIGHT, Palette, save
 from frisket.runtime.machine.extras import extras
 
 VERSION = 1

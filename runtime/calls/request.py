@@ -1,10 +1,16 @@
-"""Request: the arguments of a call of attention, as users write them."""
+"""Request: the arguments of a call of attention, as users write them; makers of attentions, by name.
+
+Modules below `runtime/attention` make attentions by name: a graph of torch holds an attention as a text.
+`runtime/attention` registers two makers. "program" takes a program and options. "texts" takes a mask's text, a score
+mod's text, options and parameters, as `frisket.attention` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.machine.parameters import stacked
@@ -30,3 +36,20 @@ class Request(NamedTuple):
 def stacked_values(sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The sinks and parameters of a call, lists of traced numbers and of tensors as arrays."""
     return stacked("sinks", sinks), {n: stacked(n, x) for n, x in params.items()}
+
+
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+_makers: dict[str, Callable[..., Any]] = {}
+
+
+def register(name: str, make: Maker) -> Maker:
+    """Add a maker of attentions."""
+    _makers[name] = make
+    return make
+
+
+def attention_by(name: str) -> Callable[..., Any]:
+    """The registered maker of attentions; a program of torch.export may run before any other call of frisket."""
+    if name not in _makers:
+        import_module("frisket.runtime.attention.entry")
+    return _makers[name]

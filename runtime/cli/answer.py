@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, NoReturn, TypeAlias
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from frisket.dsl.errors import nearest
@@ -237,3 +239,14 @@ def tile(text: str) -> tuple[int, int]:
 def tile_size(text: str) -> tuple[int, int]:
     q, x, k = text.replace(",", "x").partition("x")
     return positive(q), positive(k if x else q)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr if that is a terminal, gone when the work is done; `step(name)` moves it."""
+    err = Console(stderr=True)
+    shown = sys.stderr.isatty() and not err.is_dumb_terminal  # colours may be forced into a pipe, a bar may not
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not shown) as bar:
+        task = bar.add_task("preparing", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)

@@ -21,9 +21,8 @@ from frisket.runtime.backends.registry import check_name, lowerable, reason
 from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
-from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, add_sizes, add_subject, examples, row, rows, table
+from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, add_sizes, add_subject, examples, progress, row, rows, table
 from .input import compiled, read_program, require_bound
-from .progress import progress
 from .show import described
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query

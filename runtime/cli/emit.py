@@ -17,9 +17,8 @@ from frisket.runtime.backends.registry import check_name, printed
 from frisket.runtime.backends.triton import report as triton_report
 from frisket.runtime.backends.triton.tiles import GPUS
 
-from .answer import BAD, GOOD, CommandResult, add_sizes, add_subject, code, examples, positive, table
+from .answer import BAD, GOOD, CommandResult, add_sizes, add_subject, code, examples, positive, progress, table
 from .input import compiled, read_program, shapes
-from .progress import progress
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:

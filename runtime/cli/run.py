@@ -16,10 +16,9 @@ from frisket.lowering.simplify import prepare
 from frisket.runtime.bench import packed
 from frisket.runtime.bench.race import spoken
 
-from .answer import CommandResult, add_subject, even, examples, positive, rows
+from .answer import CommandResult, add_subject, even, examples, positive, progress, rows
 from .doctor import cpu_count
 from .input import compiled, read_program, require_bound, scalars, tables
-from .progress import progress
 from .show import described, laid, picture
 
 

@@ -35,8 +35,7 @@ from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.runtime.layouts.tiling import Tiling
 
-from .pixels import DARK, LIGHT, Palette, of_tiles, png, start
-from .save import save
+from .pixels import DARK, LIGHT, Palette, of_tiles, png, save, start
 
 Array = NDArray[Any]
 Pack = Callable[[Array], dict[str, str]]

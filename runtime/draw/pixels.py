@@ -11,15 +11,20 @@ Blue, orange and paper are apart for every kind of colour vision and in greyscal
 
 from __future__ import annotations
 
+import os
+import secrets
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
@@ -147,3 +152,16 @@ def png(colours: Array) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write beside `path` and move it there, so that nobody ever reads half a picture."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+        os.replace(beside, path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise ParameterError(f"cannot write {path}: {error.strerror}") from None

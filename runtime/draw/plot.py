@@ -23,8 +23,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import uses
 from frisket.runtime.machine.extras import extras
 
-from .pixels import DARK, LIGHT, LOOKED_AT, Palette, Panel, panels, start
-from .save import save
+from .pixels import DARK, LIGHT, LOOKED_AT, Palette, Panel, panels, save, start
 from .terminal import tokens as position
 
 if TYPE_CHECKING:

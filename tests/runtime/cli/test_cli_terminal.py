@@ -210,7 +210,7 @@ def test_a_mask_from_standard_input(run):
 
 
 def test_a_bar_on_terminals_only(monkeypatch):
-    from frisket.runtime.cli.progress import progress
+    from frisket.runtime.cli.answer import progress
 
     class Terminal(io.StringIO):
         def isatty(self):
