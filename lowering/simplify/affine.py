@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -65,16 +65,21 @@ def sort_key(e: Expr) -> tuple[Any, ...]:
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
     several; inside each kind those of both q and k first, then by depth and operator.
     """
-    stack = [] if e.rank else [e]
+    key: tuple[Any, ...] = _filled(e, "rank", _look).key
+    return key
+
+
+def _filled(e: Expr, field: str, of: Callable[[Expr, list[Any]], Any]) -> Any:
+    """The field of a node, filled by `of` from those of its arguments: an Expr may be deeper than Python's stack."""
+    stack = [] if getattr(e, field) else [e]
     while stack:
         node = stack[-1]
-        missing = [a for a in node.args if a.rank is None]
+        missing = [a for a in node.args if getattr(a, field) is None]
         stack.extend(missing)
         if not missing:
             stack.pop()
-            node.rank = _look(node, [a.rank for a in node.args])
-    key: tuple[Any, ...] = e.rank.key
-    return key
+            setattr(node, field, of(node, [getattr(a, field) for a in node.args]))
+    return getattr(e, field)
 
 
 def _look(e: Expr, args: list[_Known]) -> _Known:
@@ -301,15 +306,7 @@ UNKNOWN: Interval = (None, None)
 
 def interval(e: Expr) -> Interval:
     """Inclusive ends of the values `e` can take at any position of any problem."""
-    stack = [] if e.interval else [e]  # an Expr may be deeper than Python's stack
-    while stack:
-        node = stack[-1]
-        missing = [a for a in node.args if a.interval is None]
-        stack.extend(missing)
-        if not missing:
-            stack.pop()
-            node.interval = _interval(node, [a.interval for a in node.args])
-    known: Interval = e.interval
+    known: Interval = _filled(e, "interval", _interval)
     return known
 
 

@@ -117,8 +117,8 @@ def record(att: Any, call: Call, began: float, backend: str) -> None:
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
-    earlier = [x.key for x in reversed(att.history)]
-    differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in earlier]
+    keys = reversed([x.key for x in att.history])
+    differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in keys]
     new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
     what, seconds = kernel_step.get() or "planned", time.perf_counter() - began
     if new or what == "built":

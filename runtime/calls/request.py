@@ -1,8 +1,7 @@
 """Request: the arguments of a call of attention, as users write them; makers of attentions, by name.
 
-Modules below `runtime/attention` make attentions by name: a graph of torch holds an attention as a text.
-`runtime/attention` registers two makers. "program" takes a program and options. "texts" takes a mask's text, a score
-mod's text, options and parameters, as `frisket.attention` does.
+`runtime/attention` registers two makers for modules below it. "program" takes a program and options. "texts" takes the
+texts of a mask and a score mod, options and parameters, as `frisket.attention` does.
 """
 
 from __future__ import annotations

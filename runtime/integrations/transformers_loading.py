@@ -11,14 +11,13 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 
-from frisket.dsl.errors import ParameterError
-
-from .fields import check_fields
+from frisket.dsl.errors import ParameterError, nearest
 
 BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
 
@@ -133,3 +132,22 @@ def eager_only(place: str) -> bool:
     ]  # fmt: skip
     flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)
+
+
+FIELDS = "frisket_mask", "frisket_score", "frisket_params"
+
+
+def check_fields(names: Iterable[str], where: str) -> None:
+    """Raise `ParameterError` for a name that begins as a field does and is none: configs take any.
+
+    >>> check_fields(["frisket_masks", "dtype"], "config.")
+    Traceback (most recent call last):
+    frisket.dsl.errors.ParameterError: config.frisket_masks is not read; did you mean `frisket_mask`?
+      the fields are frisket_mask, frisket_score, frisket_params
+    """
+    if wrong := [n for n in names if str(n).startswith("frisket") and n not in FIELDS]:
+        near = nearest(wrong[0], FIELDS)
+        raise ParameterError(
+            f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
+            f"  the fields are {', '.join(FIELDS)}"
+        )

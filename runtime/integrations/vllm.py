@@ -20,7 +20,7 @@ from torch import Tensor
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.runtime.caches.torch_plain import PLAIN
 
-from .fields import FIELDS, check_fields
+from .transformers_loading import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
 
 try:

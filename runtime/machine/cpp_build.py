@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import resources
@@ -29,7 +29,6 @@ from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
-from . import background
 from .cpp_cpu import flags_of, identity, lacking
 from .once import warn_once
 from .settings import Settings, cache_folder
@@ -95,7 +94,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     with _guard:
         if (found := _loaded.get(key)) is not None:
             return found  # type: ignore[no-any-return]
-        if _defers.get() and background.underway(key):
+        if _defers.get() and underway(key):
             raise PendingError
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
@@ -182,13 +181,58 @@ def _reason(*_environment: str) -> str:
 
 def _after_fork() -> None:
     """Replace the locks: a thread of the parent that held one does not exist in the child."""
-    global _guard
+    global _guard, _forked
     _guard = threading.Lock()
     _building.clear()
+    _reset()
+    _forked = True
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- builds in threads beside the program, on half of the cores -----------------------------------
+
+_threads: dict[Hashable, threading.Thread] = {}  # of builds that wait or run
+_slots: threading.Semaphore
+
+
+def _reset() -> None:
+    """Forget all builds: the child of a fork does not have the threads of its parent."""
+    global _slots
+    _slots = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+    _threads.clear()
+
+
+_reset()
+
+
+def underway(key: Hashable) -> bool:
+    """Whether a build waits or runs."""
+    return key in _threads
+
+
+def begin(key: Hashable, build: Callable[[], object]) -> bool:
+    """Run `build` in a thread, once at a time for each key; False where no thread can be had. The interpreter ends
+    after the builds that run, without those that wait."""
+
+    def work() -> None:
+        try:
+            with _slots:
+                if threading.main_thread().is_alive():
+                    build()
+        finally:
+            _threads.pop(key, None)
+
+    thread = threading.Thread(target=work, name="frisket compiler", daemon=False)
+    if _threads.setdefault(key, thread) is thread:
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter ends
+            del _threads[key]
+            return False
+    return True
 
 
 # -- the compiler ---------------------------------------------------------------------------------
@@ -292,7 +336,7 @@ def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
     if (found := _found(sought)) is not None:
         kernel_step.set(kernel_step.get() or "loaded")
         return found
-    if _defers.get() and background.begin(_key(source, variant), lambda: _in_thread(source, variant)):
+    if _defers.get() and begin(_key(source, variant), lambda: _in_thread(source, variant)):
         raise PendingError
     return _built(source, sought)
 
@@ -536,12 +580,3 @@ def _child() -> bool:
 
 
 _forked = _child()
-
-
-def _pool_after_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool_after_fork)

@@ -19,7 +19,8 @@ import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import clear as forget
 from frisket.runtime.cli.main import main
-from frisket.runtime.machine import background, once
+from frisket.runtime.machine import cpp_build as background
+from frisket.runtime.machine import once
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.torch.ready import CHANGES, ChangingTables
@@ -512,7 +513,7 @@ def test_a_child_of_a_fork_compiles_by_itself(behind):
     text = (
         CALL.format(runs=str(behind.folder / "runs"))
         + """
-from frisket.runtime.machine import background
+from frisket.runtime.machine import cpp_build as background
 child = os.fork()
 if child == 0:
     same = torch.allclose(att(q, k, v), out, atol=1e-5)
