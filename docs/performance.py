@@ -611,7 +611,7 @@ Results and gradients at head sizes 64 and 128, compared with float64; of Gluon'
 score mod of the library has run on Triton and on Gluon in both dtypes. Not compared yet:
 
 - FlashAttention 4;
-- `gym_sliding_window`, which is newer;
+- `gym_sliding_window`, `document_by_batch` and `same_by_batch(t, start, m)`, which are newer;
 - the lse of 7 masks in bfloat16 on Triton, which ran on the first day alone;
 - engines (`sdpa`, `cudnn`) with query heads that share a key head, and with transposed arrays.
 

@@ -13,7 +13,6 @@ from textwrap import wrap
 from typing import Any, NoReturn, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from frisket.dsl.errors import nearest
@@ -244,6 +243,9 @@ def tile_size(text: str) -> tuple[int, int]:
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr if that is a terminal, gone when the work is done; `step(name)` moves it."""
+    # commands that end at once do not load it
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     err = Console(stderr=True)
     shown = sys.stderr.isatty() and not err.is_dumb_terminal  # colours may be forced into a pipe, a bar may not
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -150,8 +150,9 @@ def test_gpu_page_states_the_rows_that_results_lack():
     never, no_lse = left[True], left[False]
     engines = {f"{n}, {d}{gpu_right.SHARED}" for n in ("sdpa", "cudnn") for d in gpu_right.DTYPES}
     newer = [left[True].pop(f"{n}, {d}") for n in ("triton", "gluon") for d in gpu_right.DTYPES]
-    assert newer == [["gym_sliding_window(w)"]] * 4
-    assert "- `gym_sliding_window`, which is newer" in page
+    entries = ["gym_sliding_window(w)", "same_by_batch(t, start, m)", "document_by_batch(off)"]
+    assert newer == [[*entries, "document_by_batch(off, m)"]] * 4
+    assert "- `gym_sliding_window`, `document_by_batch` and `same_by_batch(t, start, m)`, which are newer" in page
     assert never.keys() == {"flash, bfloat16", "flash, float16", *engines}
     assert no_lse.keys() == {"triton, bfloat16"}
     assert f"- the lse of {len(no_lse['triton, bfloat16'])} masks in bfloat16 on Triton" in page
