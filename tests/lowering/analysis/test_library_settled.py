@@ -6,7 +6,10 @@ import cases
 import pytest
 from support.tiers import thinned
 
+FIRST_KEYS = "the first keys of a document are told by a table at each query"
 REASONS = {
+    "same_by_batch(t, start, m)": FIRST_KEYS,
+    "document_by_batch(off, m)": FIRST_KEYS,
     "natten1d(size, n, dilation, stride, is_causal)": "visible keys lie a dilation apart, at the corner of a tile",
     "tiled_natten(rows, cols, kernel_rows, kernel_cols, q_tile_rows, q_tile_cols, k_tile_rows, k_tile_cols)": (
         "tiles of queries and of keys have different sides: a corner of one image tile in one tile of the layout"
