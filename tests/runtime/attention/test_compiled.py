@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 from support.native.shared import DIM, LENGTH, PROGRAMS
 
 import frisket as fk
@@ -72,6 +73,7 @@ def test_compiled_then_gradients_of_jax_add_no_record():
     assert len(att.compiled()) == 1
 
 
+@needs_compiler
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_compiled_then_native_kernels_are_built_once(framework, monkeypatch):
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
@@ -84,6 +86,7 @@ def test_compiled_then_native_kernels_are_built_once(framework, monkeypatch):
     assert first.at <= second.at
 
 
+@needs_compiler
 def test_compiled_then_a_compiler_that_ran_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FRISKET_SHOW", "compiles")

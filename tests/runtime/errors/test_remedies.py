@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.caches.torch import RingKVCache
@@ -160,6 +161,7 @@ def test_return_max_is_a_reserved_name():
             call()
 
 
+@needs_compiler
 def test_warm_reports_backends_that_do_not_run():
     report = fk.warm(fk.compile("causal", backend="pallas-tpu"), {"q_len": 64}, gradients=False)
     assert report.good
