@@ -104,7 +104,10 @@ def _rows(
     p = np.exp(m - shift[..., None])
     total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))
     lse = np.log(total) + shift
-    p /= np.where(total == 0, 1, total)[..., None]  # not exp(m - lse): a large lse is off by more than p may be
+    if "lse" in stored:  # in powers of 2, as in flash attention
+        p = np.exp2(m * m.dtype.type(np.log2(np.e)) - (_finite(lse) * lse.dtype.type(np.log2(np.e)))[..., None])
+    else:  # a large lse is off by more than p may be in 16 bits
+        p /= np.where(total == 0, 1, total)[..., None]
     drop = np.ones(shape, p.dtype)
     if kept is not None:
         survives = np.broadcast_to(evaluate(kept, env, tables), shape)
@@ -165,7 +168,7 @@ def gradients(
     "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
     The formulas are those of `lowering.derive`, position by position; options as of `attention`. `stored` names arrays
-    of float32 that are rounded too: "out", from which delta is then taken, and "scores".
+    of float32 that are rounded too: "out", from which delta is then taken, "scores", and "lse", for weights.
     """
     kv_heads = k.shape[1]
     q, k, v = _per_query_head(rounded, q, k, v)

@@ -111,6 +111,7 @@ def compared(
         "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,
     }  # fmt: skip
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
+    stored = (*stored, "lse") if arrays.dtype == "float32" else stored
     want, want_lse = dense.attention(*arguments, **options)
     plain = [dense.attention(*these, **options, rounded=in_dtype, stored=stored) for these in draws]
     gradients, norms = _NO_GRADIENTS
