@@ -388,8 +388,8 @@ def _start(x: Any) -> Any:
 def scale_of(scale: Any, name: str = "scale", known: bool = False) -> Any:
     """A scale as a number. Unless it must be `known`, one that is traced or learned is returned as a Float scalar,
     because a number would lose its gradient."""
-    if scale is None:
-        return None
+    if scale is None or (type(scale) in (int, float) and math.isfinite(scale)):  # Dynamo reads no more of a number
+        return scale if scale is None else float(scale)
     changes = traced(scale) or learns(scale)
     single = not isinstance(scale, bool | str) and tuple(getattr(scale, "shape", ())) == ()
     if changes and single and not known:

@@ -164,3 +164,9 @@ def test_options_of_wrong_types_have_an_error(name):
     call, message = WRONG[name]
     with pytest.raises(fk.ParameterError, match=message):
         call()
+
+
+def test_plain_scales_stay_in_one_graph_of_torch():
+    q = torch.randn(1, 1, 24, 16)
+    run = torch.compile(lambda q: fk.attention(q, q, q, "causal", scale=0.5), backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(q), fk.attention(q, q, q, "causal", scale=0.5))
