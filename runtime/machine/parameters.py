@@ -161,7 +161,7 @@ def refuse_additive(mask: Any, bias: Any = None) -> None:
     where a key is visible."""
     if bias is not None and str(bias.dtype).endswith("bool"):
         raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
-    if mask is not None and mask.dtype != bool and not traced(mask) and bool((mask < 0).any()):
+    if mask is not None and mask.dtype != bool and not traced(mask) and (np.asarray(mask) < 0).any():
         raise ParameterError(
             "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
             "mask=bias == 0"

@@ -80,3 +80,10 @@ def test_biases_in_lists_are_those_of_their_array():
 def test_operators_say_how_numbers_become_a_mask():
     with pytest.raises(fk.ParameterError, match=r"True is what is seen: mask != 0; or bias=mask"):
         jax.jit(lambda m: AttentionRegistry.create("frisket-xla")(Q, K, V, m).attention_outputs)(ADDED)
+
+
+def test_known_mask_of_floats_is_read_inside_jit():
+    x, mask = jnp.ones((1, 8, 2, 16)), jnp.tril(jnp.ones((1, 1, 8, 8)))
+    attend = attention_fn()
+    out = jax.jit(lambda x: attend(x, x, x, mask=mask))(x)
+    np.testing.assert_allclose(out, attend(x, x, x, mask=mask > 0), atol=1e-6)
