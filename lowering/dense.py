@@ -104,8 +104,8 @@ def _rows(
     p = np.exp(m - shift[..., None])
     total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))
     lse = np.log(total) + shift
-    if "lse" in stored:  # in powers of 2, as in flash attention
-        p = np.exp2(m * m.dtype.type(np.log2(np.e)) - (_finite(lse) * lse.dtype.type(np.log2(np.e)))[..., None])
+    if "lse" in stored:
+        p = np.exp(m - _finite(lse)[..., None])
     else:  # a large lse is off by more than p may be in 16 bits
         p /= np.where(total == 0, 1, total)[..., None]
     drop = np.ones(shape, p.dtype)
