@@ -1,8 +1,8 @@
 """First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in processes of its own.
 
 A process runs `python -m frisket.runtime.bench.compiles JOB`, the cost of one first call. JOB is a pickle of a
-contestant's name, a stage and contests of other lengths. Printed is one JSON object: the seconds of a second call,
-those of the first beyond it, and the seconds and compilations of a first call at each other length.
+contestant's name, a stage and contests of other lengths. It prints one JSON object: the seconds of a second call,
+and of the first beyond it. For each other length it has the seconds and compilations of a first call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A race: all contestants compute the same, are compared first, and are then timed in turns.
 
-Its lines to read say who, how long, beside ours, and why somebody is missing. A contest is a mask and a score mod, the
-sizes, and who takes part. Measurements share the machine's name, clocks, and calls timed in turns.
+Lines of a race say who ran, how long, the ratio to frisket, and why a contestant is missing. A contest is a mask, a
+score mod, sizes, and who takes part. Measurements share the machine's name, clocks, and calls timed in turns.
 """
 
 from __future__ import annotations

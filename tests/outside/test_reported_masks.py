@@ -90,7 +90,7 @@ def dflash(b, h, i, j):
 
 
 def dflash_window(b, h, i, j, width=7):
-    """Its sliding form: a draft is one token of its own window, and drafts are causal."""
+    """DFlash in sliding windows: each draft token has a separate window, and drafts are causal."""
     low = ANCHORS[b, i // DRAFT] + i % DRAFT - (width - 1)
     return dflash(b, h, i, j) and (low <= j if j < CONTEXT else (j - CONTEXT) % DRAFT <= i % DRAFT)
 
