@@ -356,7 +356,7 @@ class DecodeSpans:
     ) -> Spans | None:
         """The spans of one row of tiles; None where keys are not one interval. `full` has the sizes of the problem."""
         b0, h0, *places = origin
-        qs, ks = ([x] * batch if type(x) is int else _each(x, batch) for x in places)
+        qs, ks = ([x] * batch if type(x) is int else np.broadcast_to(x, (batch,)).tolist() for x in places)
         apart = "b" in self.apart or any(x != qs[0] for x in qs) or any(x != ks[0] for x in ks)
         nb, nh = batch if apart else 1, heads if "h" in self.apart else 1
         if q_len > block[0] or nb * nh > SLICES:
@@ -423,10 +423,6 @@ def decode_spans(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Tab
         )
     except (KeyError, EvaluationError):
         return None
-
-
-def _each(start: Any, batch: int) -> list[int]:
-    return [int(x) for x in np.broadcast_to(start, (batch,))]
 
 
 def _ends(ways: Solved) -> list[Expr]:

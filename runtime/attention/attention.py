@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, overload
 
@@ -330,7 +331,12 @@ class Attention:
         if traced(results[0]):
             report_later(call, *results[:2])
         else:
-            report(call, *results[:2]).require()
+            report(self._as_run(call), *results[:2]).require()
+
+    def _as_run(self, call: Call) -> Call:
+        """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
+        proof = _operators("torch").engine_call(call, self.options) if call.given.framework == "torch" else None
+        return call if proof is None else replace(call, backend=proof.backend)
 
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
@@ -634,9 +640,9 @@ class Attention:
         call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))
         if gradients and RECORDS[call.backend].has_gradients(call.given.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
-            found = report_gradients(partial(self, return_lse=True, **how), call, params)
+            found = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)
         else:
-            found = report(call, *self.run(call)[:2])
+            found = report(self._as_run(call), *self.run(call)[:2])
         found.require()
         return found
 

@@ -473,6 +473,8 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
         noise = draw.standard_normal(shape, np.float32)
         return MadeUp(noise, f"{name} = {rng}.standard_normal({shape}, np.float32)", "random numbers")
     length = problem.kv_len if name.startswith("k") or shape[-1] == problem.kv_len else problem.q_len
+    firsts = name.startswith("start")  # where the document of a position begins
+    length = max(problem.q_len, problem.kv_len) if firsts else length
     n = min(problem.documents, length)
     off, cut, note = offsets(length, n), f"offsets({length}, {n})", f"{n} documents of random lengths"
     if shape == (n + 1,):
@@ -482,9 +484,11 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
     if name.startswith(("len", "stop")):
         code = f"{name} = {rng}.integers({length // 2}, {length}, {shape}, np.int32)"
         return MadeUp(draw.integers(length // 2, length, shape, np.int32), code, f"from {length // 2:,} to {length:,}")
-    if shape[-1] == length:
-        ids = np.broadcast_to(np.repeat(np.arange(n, dtype=np.int32), np.diff(off)), shape)
-        code = f"np.repeat(np.arange({n}, dtype=np.int32), np.diff({cut}))"
+    if shape[-1] == length or firsts:
+        each = off[:-1] if firsts else np.arange(n, dtype=np.int32)
+        ids = np.broadcast_to(np.repeat(each, np.diff(off))[: shape[-1]], shape)
+        code = f"np.repeat({f'{cut}[:-1]' if firsts else f'np.arange({n}, dtype=np.int32)'}, np.diff({cut}))"
+        code += f"[:{shape[-1]}]" if shape[-1] < length else ""
         return MadeUp(
             ids, f"{name} = " + (code if ids.ndim == 1 else f"np.broadcast_to({code}, {shape})"), note, OFFSETS
         )

@@ -31,11 +31,6 @@ def as_int(x: Any) -> Any:
         return x
 
 
-def as_ints(x: Any) -> Any:
-    """A tuple or list as a tuple of ints; anything else as it is."""
-    return tuple(map(as_int, x)) if isinstance(x, tuple | list) else x
-
-
 def counting(method: F) -> F:
     """Decorate a method that no graph of torch holds, whose lengths may be anything that stands for an int:
     `lengths.sum()`, a numpy int."""
@@ -50,7 +45,8 @@ def counting(method: F) -> F:
 
 
 def _count(x: Any) -> Any:
-    return as_ints(as_int(x))
+    """The int that a value stands for, or a tuple of those of a tuple or list; anything else as it is."""
+    return tuple(map(as_int, x)) if isinstance(x, tuple | list) else as_int(x)
 
 
 P = ParamSpec("P")

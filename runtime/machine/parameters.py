@@ -243,7 +243,7 @@ def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
         longest = max((x for n in tables for x in values[n].shape), default=1)
         nodes = [n for n in ir.walk(condition) if n.op == "lookup"]
         reads = [(a, x) for n in nodes for a, x in zip(n.args, values[n.name].shape, strict=True)]
-        lengths = [max((x for a, x in reads if a is ir.var(c)), default=longest) for c in at]
+        lengths = [min((x for a, x in reads if a is ir.var(c)), default=longest) for c in at]  # all tables reach there
         env = {**{n: values[n] for n in scalars}, **dict(zip(at, np.ix_(*map(np.arange, lengths)), strict=True))}
         holds = np.broadcast_to(evaluate(condition, env, {n: values[n] for n in tables}), lengths)
         if not holds.all():

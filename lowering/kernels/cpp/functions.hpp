@@ -74,16 +74,19 @@ INLINE Vec exp2(Vec x) {
     Vec scale = (Vec)((Raw)shifted << MANTISSA);
     return (power_less_one(f) + 1.0f) * scale * 2.0f;
 }
-// tanh x = -e / (e + 2) with e = e^(-2|x|) - 1, which does not cancel near 0. Error 3 ulp.
+// With e = e^(-2|x|) - 1, tanh |x| = -e / (e + 2), which does not cancel near 0: error 3 ulp. From 0.55 on it is
+// 1 - 2 (e + 1) / (e + 2), which rounds by what is left to 1: error 2 ulp, 1 from 1.5 on, where soft caps saturate.
 INLINE Vec tanh(Vec x) {
     Vec size = x < 0 ? -x : x;
     Vec y = size > 20.0f ? reals(-57.7078f) : size * (-2 * LOG2E);
     Vec shifted = y + (ROUNDER + BIAS);
     Vec f = y - (shifted - (ROUNDER + BIAS));
     Vec scale = (Vec)((Raw)shifted << MANTISSA);
-    Vec e = power_less_one(f) * scale + (scale - 1.0f);
-    Vec t = e / (e + 2.0f);
-    return x < 0 ? t : -t;
+    Vec p = power_less_one(f), e = p * scale + (scale - 1.0f);
+    const Bits large = size > 0.55f;
+    Vec t = (large ? -2.0f * (p * scale + scale) : e) / (e + 2.0f);
+    t = large ? t + 1.0f : -t;
+    return x < 0 ? -t : t;
 }
 // x = 2^exponent m with m between sqrt(1/2) and sqrt(2); log m = 2 atanh s, s = (m - 1) / (m + 1), by its series.
 INLINE Vec log_of_mantissa(Vec x, Vec &exponent) {

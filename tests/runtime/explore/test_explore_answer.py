@@ -167,6 +167,13 @@ def test_explorer_draws_the_whole_library(entry):
     check_entry(entry)
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(256, 256), (100, 256), (256, 100)])
+def test_first_positions_are_those_of_the_documents(q_len, kv_len):
+    text = "same_by_batch(t, start, sliding(4, 1))"
+    found = answer({"text": text, "q_len": q_len, "kv_len": kv_len, "batch": 2}, {})
+    assert "error" not in found, found["message"]
+
+
 def test_a_slider_stays_while_it_is_moved():
     first = asked("window(w)")["scalars"][0]
     for value in (first["low"], first["step"] * 3, first["high"]):

@@ -147,3 +147,11 @@ def test_hundreds_of_documents_in_a_row_have_a_plan():
     off = np.arange(0, 2402, 8)[None]
     assert fk.mask("document_by_batch(off)", off=off).layout(2400, 2400, block=(64, 64)).counts.partial == 38
     assert fk.compile("document_by_batch(off)").plan(2400, 2400, off=off).work((64, 64)) is not None
+
+
+def test_first_positions_may_be_those_of_the_queries_alone():
+    """The checks of the library ask no query beyond the last: ids are of all keys, `start` of 20 queries."""
+    mask = fk.mask(BY_IDS, ids=IDS, start=START[:, :20])
+    np.testing.assert_array_equal(mask.dense(20, LENGTH, 2, 1), WANT[:, :, :20])
+    with pytest.raises(fk.ParameterError, match=r"does not hold for .* at b = 1, q = 3"):
+        fk.mask(BY_IDS, ids=IDS, start=START[:, :20] + (np.arange(20) == 3) * [[0], [1]]).layout(20, LENGTH, batch=2)

@@ -67,9 +67,17 @@ def test_repeated_graph_calls_give_the_bits_of_new_ones(dtype, shape, monkeypatc
     assert not prepared_anew
     want = anew(monkeypatch, lambda: operator(att, arrays))
     assert prepared_anew
-    for a, b in zip(got, want, strict=True):
+    peaked = want[3][..., 1:2].abs() >= 0.125  # of other rows nothing writes or reads what rounding left out
+    for a, b in zip(defined(got, peaked), defined(want, peaked), strict=True):
         assert a.is_contiguous()
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def defined(results, peaked):
+    """Results with zeros in place of the memory that a forward leaves as it is."""
+    *others, norm = results
+    assert norm.is_contiguous()
+    return *others, torch.cat([norm[..., :2], torch.where(peaked, norm[..., 2:], 0.0)], -1)
 
 
 def test_strides_and_signs(monkeypatch):
