@@ -148,7 +148,7 @@ class _Forward(AtenTiles):
                 share = t.sum(-1, keepdim=True)
                 total = share if total is None else total.add_(share)
             # A product of 16 bits is rounded: of weights that sum to 1 it is the result, which is not rounded again.
-            unit = total.clamp(min=1.0) if self.half and len(todo) == 1 else 1
+            unit = self._sum(block, top, total) if self.half and len(todo) == 1 else 1
             for t, piece in zip(tiles, chunk, strict=True):
                 if self.kept is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
@@ -172,6 +172,14 @@ class _Forward(AtenTiles):
             self._store(block, acc, top, total)
         else:
             self.parts[whole, part] = acc.clone(), top, total
+
+    def _sum(self, block: Block, top: Tensor, total: Tensor) -> Tensor:
+        """What weights are divided by at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""
+        if self.sinks is not None:
+            sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
+            share = self.torch.exp2((sink - top).clamp_(max=60)).nan_to_num_(0.0)  # both may be -inf
+            total = total + share.to(self.dtype)
+        return (total if self.kept is None else total * self.keep).clamp(min=1.0)
 
     @property
     def _hollow(self) -> bool:

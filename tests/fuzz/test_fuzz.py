@@ -102,7 +102,7 @@ def test_a_wrong_meaning_is_found_and_made_small(target, monkeypatch):
     monkeypatch.setitem(programs.ON_INTS, ">=", np.greater)
     failures = failures_of(target, 40)
     shortest = min((f["test"] for f in failures), key=len)
-    assert {"simplifier": " >= "}.get(target, "q >= ") in shortest
+    assert " >= " in shortest
     assert len(shortest) < {"simplifier": 600}.get(target, 300)
     monkeypatch.undo()  # the test holds what was said to be visible
     names = {"Problem": Problem, "TARGETS": TARGETS, "rows": rows, "np": np}

@@ -50,7 +50,7 @@ def test_interpreted_large_scores():
 
 @pytest.mark.exhaustive
 def test_triton_numerics_pass_in_the_interpreter():
-    run(CHILDREN.parents[2] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
+    run(CHILDREN.parents[3] / "runtime/bench/test_numerics.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive
