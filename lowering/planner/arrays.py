@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES, Expr, walk
@@ -18,10 +18,10 @@ from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels import torch_mask_mod as expr_torch
-from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
+from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Text, machine, printed
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 
-from .planner import SEARCHES, Planner
+from .planner import RANGES, SEARCHES, Planner
 
 HEADERS, READING = parts(__package__, "headers"), parts(__package__, "reading")
 SHARED, INTERVALS, PIECES = parts(__package__, "arrays").values()
@@ -70,11 +70,9 @@ def _plain(op: str, by: Expr) -> bool:
 @memo(group="sources")
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
-    roots = tuple(machine(e) for e in plan.roots)
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _OWN])
     names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
-    known = {n: names.new(n) for n in (*plan.scalars, *plan.tables)}
-    body = _ArrayBody(plan, roots, words, names, known)
+    body = _ArrayBody(plan, words, names)
     inside = body.text()
     page = Page()
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")
@@ -83,7 +81,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     header = "\n" + filled(words.header, int=whole, float=real)
     used = SHARED + (INTERVALS if plan.seen else PIECES)
     reading = "\n".join(text for name, text in READING.items() if re.search(rf"\b{name}\(", inside))
-    blocks = [header, words.prelude(roots), used, reading, inside]
+    blocks = [header, words.prelude(body.roots), used, reading, inside]
     return str(page) + re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(p.rstrip("\n") for p in blocks if p.strip()) + "\n")
 
 
@@ -99,32 +97,71 @@ def of_sizes(e: Expr) -> bool:
     return all(n.op in ("lit", "extent") or (n.args and n.op not in tables) for n in walk(e))
 
 
-class _ArrayBody:
-    """The text of the function `plan_spans`."""
+class PlannerBody:
+    """The Exprs of a planner as lines of one language, and the names of what they read."""
 
     def __init__(
-        self, plan: Planner, roots: tuple[Expr, ...], words: Words, names: Names, known: Mapping[str, str]
+        self, plan: Planner, roots: Iterable[Expr], names: Names, table: Mapping[str, str], language: str
     ) -> None:
-        self.plan, self.roots, self.words, self.names, self.known = plan, roots, words, names, known
+        self.plan, self.names, self.roots = plan, names, tuple(machine(e) for e in roots)
+        self.known = {n: names.new(n) for n in (*plan.scalars, *plan.tables)}
+        self.free = {n.name for n in walk(*self.roots) if n.op == "var"}
+        self.ranks = dict.fromkeys(plan.tables, 1)
+        for n in walk(*self.roots):
+            if n.op == "lookup" or n.op in RANGES:
+                self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
+            elif n.op == "extent":
+                self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
         self.built: dict[str, str] = {}  # what is made of a table first: text -> name
         # an interval's k0 and k1 are the first and last key of the call, a piece's are its own
         when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
-        self.lines = printed(roots, words.table, self.leaf, lambda e, at: names.numbered("x"), words.name, when=when)
+        self.lines = printed(self.roots, table, self.leaf, lambda e, at: names.numbered("x"), language, when=when)
+
+    def leaf(self, e: Expr, args: list[Text]) -> Text | None:
+        """The text of what no operator table can write."""
+        raise NotImplementedError
+
+    def call(self, e: Expr, args: Iterable[Text]) -> Text:
+        """A call of the function that reads entries of a table."""
+        name = e.op if e.op == "segment" or e.op in SEARCHES else "look"
+        return Text(f"{name}({', '.join([self.known[e.name], *(a.text for a in args)])})")
+
+    def write(self, page: Page, *levels: int) -> None:
+        """Write the lines of some levels."""
+        page.line(*(f"{line.name} = {line.text}" for line in self.lines.lines if line.level in levels))
+
+    def named(self, text: str, wish: str) -> str:
+        """The name of what is made of a table first."""
+        if text not in self.built:
+            self.built[text] = self.names.new(wish)
+        return self.built[text]
+
+
+def sides(e: Expr) -> tuple[int, list[int], list[int]]:
+    """(number of a table's axes, those that a range runs along, the others)."""
+    half = len(e.args) // 2
+    ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
+    return half, ranging, [i for i in range(half) if i not in ranging]
+
+
+class _ArrayBody(PlannerBody):
+    """The text of the function `plan_spans`."""
+
+    def __init__(self, plan: Planner, words: Words, names: Names) -> None:
+        self.words = words
+        super().__init__(plan, plan.roots, names, words.table, words.name)
 
     # -- leaves ---------------------------------------------------------------------------------------
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
         if e.op == "lit":
             return self._literal(e)
-        if e.op == "var":
-            return Text(e.name)
-        if e.op == "param":
-            return Text(self.known[e.name])
+        if e.op in ("var", "param"):
+            return Text(e.name if e.op == "var" else self.known[e.name])
         if e.op == "extent":
             return Text(f"{self.known[e.name[0]]}.shape[{e.name[1]}]")
         if e.op in ("lookup", "segment") or e.op in SEARCHES:
-            function = "look" if e.op == "lookup" else e.op
-            return Text(f"{function}({', '.join([self.known[e.name], *(a.text for a in args)])})")
+            return self.call(e, args)
         if e.op in _BY_LITERAL and _plain(e.op, e.args[1]):
             symbol = _BY_LITERAL[e.op]
             binds = PRECEDENCE[symbol]
@@ -141,32 +178,24 @@ class _ArrayBody:
         return Text(text, PREFIX if text[0] == "-" else 10)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
-        half = len(args) // 2
-        lows, highs = args[:half], args[half:]
-        table = self.known[e.name]
-        ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
+        half, ranging, fixed = sides(e)
+        lows, highs, table = args[:half], args[half:], self.known[e.name]
         if not ranging:
-            return Text(f"look({', '.join([table, *(a.text for a in lows)])})")
-        fixed = [i for i in range(half) if i not in ranging]
+            return self.call(e, lows)
         join, other = _JOINS[e.op]
         moved = f"front({table}, ({', '.join(map(str, ranging))},))" if half > 1 else table
         row = "0"
         if fixed:
-            shape = self._made(moved, "turned")
+            shape = self.named(moved, "turned")
             row = f"leading({', '.join([shape, *(lows[i].text for i in fixed)])})"
         wish = f"{table}_{'least' if e.op == 'range_min' else 'most'}"
         if len(ranging) == 1:
             i = ranging[0]
-            held = self._made(f"line({moved}, {join}, {other})", wish)
-            return Text(f"over({held}, {row}, {lows[i].text}, {highs[i].text})")
-        held = self._made(f"plane({moved}, {join}, {len(ranging)})", wish)
+            line = self.named(f"line({moved}, {join}, {other})", wish)
+            return Text(f"over({line}, {row}, {lows[i].text}, {highs[i].text})")
+        plane = self.named(f"plane({moved}, {join}, {len(ranging)})", wish)
         boxes = [", ".join(side[i].text for i in ranging) for side in (lows, highs)]
-        return Text(f"within({held}, {row}, ({boxes[0]}), ({boxes[1]}))")
-
-    def _made(self, text: str, wish: str) -> str:
-        if text not in self.built:
-            self.built[text] = self.names.new(wish)
-        return self.built[text]
+        return Text(f"within({plane}, {row}, ({boxes[0]}), ({boxes[1]}))")
 
     # -- the function -----------------------------------------------------------------------------------
 
@@ -177,16 +206,15 @@ class _ArrayBody:
             self._begin(page)
             if self.plan.seen:
                 page.line("k0, k1 = k, k + kv_len - 1")
-            self._lines(page, self.lines, (SCALAR, ROW))
+            self.write(page, SCALAR, ROW)
             (self._intervals if self.plan.seen else self._pieces)(page)
             page.line("bounds, count, more = records_of(start, kind, columns, records)")
             page.line(f"return bounds, count, {'more' if self.plan.seen else 'overflow | more'}")
         return str(page)
 
     def _begin(self, page: Page) -> None:
-        used = {n.name for n in walk(*self.roots) if n.op == "var"}
         for i, name in enumerate(SIZES):
-            if name in used:
+            if name in self.free:
                 page.line(f"{name} = scalar(sizes[{i}], Int, q)")
         for name, type in self.plan.scalars.items():
             page.line(f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)')
@@ -196,11 +224,6 @@ class _ArrayBody:
             "bq, bk = block", "rows, columns = -(-q_len // bq), -(-kv_len // bk)", "row = arange(rows, q)[:, None]"
         )
         page.line("q0, q1 = q + row * bq, q + minimum(row * bq + bq, q_len) - 1")
-
-    def _lines(self, page: Page, lines: Printed, levels: tuple[int, ...]) -> None:
-        for line in lines.lines:
-            if line.level in levels:
-                page.line(f"{line.name} = {line.text}")
 
     def _intervals(self, page: Page) -> None:
         page.blank()
@@ -227,9 +250,9 @@ class _ArrayBody:
             page.line("stop = stops(start, columns)")
             page.line("k0, k1 = k + start * bk, k + minimum(stop * bk, kv_len) - 1")
             page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
-            if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
+            if "tk" in self.free:
                 page.line("tk = where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
-            self._lines(page, self.lines, (COLUMN, ROW | COLUMN))
+            self.write(page, COLUMN, ROW | COLUMN)
             always, never, mixed = (self.lines.values[e] for e in self.roots)
             page.line(f"always = {always}", f"never = {never}", f"mixed = {mixed}")
             page.line("kind = where(single | mixed, PARTIAL, OPEN)")

@@ -18,10 +18,10 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
-from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine, printed
+from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine
 from frisket.lowering.kernels.text import Names, Page
 
-from .arrays import WHEN
+from .arrays import PlannerBody, sides
 from .planner import CLASSES, SEARCHES, Planner
 
 AXES = 64  # of a table, as in cpp.hpp
@@ -33,7 +33,6 @@ LOOSE = {**BINDS, "&&": 0, "||": -1}
 # what is known of a range of a table's entries
 KNOWN = {"range_min": "Least<{}>", "range_max": "Greatest<{}>", **{op: f"Classes<{i}>" for i, op in enumerate(CLASSES)}}
 WISHES = {"range_min": "least", "range_max": "most"}
-ON_TABLES = frozenset({"look", "segment", *SEARCHES})
 
 
 def prelude() -> str:
@@ -78,61 +77,43 @@ def asked(plan: Planner) -> tuple[Expr, ...]:
     return plan.roots if plan.seen else (*plan.roots, *apart)
 
 
-class _CppBody:
+class _CppBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
-        self.plan = plan
-        self.roots = tuple(machine(e) for e in asked(plan))
-        self.places = words(plan)
-        self.names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
-        self.known = {n: self.names.new(n) for n in (*plan.scalars, *plan.tables)}
-        self.types = table_types(plan)
-        self.ranks = dict.fromkeys(plan.tables, 1)
-        for n in walk(*self.roots):
-            if n.op == "lookup" or n.op in KNOWN:
-                self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
-            elif n.op == "extent":
-                self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
-        self.built: dict[str, str] = {}  # what is made of a table first: type and arguments -> name
-        when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
-        self.page = printed(self.roots, {}, self.leaf, lambda e, at: self.names.numbered("x"), "C++", when=when)
+        self.places, self.types = words(plan), table_types(plan)
+        names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
+        super().__init__(plan, asked(plan), names, {}, "C++")
 
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaf(self, e: Expr, args: list[Text]) -> Text:
         if e.op == "lit":
             return _literal(e)
-        if e.op == "var":
-            return Text(e.name)
-        if e.op == "param":
-            return Text(self.known[e.name])
+        if e.op in ("var", "param"):
+            return Text(e.name if e.op == "var" else self.known[e.name])
         if e.op == "extent":
             return Text(f"{self.known[e.name[0]]}.sizes[{e.name[1]}]")
         if e.op in KNOWN:
             return self._range(e, args)
-        if e.op == "lookup" or e.op in ON_TABLES:
-            call = "look" if e.op == "lookup" else e.op
-            return Text(f"{call}({', '.join([self.known[e.name], *(a.text for a in args)])})")
+        if e.op in ("lookup", "segment") or e.op in SEARCHES:
+            return self.call(e, args)
         if e.op == "random":
             return Text(f"uniform({', '.join(a.text for a in args)})")
         return _operator(e, args)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
-        half = len(args) // 2
-        ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
+        half, ranging, fixed = sides(e)
         lows, highs = args[:half], args[half:]
         assert ranging or e.op not in CLASSES
         if not ranging:
-            return Text(f"look({', '.join([self.known[e.name], *(a.text for a in lows)])})")
+            return self.call(e, lows)
         known = KNOWN[e.op].format(TYPES[e.type])
         form = known + (f", {len(ranging)}" if len(ranging) > 1 else "")
         kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
         axes = ", ".join(map(str, ranging))
         text = f"{kind}<{form}> NAME({self.known[e.name]}, {half}, {{{axes}}})"
-        if text not in self.built:
-            self.built[text] = self.names.new(f"{self.known[e.name]}_{WISHES.get(e.op, e.op)}")
-        values = [lows[i] for i in ranging] + [highs[i] for i in ranging]
-        values += [lows[i] for i in range(half) if i not in ranging]
-        return Text(f"{call}({', '.join([self.built[text], *(a.text for a in values)])})")
+        name = self.named(text, f"{self.known[e.name]}_{WISHES.get(e.op, e.op)}")
+        values = [*(side[i].text for side in (lows, highs) for i in ranging), *(lows[i].text for i in fixed)]
+        return Text(f"{call}({', '.join([name, *values])})")
 
     # -- the function -------------------------------------------------------------------------------------
 
@@ -146,10 +127,10 @@ class _CppBody:
                 page.line("const Int b = from_b[slice], h = from_h[slice], q = from_q[slice], k = from_k[slice];")
                 if self.plan.seen:
                     page.line("const Int k0 = k, k1 = k + kv_len - 1;")
-                self._lines(page, self.page.lines, SCALAR)
+                self._lines(page, self.lines.lines, SCALAR)
                 with page.block("for (Int row = 0; row < rows; row++, bounds += 4 * most, count++) {", "}"):
                     page.line("const Int q0 = q + row * bq, q1 = q + minimum(row * bq + bq, q_len) - 1;")
-                    self._lines(page, self.page.lines, ROW)
+                    self._lines(page, self.lines.lines, ROW)
                     (self._intervals if self.plan.seen else self._pieces)(page)
                     page.line("if (found.failed()) return 2;", "overflow |= found.records(most, bounds, count);")
             page.line("return overflow;")
@@ -157,13 +138,12 @@ class _CppBody:
 
     def _begin(self, page: Page) -> None:
         at = self.places
-        used = {n.name for n in walk(*self.roots) if n.op == "var"}
         page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[:3])};  // lengths in tokens")
         page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and records of a row")
         page.line(f"const Int {', '.join(f'*{n} = (const Int *)word[{at[n]}]' for n in HEAD[7:11])};")
         page.line(f"int32_t {', '.join(f'*{n} = (int32_t *)word[{at[n]}]' for n in HEAD[11:])};")
         for size in SIZES:
-            if size in used:
+            if size in self.free:
                 page.line(f"const Int {size} = word[{at[size]}];")
         for name, type in self.plan.scalars.items():
             value = f"word[{at[f'scalar {name}']}]"
@@ -189,7 +169,7 @@ class _CppBody:
         page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
         for name, pairs in (("seen", seen), ("hidden", hidden)):
             for pair in pairs:
-                first, last = (self.page.values[machine(e)] for e in pair)
+                first, last = (self.lines.values[machine(e)] for e in pair)
                 page.line(f"sweep.keys({first}, {last});  // {name}")
         page.line("if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside")
         page.line("if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);")
@@ -202,13 +182,13 @@ class _CppBody:
             lines = [x for x in self._asked(roots) if x.name not in done]
             done.update(x.name for x in lines)
             self._lines(page, lines)
-            return [self.page.values[e] for e in roots]
+            return [self.lines.values[e] for e in roots]
 
         always, never, mixed, *apart = self.roots
         with page.block("overflow |= found.refine(room, [&](Int start, Int stop) -> int {", "});"):
             page.line("const Int k0 = k + start * bk, k1 = k + minimum(stop * bk, kv_len) - 1;")
             page.line("const bool single = stop - start == 1;")
-            if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
+            if "tk" in self.free:
                 page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
             for empty in (never, *apart):
                 page.line(f"if ({ask(empty)[0]}) return EMPTY;")
@@ -223,7 +203,7 @@ class _CppBody:
     def _asked(self, roots: Sequence[Expr]) -> list[Line]:
         """The lines of a piece that these roots need."""
         below = set(walk(*roots))
-        return [x for x in self.page.lines if x.level not in (SCALAR, ROW) and x.node in below]
+        return [x for x in self.lines.lines if x.level not in (SCALAR, ROW) and x.node in below]
 
 
 # the names of `_CppBody.text`

@@ -71,6 +71,7 @@ class Planner:
 # classes of the numbers in a range, a bit for each of 64: by the last six bits of a number, and by two hashes
 CLASSES = "classes_0", "classes_1", "classes_2"
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
+RANGES = frozenset({"range_min", "range_max", *CLASSES})  # of the entries between two places
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 
 

@@ -13,15 +13,16 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from frisket.dsl.ir import SIZES, Expr, walk
+from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
+from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
-from .arrays import WHEN
+from .arrays import PlannerBody, sides
+from .cpp import table_types
 from .planner import SEARCHES, Planner
 
 FINE, GRAIN = 4096, 32
@@ -82,36 +83,23 @@ def emit(plan: Planner) -> PlannerText:
     return _TritonBody(plan).printed()
 
 
-class _TritonBody:
+class _TritonBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
-        self.plan = plan
-        self.roots = tuple(machine(e) for e in plan.roots)
-        self.names = Names(_taken())
-        self.known = {n: self.names.new(n) for n in (*plan.scalars, *plan.tables)}
-        self.types = dict.fromkeys(plan.tables, INT)
-        self.ranks = dict.fromkeys(plan.tables, 1)
-        for n in walk(*self.roots):
-            if n.op in ("lookup", "range_min", "range_max"):
-                self.types[n.name], self.ranks[n.name] = n.type, len(n.args) // (1 if n.op == "lookup" else 2)
-            elif n.op == "extent":
-                self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
+        self.types = table_types(plan)
         self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
-        when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
-        self.lines = printed(self.roots, TRITON, self.leaf, lambda e, at: self.names.numbered("x"), "Triton", when=when)
+        super().__init__(plan, plan.roots, Names(_taken()), TRITON, "Triton")
 
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
-        if e.op == "var":
-            return Text(e.name)
+        if e.op in ("var", "param"):
+            return Text(e.name if e.op == "var" else self.known[e.name])
         if e.op == "lit" and e.type is FLOAT:
             value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
             return Text(f"tl.full((), {value}, tl.float64)")
         if e.op == "lit":
             return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
-        if e.op == "param":
-            return Text(self.known[e.name])
         if e.op == "extent":
             return Text(self.entry(e.name[0]).sizes[e.name[1]])
         if e.op in ("min", "max") and e.type is FLOAT:
@@ -141,23 +129,21 @@ class _TritonBody:
         return _typed(f"tl.load({' + '.join([t.name, *steps])})", e)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
-        half = len(args) // 2
-        axes = tuple(i for i in range(half) if e.args[i] is not e.args[half + i])
+        half, axes, fixed = sides(e)
         if not axes:
             return self._look(e, args[:half])
-        fixed = [i for i in range(half) if i not in axes]
-        made = self._ranged(e, axes)
-        most = e.op == "range_max"
-        held, row = made.most if most else made.least, "0"
+        ranged, most = self._ranged(e, tuple(axes)), e.op == "range_max"
+        pointer, row = ranged.most if most else ranged.least, "0"
         for i in fixed:  # as the rows of the table are numbered
             size = self.entry(e.name).sizes[i]
             index = f"clip({args[i].text}, {size} - 1)"
             row = index if row == "0" else f"({row}) * {size} + {index}"
         lows, highs = ([side[i].text for i in axes] for side in (args[:half], args[half:]))
         if len(axes) == 1:
-            return _typed(f"over({held}, {made.rows}, {made.sizes[0]}, {row}, {lows[0]}, {highs[0]}, {most})", e)
-        box = ", ".join([*made.sizes, *lows, *highs])
-        return _typed(f"within{len(axes)}({held}, {row}, {box}, {most})", e)
+            ends = f"{row}, {lows[0]}, {highs[0]}"
+            return _typed(f"over({pointer}, {ranged.rows}, {ranged.sizes[0]}, {ends}, {most})", e)
+        box = ", ".join([*ranged.sizes, *lows, *highs])
+        return _typed(f"within{len(axes)}({pointer}, {row}, {box}, {most})", e)
 
     def _ranged(self, e: Expr, axes: tuple[int, ...]) -> Ranged:
         key = e.name, axes
@@ -171,8 +157,7 @@ class _TritonBody:
     # -- the kernel ---------------------------------------------------------------------------------------
 
     def printed(self) -> PlannerText:
-        used = {n.name for n in walk(*self.roots) if n.op == "var"}
-        sizes = tuple(n for n in SIZES if n in used)
+        sizes = tuple(n for n in SIZES if n in self.free)
         ranges = tuple(self.ranges.values())
         ends = 2 * (len(self.plan.seen) + len(self.plan.hidden) + 2) + 1
         pieces = 1 << (ends - 1).bit_length() if self.plan.seen else 0
@@ -209,14 +194,9 @@ class _TritonBody:
         page.line("slot = tl.arange(0, PIECES)[None, :]")
         page.line("q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1")
 
-    def _lines(self, page: Page, *levels: int) -> None:
-        for line in self.lines.lines:
-            if line.level in levels:
-                page.line(f"{line.name} = {line.text}")
-
     def _intervals(self, page: Page) -> str:
         page.line("k0, k1 = k, k + kv_len - 1")
-        self._lines(page, SCALAR, ROW)
+        self.write(page, SCALAR, ROW)
         page.comment("Ends of intervals of tiles; the first is where the row begins.")
         page.line("starts = tl.where(slot == 0, row * 0, columns)")
         at = 1
@@ -244,7 +224,7 @@ class _TritonBody:
         return "left"
 
     def _asked(self, page: Page) -> str:
-        self._lines(page, SCALAR, ROW)
+        self.write(page, SCALAR, ROW)
         page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
         page.line("half = tl.maximum(room // 2, 1)")
         page.line("width = tl.where(columns <= room, 1, (columns + half - 1) // half)", "coarse = columns > 0")
@@ -253,9 +233,9 @@ class _TritonBody:
             page.line("start, stop = (pieces >> 2).to(tl.int64), (at(pieces, slot + 1, end) >> 2).to(tl.int64)")
             page.line("k0, k1 = k + start * bk, k + tl.minimum(stop * bk, kv_len) - 1")
             page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
-            if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
+            if "tk" in self.free:
                 page.line("tk = tl.where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
-            self._lines(page, COLUMN, POSITION)
+            self.write(page, COLUMN, POSITION)
             always, never, mixed = (self.lines.values[e] for e in self.roots)
             page.line(f"kind = tl.where(single | ({mixed}), PARTIAL, OPEN)")
             page.line(f"kind = tl.where(whole & ({always}), FULL, kind)")
