@@ -138,7 +138,7 @@ def test_a_fault_of_a_front_end_is_found_and_made_small(name, table, key, monkey
     failures = failures_of("front", 100)
     assert {f["kind"] for f in failures} <= {f"AssertionError {name}, {x}" for x in ("dense", "canonical")}
     shortest = min((f["test"] for f in failures), key=len)
-    assert "minimum(" in shortest
+    assert any(word in shortest for word in ("minimum(", "clip("))  # jnp.clip is traced as a min of a max
     assert len(shortest) < 500
 
 
