@@ -345,10 +345,8 @@ class _Names:
                     for a in e.args
                 )  # fmt: skip
                 done[e] = build(e.op, *args)
-            elif e.args:
-                done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type)
             else:
-                done[e] = e
+                done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type) if e.args else e
         return done[root]
 
     def ends(

@@ -266,9 +266,7 @@ def _united(tiles: Array, bq: int) -> Array | None:
     tiles = np.where(tiles[..., :1] < tiles[..., 1:], tiles, -1)  # empty: before all others, and opens no piece
     tiles = np.pad(tiles, ((0, 0), (0, rows * bq - queries), (0, 0)), mode="edge").reshape(terms, rows, bq, 2)
     found = [_pieces(t[..., 0], t[..., 1]) for t in tiles]
-    if any(f.shape[1] > _PIECES for f in found):
-        return None
-    return np.concatenate(found, axis=1)
+    return None if any(f.shape[1] > _PIECES for f in found) else np.concatenate(found, axis=1)
 
 
 def _pieces(start: Array, stop: Array) -> Array:

@@ -143,9 +143,7 @@ class Table:
         ranging = [i for i, (lo, hi) in enumerate(zip(los, his, strict=True)) if np.any(lo != hi)]
         if not ranging:
             return np.asarray(self.array[tuple(los)])
-        if len(ranging) == 1:
-            return self._line(kind, ranging[0], los, his)
-        return self._box(kind, los, his)
+        return self._line(kind, ranging[0], los, his) if len(ranging) == 1 else self._box(kind, los, his)
 
     def _line(self, kind: str, axis: int, los: Sequence[Array], his: Sequence[Array]) -> Array:
         """An iterative segment tree along one axis, a tree for every index of the other axes."""

@@ -123,6 +123,24 @@ def unknown(node: Expr, backend: str) -> LoweringError:
     )
 
 
+def named_lines(
+    root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], table: Mapping[str, str], backend: str,
+    users: Mapping[Expr, int], name: Callable[[], str],
+) -> tuple[list[str], Text]:  # fmt: skip
+    """The lines that name nodes with several `users` or of a long text, and the text of the value; the rest as of
+    `printed`."""
+    lines: list[str] = []
+    texts: dict[Expr, Text] = {}
+    for node in walk(root):
+        args = [texts[a] for a in node.args]
+        text = leaf(node, args) or operator(node, args, table, backend)
+        if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
+            lines.append(f"{(known := name())} = {text.text}")
+            text = Text(known)
+        texts[node] = text
+    return lines, texts[root]
+
+
 def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: str) -> Text:
     """The text of an operator: one row of the table, filled in."""
     row = table.get(node.op)

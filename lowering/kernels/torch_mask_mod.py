@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
 from frisket.dsl.types import BOOL
 
-from .expr import LONG, PRECEDENCE, PREFIX, SHARED, Text, operator
+from .expr import PRECEDENCE, PREFIX, SHARED, Text, named_lines
 from .text import Names, Page, parts
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
@@ -90,7 +90,8 @@ def _function(
         return _form(node, args)
 
     root = transform(root, _folded)
-    lines, value = _written(root, leaf, names)
+    users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
+    lines, value = named_lines(root, leaf, TORCH, "torch", users, lambda: names.numbered("x"))
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):
@@ -98,29 +99,13 @@ def _function(
                 body.comment(title)
             for v in sorted(NAMES[v] for v in uses(root) & set("bhqk")) if int64 else ():
                 body.line(f"{v} = {v}.to(torch.int64)")
-            for line in lines:
-                body.line(line)
+            body.line(*lines)
             alike = "score.new_full((), {})" if scored else "q_idx.new_full((), {}, dtype=torch.bool)"
-            body.line(f"return {alike.format(value) if root.op == 'lit' else value}")
+            body.line(f"return {alike.format(value.text) if root.op == 'lit' else value.text}")
         body.line(f"return {name}")
     text = str(body)
     used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
     return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text
-
-
-def _written(root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], names: Names) -> tuple[list[str], str]:
-    """The lines that name nodes used twice or long, and the text of the value."""
-    users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
-    lines: list[str] = []
-    texts: dict[Expr, Text] = {}
-    for node in walk(root):
-        args = [texts[a] for a in node.args]
-        text = leaf(node, args) or operator(node, args, TORCH, "torch")
-        if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
-            lines.append(f"{(name := names.numbered('x'))} = {text.text}")
-            text = Text(name)
-        texts[node] = text
-    return lines, texts[root].text
 
 
 def _folded(e: Expr) -> Expr:

@@ -38,9 +38,7 @@ def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...]
     bounds neither side. `sorted_` names the tables that never decrease along their last axis."""
     seen = _sides(mask, sorted_)
     hidden = None if seen is None else _sides(simplify(negate(mask)), sorted_)
-    if seen is None or hidden is None or len(seen) + len(hidden) > MOST:
-        return None
-    return seen, hidden
+    return None if seen is None or hidden is None or len(seen) + len(hidden) > MOST else (seen, hidden)
 
 
 def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:

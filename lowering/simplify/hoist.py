@@ -97,6 +97,4 @@ def _rest(op: str, left: Expr, right: Expr) -> Expr:
     # the 0 of `score + where(c, 0, -inf)` has done its work; only the sign of a zero score could tell
     if op == "add" and right in FLOAT_ZEROS:
         return left
-    if op == "add" and left in FLOAT_ZEROS:
-        return right
-    return make(op, (left, right), None, FLOAT)
+    return right if op == "add" and left in FLOAT_ZEROS else make(op, (left, right), None, FLOAT)

@@ -41,9 +41,7 @@ def match(pattern: Expr, node: Expr, found: Found) -> Found | None:
         return {**found, name: node}
     if pattern is node:
         return found
-    if (pattern.op, pattern.type, len(pattern.args)) != (node.op, node.type, len(node.args)):
-        return None
-    if not pattern.args:
+    if (pattern.op, pattern.type, len(pattern.args)) != (node.op, node.type, len(node.args)) or not pattern.args:
         return None
     result = _match_all(pattern.args, node.args, found)
     if result is None and pattern.op in COMMUTATIVE:
@@ -102,9 +100,7 @@ class Rule:
             result = self.after(node)
             return None if result is node else result
         found = match(self.before, node, {})
-        if found is None:
-            return None
-        if self.when is not None and not self.when(*found.values()):
+        if found is None or (self.when is not None and not self.when(*found.values())):
             return None
         result = fill(self.after, found) if isinstance(self.after, Expr) else self.after(*found.values())
         return None if result is node else result

@@ -48,9 +48,7 @@ def junction(node: Expr) -> Expr | None:
     join = conj if node.op == "and" else disj
     zero = FALSE if node.op == "and" else TRUE
     terms = set(node.args)
-    if any(a.op == "not" and a.args[0] in terms for a in node.args):
-        return zero
-    return join(*node.args)
+    return zero if any(a.op == "not" and a.args[0] in terms for a in node.args) else join(*node.args)
 
 
 def absorb(node: Expr) -> Expr | None:
@@ -163,9 +161,7 @@ def merge_bounds(node: Expr) -> Expr | None:
             return FALSE if node.op == "and" else TRUE
         for op, bound in merged:
             new[write_relation(op, Linear(terms, -bound))] = None
-    if new.keys() == set(node.args):
-        return None
-    return (conj if node.op == "and" else disj)(*new)
+    return None if new.keys() == set(node.args) else (conj if node.op == "and" else disj)(*new)
 
 
 def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:

@@ -52,9 +52,7 @@ def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, 
 def through(node: Expr) -> Expr | None:
     """Bounds on `abs min max // where` with a literal factor +-1 become bounds on their arguments."""
     op, form = relation(node.op, *node.args)
-    if form.large:
-        return None
-    if all(a.op not in _SEEN for a, _ in form.terms) or _splits(form) > _SPLITS:
+    if form.large or all(a.op not in _SEEN for a, _ in form.terms) or _splits(form) > _SPLITS:
         return None
     choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)
     for atom, factor in form.terms:

@@ -16,54 +16,44 @@ _WIDEST = 2**62  # literals made here stay below
 
 def divide(a: Expr, d: Expr) -> Expr | None:
     """Divide a sum: (d*a + r) // d is a + r // d."""
-    if d.name <= 0:
-        return None
     whole, rest = _split(linear(a), d.name)
-    if not whole.terms and not whole.const:
-        return None
-    return write(whole + linear(build("floordiv", write(rest), d)))
+    return write(whole + linear(build("floordiv", write(rest), d))) if whole.terms or whole.const else None
 
 
 def remainder(a: Expr, d: Expr) -> Expr | None:
     """Remainder of a sum: (d*a + r) % d is r % d."""
-    if d.name <= 0:
-        return None
     whole, rest = _split(linear(a), d.name)
     return build("mod", write(rest), d) if whole.terms or whole.const else None
 
 
 def _split(form: Linear, d: int) -> tuple[Linear, Linear]:
     """Split form = d * whole + rest, with 0 <= every coefficient and constant of rest < d where it is not an atom with
-    a smaller coefficient already."""
+    a smaller coefficient already; all is rest where d is not positive."""
+    if d <= 0:
+        return Linear((), 0), form
     whole = [(a, f // d) for a, f in form.terms if f % d == 0]
     rest = [(a, f) for a, f in form.terms if f % d]
     return Linear(tuple(whole), form.const // d), Linear(tuple(rest), form.const % d)
 
 
 def _reduced(form: Linear, d: int) -> tuple[int, Linear]:
-    """The common factor g of the terms and of d, and form // g (floored: a remainder below g is lost)."""
-    g = math.gcd(d, *(f for _, f in form.terms))
+    """The common factor g of the terms and of d, and form // g (floored: a remainder below g is lost). g is 1 where d
+    is not positive, or there are no terms."""
+    g = math.gcd(d, *(f for _, f in form.terms)) if d > 0 and form.terms else 1
     return g, Linear(tuple((a, f // g) for a, f in form.terms), form.const // g)
 
 
 def divide_by_less(a: Expr, d: Expr) -> Expr | None:
     """Reduce a quotient: (6*a + 5) // 4 is (3*a + 2) // 2; the lost half never reaches the next multiple."""
-    form = linear(a)
-    if d.name <= 0 or not form.terms:
-        return None
-    g, rest = _reduced(form, d.name)
+    g, rest = _reduced(linear(a), d.name)
     return build("floordiv", write(rest), lit(d.name // g)) if g > 1 else None
 
 
 def remainder_of_less(a: Expr, d: Expr) -> Expr | None:
     """Reduce a remainder: (4*a + 1) % 8 is 4 * (a % 2) + 1."""
     form = linear(a)
-    if d.name <= 0 or not form.terms:
-        return None
     g, rest = _reduced(form, d.name)
-    if g == 1:
-        return None
-    return g * build("mod", write(rest), lit(d.name // g)) + form.const % g
+    return None if g == 1 else g * build("mod", write(rest), lit(d.name // g)) + form.const % g
 
 
 def divide_again(a: Expr, d: Expr) -> Expr | None:

@@ -110,17 +110,13 @@ def pair_in_order(node: Expr) -> Expr | None:
     left, right = node.args
     if node.op == "mul" and (left.op == "lit") != (right.op == "lit"):
         return None if left.op == "lit" else build("mul", right, left)
-    if sort_key(left) <= sort_key(right):
-        return None
-    return build(node.op, right, left)
+    return None if sort_key(left) <= sort_key(right) else build(node.op, right, left)
 
 
 def comparison_in_order(node: Expr) -> Expr | None:
     """Float comparisons in order: `3.0 > score` is `score < 3.0`, with NaN too. Int comparisons have an affine form."""
     left, right = node.args
-    if sort_key(left) <= sort_key(right):
-        return None
-    return build(MIRRORED[node.op], right, left)
+    return None if sort_key(left) <= sort_key(right) else build(MIRRORED[node.op], right, left)
 
 
 RULES = [

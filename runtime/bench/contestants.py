@@ -48,7 +48,7 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
         found.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
     return Stage(
-        "torch", tuple(found), _numpy, seconds if device == "cpu" else on_device,
+        "torch", tuple(found), lambda x: x.detach().float().cpu().numpy(), seconds if device == "cpu" else on_device,
         machine={} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda},
     )  # fmt: skip
 
@@ -68,10 +68,6 @@ def on_device(call: Call) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / many
-
-
-def _numpy(given: Any) -> list[Array]:
-    return [x.detach().float().cpu().numpy() for x in (given if isinstance(given, tuple) else (given,))]
 
 
 def _call(contest: Contest, device: str, attend: Callable[..., Any], swap: bool = False) -> Call:
@@ -260,7 +256,7 @@ def jax_stage(device: str) -> Stage:
         found.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
     kind = jax.devices(device)[0].device_kind
     return Stage(
-        "jax", tuple(found), _jax_numpy, seconds if device == "cpu" else in_a_row,
+        "jax", tuple(found), lambda x: np.asarray(x, np.float32), seconds if device == "cpu" else in_a_row,
         rest=REST if device == "cpu" else 0.0, machine={} if device == "cpu" else {device: kind},
     )  # fmt: skip
 
@@ -276,10 +272,6 @@ def in_a_row(call: Call) -> float:
         _ready(last)
 
     return seconds(run) / many
-
-
-def _jax_numpy(given: Any) -> list[Array]:
-    return [np.asarray(x, np.float32) for x in (given if isinstance(given, tuple) else (given,))]
 
 
 def _ready(found: Any) -> Any:

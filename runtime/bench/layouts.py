@@ -28,7 +28,7 @@ def stage() -> Stage:
         Contestant("create_block_mask", _create, missing=torch, family="flex"),
         Contestant("splash process_mask", _process, missing=jax, family="splash"),
     )
-    return Stage("layout", contestants, lambda found: [found()], seconds, _read)
+    return Stage("layout", contestants, lambda read: read(), seconds, _read)
 
 
 def _read(contest: Contest) -> Iterator[tuple[slice, Array]]:

@@ -247,7 +247,7 @@ class Stage:
 
     name: str
     contestants: tuple[Contestant, ...]
-    numpy: Callable[[Any], list[Array]]  # what a call returned, float32, each [batch, heads, length, dim]
+    numpy: Callable[[Any], Array]  # of a result: float32 [batch, heads, length, dim]
     clock: Callable[[Call], float]
     truth: Callable[[Contest], Iterable[tuple[slice, Array]]] = Contest.oracle  # some rows of the right result
     rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
@@ -328,7 +328,8 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         start = time.perf_counter()
         try:
             call = c.prepare(contest)
-            results[c.name] = stage.numpy(call())
+            found = call()
+            results[c.name] = [stage.numpy(x) for x in (found if isinstance(found, tuple) else (found,))]
         except Exception as error:  # of any library: what it says is part of the result
             race.out[c.name] = failure_text(error)
             continue

@@ -152,9 +152,7 @@ def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[
 def read(store: Tensor, where: Tensor) -> Tensor:
     """The vectors of `store` at places `where` [batch, heads, n], copied."""
     flat = store.view(-1, *store.shape[3:])
-    if store.dtype.itemsize == 1:
-        return flat.view(torch.uint8)[where].view(store.dtype)
-    return flat[where]
+    return flat.view(torch.uint8)[where].view(store.dtype) if store.dtype.itemsize == 1 else flat[where]
 
 
 def check_on(device: torch.device, **tensors: Any) -> None:

@@ -253,8 +253,7 @@ def check_order(arrays: Arrays, g: Geometry, program: CallProgram, params: Mappi
         return
     if g.q_len % g.kv_len or g.q_len >= g.kv_heads:  # they would not divide, or there are more heads than tokens
         return
-    why = _by_shape(g) or _by_tables(g, program, params)
-    if not why:
+    if not (why := _by_shape(g) or _by_tables(g, program, params)):
         return
     have = arrays.layout
     other = "bhsd" if have == "bshd" else "bshd"

@@ -153,19 +153,17 @@ class JaxCall:
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
-            return other.backward(
-                other.backend_on(platform, str(arrays["q"].dtype), False, wanted), platform, arrays, wanted
-            )
+            name = other.backend_on(platform, str(arrays["q"].dtype), False, wanted)
+            return other.backward(name, platform, arrays, wanted)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].beside_lse != "offset":
             how["low"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
                 how["norm"] = arrays.get("norm")
-        elif "norm" in arrays or "low" not in arrays:
-            how["norm"] = arrays.get("norm")
         else:
-            how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"])
+            computed = "norm" not in arrays and "low" in arrays
+            how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
         try:
             found: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,

@@ -250,9 +250,7 @@ def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
 def _no_devices() -> bool:
     """Whether there is a mesh without devices, or all of it is manual already: then nothing is split automatically."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return False
-    return len(mesh.manual_axes) == len(mesh.axis_names) or concrete_mesh().empty
+    return not mesh.empty and (len(mesh.manual_axes) == len(mesh.axis_names) or concrete_mesh().empty)
 
 
 # -- rules ------------------------------------------------------------------------------------------

@@ -283,9 +283,7 @@ class Program:
             return None
         finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
         hidden, _ = prepare(None, self.score.expr, finite)
-        if hidden is None:
-            return None
-        return Mask(hidden, only(self.score.params, hidden))
+        return None if hidden is None else Mask(hidden, only(self.score.params, hidden))
 
     @property
     def visible(self) -> Mask | None:

@@ -226,8 +226,8 @@ class FlatPlan:
             layout = host_layout(key, block)
             return layout.transposed.spans if transposed else layout.spans
         if (block, transposed) not in self._made:
-            at: Any = static.at
-            place = SpanRequest(at, key.q_len, key.kv_len, block, static.full, self.device, static.held, self._ranges)
+            of_device = self.device, static.held, self._ranges
+            place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if transposed else place, self.values)
@@ -471,10 +471,9 @@ def static_plan(key: PlanKey) -> StaticPlan:
         **program.beside(known),
     )  # fmt: skip
     _check_segments((seen, mod), given)
-    free = given & names_of(host.expr).keys()
-    mine = {
-        n: x for n, x in {**program.scalars, **program.tables}.items() if n in names_of(host.expr) and n not in free
-    }
+    read = names_of(host.expr).keys()
+    free = given & read
+    mine = {n: x for n, x in {**program.scalars, **program.tables}.items() if n in read - free}
 
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}

@@ -48,19 +48,16 @@ def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -
     tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
     scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
-    step = place.held.get(key)
+    step: PlannerStep | None = place.held.get(key)
     if step is None:
         step = place.held[key] = PlannerStep(plan, place, tables, values)
-    found: tuple[Tensor, Tensor, Tensor, Tensor]
     if place.device.type == "cuda":
         import torch
 
         if torch.cuda.current_device() != place.device.index:
             with torch.cuda.device(place.device):
-                found = step(tables, scalars, place.ranges)
-            return found
-    found = step(tables, scalars, place.ranges)
-    return found
+                return step(tables, scalars, place.ranges)
+    return step(tables, scalars, place.ranges)
 
 
 def runs(device: Any) -> bool:
@@ -277,7 +274,7 @@ class Halves(TableRanges):
 class SpanRequest:
     """The arguments of a planner beside the tables: lengths, tiles, and where each slice begins."""
 
-    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]  # b, h, q, k of [slices] where a slice begins
+    at: tuple[NDArray[Any], ...]  # b, h, q, k of [slices] where a slice begins
     q_len: int
     kv_len: int
     block: tuple[int, int]  # tokens of a tile: queries, keys
@@ -319,15 +316,6 @@ def on_device(framework: str, x: Any, device: Any, name: Any, copies: dict[Any, 
 DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}
 
 
-def native_spans(
-    plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
-    block: tuple[int, int], room: int,
-) -> tuple[Array, Array, bool]:  # fmt: skip
-    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as of `spans`; `values` are
-    arrays of the host and numbers by the planner's names."""
-    return called(function(plan), plan, at, sizes, values, q_len, kv_len, block, room)
-
-
 def function(plan: Planner) -> Any:
     """The planner, compiled."""
     run = cpp_build.library(planner_cpp.emit(plan)).frisket_plan
@@ -335,12 +323,11 @@ def function(plan: Planner) -> Any:
     return run
 
 
-def called(
-    run: Any, plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
-    block: tuple[int, int], room: int, records: int | None = None,
-) -> tuple[Array, Array, bool]:  # fmt: skip
-    made = Prepared(run, plan, at, sizes, values, q_len, kv_len, block, room, records)
-    return made.bounds, made.count, made({})
+def called(run: Any, plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Array, Array, bool]:
+    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as of `spans`; `values` are
+    arrays of the host and numbers by the planner's names."""
+    prepared = Prepared(run, plan, place, values)
+    return prepared.bounds, prepared.count, prepared({})
 
 
 class Prepared:
@@ -348,22 +335,18 @@ class Prepared:
 
     `bounds` int32 [slices, rows, R, 4] and `count` int32 [slices, rows] hold what it wrote last."""
 
-    def __init__(
-        self, run: Any, plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int,
-        kv_len: int, block: tuple[int, int], room: int, records: int | None = None,
-    ) -> None:  # fmt: skip
-        bq, bk = block
-        records = records or plan.records(-(-kv_len // bk))
-        place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
-        self.bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
+    def __init__(self, run: Any, plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> None:
+        q_len, (bq, bk), records = place.q_len, place.block, place.most(plan)
+        at = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in place.at]
+        self.bounds = np.zeros((len(at[0]), -(-q_len // bq), records, 4), np.int32)
         self.count = np.zeros(self.bounds.shape[:2], np.int32)
         self.run, self.where, self.types = run, planner_cpp.words(plan), planner_cpp.table_types(plan)
         word = self.word = np.zeros(self.where[""], np.int64)
         tables = {n: np.ascontiguousarray(entries_of(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
-        self.alive = place, tables
-        numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
-        word[: len(planner_cpp.HEAD)] = [*numbers, *(_address(x) for x in (*place, self.bounds, self.count))]
-        for name, size in zip(SIZES, sizes, strict=True):
+        self.alive = at, tables
+        numbers = (len(at[0]), q_len, place.kv_len, bq, bk, place.room, records)
+        word[: len(planner_cpp.HEAD)] = [*numbers, *(_address(x) for x in (*at, self.bounds, self.count))]
+        for name, size in zip(SIZES, place.sizes, strict=True):
             word[self.where[name]] = size
         for name, type in plan.scalars.items():
             value = np.asarray(values[name], np.float64 if type is FLOAT else np.int64)
@@ -466,9 +449,7 @@ def _plain(x: Any, device: str) -> bool:
 def _native(
     plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-    bounds, count, overflow = native_spans(
-        plan, place.at, place.sizes, values, place.q_len, place.kv_len, place.block, place.room
-    )
+    bounds, count, overflow = called(function(plan), plan, place, values)
     if framework == "jax":
         import jax.numpy as jnp
 

@@ -161,9 +161,7 @@ def earlier_call(
         return None
     if forward_ad._current_level >= 0 or torch._C._is_torch_function_mode_enabled():
         return None
-    if not (q.is_cpu and k.is_cpu and v.is_cpu):
-        return None
-    return None if q.is_neg() or k.is_neg() or v.is_neg() else found
+    return found if q.is_cpu and k.is_cpu and v.is_cpu and not (q.is_neg() or k.is_neg() or v.is_neg()) else None
 
 
 def _beside(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, Target
-from frisket.lowering.planner.planner import READS, ROOM
+from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend, engines_of
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.backends.engines import proof as proofs
@@ -28,7 +28,7 @@ from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.device import Call, CallPlan, FlatPlan
-from frisket.runtime.plans.run import DTYPES, Prepared, function, kernel_tables
+from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables
 
 from .autograd import Attend
 
@@ -287,10 +287,10 @@ class TablePlanner:
         self.kernel = replace(ready.plan, run_tables=())  # native kernels read none
         self.width = np.int64 if self.kernel.int64 else np.int32
         assert static.planner is not None
-        given = run, static.planner, static.at, static.full, self.values, plan.q_len, plan.kv_len
         block = ready.target.block_q, ready.target.block_k
-        runs = None if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
-        self.prepared = partial(Prepared, *given, block, ROOM, runs)
+        runs = 0 if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
+        place = SpanRequest(static.at, plan.q_len, plan.kv_len, block, static.full, records=runs)
+        self.prepared = partial(Prepared, run, static.planner, place, self.values)
 
     def __call__(self, tables: Mapping[str, Array]) -> Ready | None:
         """The prepared call for these tables; None where kernels of 32 bits might not hold their entries."""

@@ -176,12 +176,8 @@ def fake_attend(
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(q.shape[:3], dtype=real)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
-    return (
-        q.new_empty((*q.shape[:3], v.shape[3])),
-        lse,
-        top,
-        lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type))),
-    )
+    norm = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, norm
 
 
 def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -247,14 +243,11 @@ def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], 
     for name, x in items:
         if isinstance(x, (bool, float)):  # part of the graph
             names += f",{x} {name}"
-        elif isinstance(x, Tensor):
-            tensors.append(x)
-            names += f",tensor {name}"
         elif isinstance(x, (int, torch.SymInt)):
             numbers.append(x)  # type: ignore[arg-type]
             names += f",number {name}"
         else:
-            tensors.append(torch.tensor(x, device="cpu"))
+            tensors.append(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu"))
             names += f",tensor {name}"
     return tensors, numbers, names
 

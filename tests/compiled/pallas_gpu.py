@@ -37,6 +37,7 @@ from support.pallas_cases import LENGTH, LONG, long_plan, shapes_of
 
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
+from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu_forward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.backends.pallas_gpu import forward as runtime
 from frisket.runtime.machine.generated import load
@@ -99,7 +100,7 @@ def forward(
     plan = long_plan(case, dropout=full)
     geometry = Geometry(2, 8, 4, length, length, dim, v_dim or dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype, block)
-    run = runtime.kernel(plan, target, geometry, dtype, full, on_device=True, low=full)
+    run = runtime.kernel(pallas_gpu_forward.emit, plan, target, geometry, dtype, full, False, full)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = geometry.origin, geometry.full, slots, [plan.table_values(case.tables)[t.name] for t in plan.tables]
 

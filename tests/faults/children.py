@@ -156,7 +156,8 @@ else:  # a planner and the analysis: no framework
     plan = planner.planner(fk.mask("causal & doc[q] == doc[k]").bind(doc=doc).expr, frozenset())
     planned, at, n = run_cpp.function(plan), (np.zeros(1, np.int64),) * 4, len(doc)
     def run():
-        found = run_cpp.called(planned, plan, at, (1, 1, n, n), {"doc": doc}, n, n, (64, 64), 64)
+        place = run_cpp.SpanRequest(at, n, n, (64, 64), (1, 1, n, n))
+        found = run_cpp.called(planned, plan, place, {"doc": doc})
         return found[:2]
 want = run()
 def check():

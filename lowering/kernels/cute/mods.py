@@ -21,7 +21,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.expr import LONG, Text, machine, operator, same_remainder
+from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import LoopPlan
 
@@ -110,7 +110,8 @@ class _Writer:
 
     def function(self, name: str, root: Expr, guard: bool) -> str:
         names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
-        lines, value = self._written(root, names)
+        users = Counter(a for node in walk(root) for a in node.args)
+        lines, value = named_lines(root, self._leaf, expr.CUTE, "CuTe", users, lambda: names.numbered("x"))
         page = Page()
         with page.block(self._head(name)):
             page.line(*self._arguments(root), *lines)
@@ -146,20 +147,6 @@ class _Writer:
                 number = f"cute.full(q_idx.shape, aux_scalars[{i}], {kind})"
                 lines.append(f"{name} = {number}{' != 0' * (self.types.get(name) is BOOL)}")
         return lines
-
-    def _written(self, root: Expr, names: Names) -> tuple[list[str], Text]:
-        """The lines that name nodes used twice or long, and the text of the value."""
-        users = Counter(a for node in walk(root) for a in node.args)
-        lines: list[str] = []
-        texts: dict[Expr, Text] = {}
-        for node in walk(root):
-            args = [texts[a] for a in node.args]
-            text = self._leaf(node, args) or operator(node, args, expr.CUTE, "CuTe")
-            if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
-                lines.append(f"{(name := names.numbered('x'))} = {text.text}")
-                text = Text(name)
-            texts[node] = text
-        return lines, texts[root]
 
     def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
         if node.op == "var":

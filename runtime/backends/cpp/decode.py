@@ -18,7 +18,6 @@ from frisket.grammar.memo import remember
 from frisket.lowering.derive import norm_width
 from frisket.lowering.kernels.cpp.call import OFFSET, SHORT, WORDS
 from frisket.lowering.plan import LIVE, PAGES, Geometry, LoopPlan, Sizes, Spans, Target
-from frisket.lowering.planner.planner import ROOM
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
@@ -28,7 +27,7 @@ from frisket.runtime.machine.cpp_build import Threads, of_torch
 from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
-from frisket.runtime.plans.run import Prepared, function
+from frisket.runtime.plans.run import Prepared, SpanRequest, function
 from frisket.runtime.torch.op import NUMBERS, prepare
 
 from .torch import LARGE, huge, out_of_memory, prepared
@@ -69,10 +68,8 @@ class DecodeCall:
         self.spans, self.planner, self.reads = self.ready.spans, None, []
         static, target = plan.static, self.ready.target
         if static.planner is not None:  # tables decide what is seen
-            self.planner = Prepared(
-                function(static.planner), static.planner, static.at, static.full, plan.values, q_len, kv_len,
-                (target.block_q, target.block_k), ROOM,
-            )  # fmt: skip
+            place = SpanRequest(static.at, q_len, kv_len, (target.block_q, target.block_k), static.full)
+            self.planner = Prepared(function(static.planner), static.planner, place, plan.values)
             types = self.planner.types
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.grammar.memo import memo
 from frisket.lowering.kernels.gluon.forward import INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
@@ -63,8 +62,9 @@ def _launch(
     g, target = own.geometry, own.target
     plan, dims = forward_plan(own.plan, g), own.dims(live)
     rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=low)
     return own.launch(
-        _made(plan, target, dims, sinks, top, low), "attention_forward", of_forward(g, target), target,
+        kernels, "attention_forward", of_forward(g, target), target,
         {**blocks_of(target, g), **dict.fromkeys(rows, "")},
         records=None if spans is None else spans.rows, live=live, launcher=GluonLaunch, STAGES=target.num_stages,
     )  # fmt: skip
@@ -79,11 +79,6 @@ class GluonLaunch(triton_launch.Launch):
         plain = super().described(x, block)
         in_shared = layout(block, str(x.dtype).removeprefix("torch."))
         return TensorDescriptor(x, plain.shape, plain.strides, list(block), in_shared)
-
-
-@memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> triton_launch.Made:
-    return triton_launch.loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)
 
 
 MMA = {"sm_90": r"\bHGMMA\.", "sm_100": r"\bUTCHMMA\b"}

@@ -3,16 +3,14 @@ interpreter, slow and for checking only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.grammar.memo import memo
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.runtime.machine.generated import load
+from frisket.runtime.backends.pallas_tpu.forward import kernel
 
 if TYPE_CHECKING:
     import jax
@@ -55,7 +53,7 @@ def forward(
     g, on_device = geometry, platform == "cuda"
     if 0 in (g.batch, g.q_len, g.kv_len):
         return _nothing(g, dtype, sinks)[: 3 + low]
-    run = kernel(plan, target, geometry, dtype, sinks is not None, on_device, low)
+    run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, low)
     numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     given = {} if sinks is None else {"sinks": sinks}
     if not on_device:
@@ -78,25 +76,6 @@ def simulator(**more: Any) -> Any:
     if not hasattr(module, "InterpretGPUParams"):  # JAX 0.10
         module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")
     return module.InterpretGPUParams(**more)
-
-
-def kernel(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool, low: bool = False
-) -> Callable[..., Any]:
-    """`attention_forward` of the module, jitted. Lengths are no part of the text: one module serves all."""
-    g = geometry
-    alike = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
-    return _kernel(plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, sinks, on_device, low)
-
-
-@memo(group="kernels")
-def _kernel(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool, low: bool
-) -> Callable[..., Any]:
-    import jax
-
-    module = load(pallas_gpu.emit(plan, target, geometry, dtype, sinks, interpreted=not on_device, low=low))
-    return jax.jit(module["attention_forward"], static_argnames=("interpret",))
 
 
 def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import Memo, beside, memo
+from frisket.grammar.memo import Memo, beside, memo, remember
 from frisket.lowering.kernels.triton.writer import Argument, Dims, arguments, padded, rows_of_tables
 from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
@@ -56,8 +56,10 @@ class Made:
     arguments: Mapping[str, Argument]
 
 
-def loaded_kernels(source: str, plan: LoopPlan) -> Made:
-    """The kernels of a module's text, by their names."""
+@memo(group="kernels")
+def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> Made:
+    """The kernels of the text that `emit` writes of a plan, by their names."""
+    source = emit(plan, *parts, **flags)
     kernels = {n: x for n, x in vars(_loaded(source)).items() if n.startswith("attention_")}
     return Made(kernels, arguments(plan))
 
@@ -136,9 +138,7 @@ class Bound:
         steps = tuple([x.stride() for x in tensors])
         found = self._described.get(steps)
         if found is None:
-            found = self._described[steps] = describable(*tensors)
-            while len(self._described) > KEPT:
-                self._described.pop(next(iter(self._described)), None)
+            remember(self._described, steps, found := describable(*tensors), KEPT)
         return found
 
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
@@ -187,9 +187,7 @@ def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Ten
     if found is None:
         common = getattr(spans, "common", None)
         more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
-        found = of[key] = Bound(plan, geometry, target, q, k, *more)
-        while len(of) > KEPT:
-            of.pop(next(iter(of)), None)  # another thread may have taken it
+        remember(of, key, found := Bound(plan, geometry, target, q, k, *more), KEPT)
     return found
 
 
@@ -386,11 +384,8 @@ class Launch:
             compiled = self.kernel[self.grid](*arguments, **self.options)
         except OutOfResources as error:
             refused = TooLargeError(self._too_large(error))
-            refused.kernel, refused.share, refused.fixed = (
-                self.kernel.__name__,
-                error.limit / error.required,
-                self.fixed,
-            )
+            refused.kernel, refused.fixed = self.kernel.__name__, self.fixed
+            refused.share = error.limit / error.required
             raise refused from error
         if compiled is None:
             return
@@ -398,9 +393,7 @@ class Launch:
         shapes = [(i, at, arguments[at].shape, arguments[at].strides) for i, at, _ in self.blocks]
         for _, at, _ in self.blocks:
             warm[at] = None  # the descriptor holds a tensor
-        self.known[key] = compiled[self.grid], warm, shapes
-        while len(self.known) > KEPT:
-            self.known.pop(next(iter(self.known)), None)
+        remember(self.known, key, (compiled[self.grid], warm, shapes), KEPT)
 
     def described(self, x: Tensor, block: Block) -> Any:
         """The tensor descriptor of an array, in the kernel's language."""

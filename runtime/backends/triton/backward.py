@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
-from frisket.lowering.kernels.triton.cotangents import Sum, square, sums
+from frisket.lowering.kernels.triton.cotangents import square, sums
 from frisket.lowering.kernels.triton.forward import describable
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
-from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Values, blocks, bound, emitted_kernels, far, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
 from .rows import RowLaunches, RowParts, of_call, walking_queries
@@ -108,13 +106,12 @@ class _Launches:
         processors = triton_decode.processors(own.device)
         parts = {
             "attention_dq": of_call(plan, spans, g, target.dq or target, processors),
-            **{
-                n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
-                for n in walking_queries(target)
-            },
         }
+        for n in walking_queries(target):
+            parts[n] = of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
         listed = frozenset(n for n, x in parts.items() if x is not None)
-        self.made, self.sums = _made(plan, target, dims, wanted, dlse, listed)
+        self.made = emitted_kernels(emit, plan, target, dims, wanted, dlse=dlse, listed=listed)
+        self.sums = sums(plan, wanted)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         self.steps = []
@@ -158,10 +155,3 @@ class _Launches:
             run(self.nothing if run is self.steps[0][0] else read, *(given[n] for n in names))
         whole = {s.gradient: given[s.buffer] for s in self.sums}
         return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
-
-
-@memo(group="kernels")
-def _made(
-    plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool, listed: frozenset[str]
-) -> tuple[Made, list[Sum]]:
-    return loaded_kernels(emit(plan, target, dims, wanted, dlse=dlse, listed=listed), plan), sums(plan, wanted)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frisket.dsl.ir import walk
-from frisket.grammar.memo import memo
+from frisket.grammar.memo import remember
 from frisket.lowering.aten.captured import amounts, units
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import cotangents as emit
@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.cotangents import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import grids as triton_grids
-from .arguments import KEPT, Bound, Launch, Made, TooLargeError, Values, bound, loaded_kernels
+from .arguments import KEPT, Bound, Launch, Made, TooLargeError, Values, bound, emitted_kernels
 
 Tensor = Any
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
@@ -77,7 +77,8 @@ class _Run:
         found = self.new((g.batch, g.heads, len(sums), own.parts, 2, own.across, side), torch.float32)
         launch = self.launch(
             ("diagonal", gradients), "attention_diagonal", (own.across * own.parts, g.heads, g.batch), ("Sums",),
-            lambda dims: _diagonal(self.own.plan, self.own.target, dims, gradients), share=own.share,
+            lambda dims: emitted_kernels(emit.diagonal, self.own.plan, self.own.target, dims, gradients),
+            share=own.share,
         )  # fmt: skip
         launch(self.values, *self.arrays, found)
         low, high = found.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
@@ -96,13 +97,14 @@ class _Run:
             into = self.new(shape, torch.float32).zero_()
             launch = self.launch(
                 ("plane", gradient, shared), "attention_plane", triton_grids.of_plane(g, self.side, shared), ("Into",),
-                lambda dims: _plane(own.plan, own.target, dims, gradient, shared), batches=g.batch,
+                lambda dims: emitted_kernels(emit.plane, own.plan, own.target, dims, gradient, shared),
+                batches=g.batch,
             )  # fmt: skip
             launch(self.values, *self.arrays, into)
             return into
 
         def module(dims: Any) -> Made:
-            return _scatter(own.plan, own.target, dims, gradient, deterministic)
+            return emitted_kernels(emit.scatter, own.plan, own.target, dims, gradient, fixed=deterministic)
 
         grid, name = (self.rows, g.heads, g.batch), "attention_scatter"
         if not deterministic:
@@ -144,22 +146,5 @@ class _Run:
         key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
         known = self.own.planes
         if key not in known:
-            known[key] = triton_grids.plane(gradient, shape, self.geometry, self.slots)
-            while len(known) > KEPT:
-                known.pop(next(iter(known)), None)
+            remember(known, key, triton_grids.plane(gradient, shape, self.geometry, self.slots), KEPT)
         return known[key]
-
-
-@memo(group="kernels")
-def _diagonal(plan: LoopPlan, target: Target, dims: Any, gradients: tuple[Gradient, ...]) -> Made:
-    return loaded_kernels(emit.diagonal(plan, target, dims, gradients), plan)
-
-
-@memo(group="kernels")
-def _plane(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, shared: str) -> Made:
-    return loaded_kernels(emit.plane(plan, target, dims, gradient, shared), plan)
-
-
-@memo(group="kernels")
-def _scatter(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, fixed: bool) -> Made:
-    return loaded_kernels(emit.scatter(plan, target, dims, gradient, fixed=fixed), plan)

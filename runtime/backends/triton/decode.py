@@ -19,7 +19,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target,
 from frisket.runtime.plans.device import FlatPlan
 
 from . import tiles as triton_tiles
-from .arguments import Bound, Launch, Made, Values, loaded_kernels
+from .arguments import Bound, Launch, Values, emitted_kernels
 from .grids import of_host
 
 Tensor = Any
@@ -212,7 +212,10 @@ class Parts:
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
         alike = replace(target, splits=int(chosen.alone))  # the kernels are the same for any number of parts
-        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low, chosen.balanced)
+        kernels = emitted_kernels(
+            emit, plan, alike, own.dims(live), packs=chosen.pack > 1, sinks=sinks, top=top, low=low,
+            balanced=chosen.balanced,
+        )  # fmt: skip
         self.combine: Launch | None = None
         results = {"Out": "o", "Lse": ""}
         results |= {"Top": ""} if top else {}
@@ -245,12 +248,3 @@ class Parts:
         made = [torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.given.values()]
         self.decode(values, q, k, v, *made)
         self.combine(NO_VALUES, *made, *results)
-
-
-@memo(group="kernels")
-def _made(
-    plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool, balanced: bool
-) -> Made:
-    return loaded_kernels(
-        emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced), plan
-    )  # fmt: skip

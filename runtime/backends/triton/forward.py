@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.grammar.memo import memo
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
@@ -15,7 +14,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
 from . import rows as triton_rows
-from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Values, blocks, bound, emitted_kernels, far, near
 from .grids import forward_plan, of_forward
 
 Tensor = Any
@@ -80,7 +79,7 @@ def _launch(
     results: dict[str, Access] = {"Out": "o", "Lse": ""}
     results |= dict.fromkeys([n for n, asked in (("Top", top), ("Low", low), ("Sinks", sinks)) if asked], "")
     parts = triton_rows.of_call(plan, spans, g, target, processors)
-    kernels = _made(plan, target, dims, sinks, top, low, parts is not None)
+    kernels = emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=low, listed=parts is not None)
     if spans is not None and parts is not None:
         names = "attention_forward", "attention_combine"
         sums = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
@@ -102,8 +101,3 @@ def check_keys(dims: Dims, device: Any) -> None:
                 f"keys and values of {dims.kv_dtype} need compute capability 8.9, this GPU has {have[0]}.{have[1]}\n"
                 "  convert them to the dtype of the queries"
             )
-
-
-@memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool, listed: bool) -> Made:
-    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed), plan)

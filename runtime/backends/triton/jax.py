@@ -74,7 +74,7 @@ def forward(
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
     if few is None:
-        source = _forward(plan, target, dims, sinks is not None, low)
+        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=low)
         found = call.run(
             source, "attention_forward", of_forward(g, target), target, given | last, results,
             None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
@@ -82,7 +82,8 @@ def forward(
         return tuple(found[n] for n in results)
     alone, own = few.alone, few.target
     alike = replace(own, splits=int(alone))
-    source = _decode(plan, alike, dims, few.pack > 1, sinks is not None, low, few.balanced)
+    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": low, "balanced": few.balanced}
+    source = _decode(plan, alike, dims, top=True, **flags)
     records = None if spans is None else partial(spans.rows, few.block)
     found = call.run(
         source, "attention_decode", few.grid(g), own, given | last if alone else given,
@@ -117,7 +118,7 @@ def backward(
     given["Low"] = jnp.zeros_like(given["Lse"]) if low is None else low.astype(np.float32)
     if dlse is not None:
         given["DLse"] = dlse.astype(np.float32)
-    source, totals = _backward(own, target, dims, wanted, dlse is not None)
+    source, totals = _backward(own, target, dims, wanted, dlse=dlse is not None), sums(own, wanted)
     names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in wanted}
     results = _results(g, dtypes, totals, "attention_dv" in names)
     for step in of_backward(g, target, names):
@@ -212,19 +213,7 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
 
-_forward = memo(group="sources")(
-    lambda plan, target, dims, sinks, low: triton_forward.emit(plan, target, dims, sinks=sinks, top=True, low=low)
-)
-_decode = memo(group="sources")(
-    lambda plan, target, dims, packs, sinks, low, balanced: triton_decode.emit(
-        plan, target, dims, packs=packs, sinks=sinks, top=True, low=low, balanced=balanced
-    )
-)
-
-
-@memo(group="sources")
-def _backward(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[str, list[Sum]]:
-    return triton_backward.emit(plan, target, dims, wanted, dlse=dlse), sums(plan, wanted)
+_forward, _decode, _backward = (memo(group="sources")(x.emit) for x in (triton_forward, triton_decode, triton_backward))
 
 
 def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], apart: bool) -> dict[str, dict[str, Any]]:
@@ -306,11 +295,8 @@ def _scattered(
     g, table = call.geometry, call.tables[gradient.source].shape
     shared = triton_grids.plane(gradient, table, g, call.slots)
     if shared is not None:
-        source, grid = (
-            _plane(call.plan, tile, call.dims, gradient, shared),
-            triton_grids.of_plane(g, tile.block_q, shared),
-        )
-        into = {"Into": (table, np.float32)}
+        source = _plane(call.plan, tile, call.dims, gradient, shared)
+        grid, into = triton_grids.of_plane(g, tile.block_q, shared), {"Into": (table, np.float32)}
         return run(source, "attention_plane", grid, results=into, zeroed=True, batches=g.batch)["Into"]
     rows = triton_grids.tiles(g, tile.block_q)[0]
     source, grid = _scatter(call.plan, tile, call.dims, gradient), (rows, g.heads, g.batch)

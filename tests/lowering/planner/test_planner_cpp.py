@@ -88,9 +88,8 @@ def agree(run, plan, mask, case, room=64, records=None):
         )  # fmt: skip
     except EvaluationError:
         return False
-    found = flat_native.called(
-        run, plan, at, case.sizes, {**case.params, **case.tables}, case.q_len, case.kv_len, case.block, room, n
-    )
+    place = flat_native.SpanRequest(at, case.q_len, case.kv_len, case.block, case.sizes, room=room, records=n)
+    found = flat_native.called(run, plan, place, {**case.params, **case.tables})
     for got, right in zip(found, want, strict=True):
         np.testing.assert_array_equal(got, right, err_msg=str(mask))
     return True
@@ -327,8 +326,9 @@ def test_ids_in_any_order(name, ids):
     truth = brute.kinds(case.mask, n, n, **case.options)
     read = []
     for made, run in planners_of_ids()[name]:
-        given = run, made, (grid.b, grid.h, grid.q, grid.k), case.sizes, case.tables, n, n, case.block, 64, 22
-        bounds, count, _ = flat_native.called(*given)
+        at = grid.b, grid.h, grid.q, grid.k
+        place = flat_native.SpanRequest(at, n, n, case.block, case.sizes, room=64, records=22)
+        bounds, count, _ = flat_native.called(run, made, place, case.tables)
         runs, kinds = from_records(bounds, count), np.zeros((*count.shape, grid.columns), np.uint8)
         for s, row, start, stop, kind in zip(runs.slice, runs.row, runs.start, runs.stop, runs.kind, strict=True):
             kinds[s, row, start:stop] = kind
@@ -354,8 +354,8 @@ def watched(monkeypatch):
     """How often a planner in C++ ran."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     ran = []
-    real = flat_native.native_spans
-    monkeypatch.setattr(flat_native, "native_spans", lambda *a: ran.append(1) or real(*a))
+    real = flat_native.called
+    monkeypatch.setattr(flat_native, "called", lambda *a: ran.append(1) or real(*a))
     return ran
 
 

@@ -14,14 +14,14 @@ from frisket.runtime.backends.gluon import forward as gluon_launch
 from frisket.runtime.backends.triton import arguments
 
 DROPPED = {SEED: 11, RATE: 0.3}
-MADE = gluon_launch._made.__wrapped__
+EMITTED = arguments.emitted_kernels.__wrapped__
 
 
 def install(monkeypatch, change=str, seed=0, late=True):
     """Texts are executed by the interpreter from here on, `change`d before; their schedules are drawn from `seed`."""
     monkeypatch.setattr(language, "SEED", seed)
     monkeypatch.setattr(language, "LATE", late)
-    monkeypatch.setattr(gluon_launch, "_made", MADE)
+    monkeypatch.setattr(arguments, "emitted_kernels", EMITTED)
     monkeypatch.setattr(arguments, "_loaded", lambda text: SimpleNamespace(**language.kernels(change(text))))
 
 

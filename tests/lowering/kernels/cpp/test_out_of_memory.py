@@ -166,7 +166,8 @@ run = flat_native.function(plan)
 at = (np.zeros(1, np.int64),) * 4
 
 def planned(n):
-    return flat_native.called(run, plan, at, (1, 1, n, n), {"t": np.ones((n, n), np.int64)}, n, n, (256, 256), 64)
+    place = flat_native.SpanRequest(at, n, n, (256, 256), (1, 1, n, n))
+    return flat_native.called(run, plan, place, {"t": np.ones((n, n), np.int64)})
 
 planned(2)
 held = int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1]) * 1024
