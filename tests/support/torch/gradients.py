@@ -147,8 +147,9 @@ class Both:
         top = dense.top(*arrays[:2], self.case.mask, self.case.score, **same)
         dlse = None if self.dlse is None else self.dlse.double().numpy()
         found = dense.gradients(
-            *arrays, self.case.mask, self.case.score, self.dout.double().numpy(), dlse, **same, **more
-        )
+            *arrays, self.case.mask, self.case.score, self.dout.double().numpy(), dlse, **same, **more,
+            stored=self.stored if rounded == self.half else (),
+        )  # fmt: skip
         named = {t.name: found["dtables"][t.source] for t in self.plan.tables if t.source in found["dtables"]}
         named |= {s.name: found["dscalars"][s.source] for s in self.plan.slots if s.source in found["dscalars"]}
         return (*forward, top), {"q": found["dq"], "k": found["dk"], "v": found["dv"], **named}

@@ -32,6 +32,7 @@ class Both(torch_gradients.Both):
     """A case run by the kernels and by the reference; `tiles` are those of dq and of dk and dv, or of each of them."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+    stored = ("out",)
 
     def __init__(self, case, *, tiles=None, descriptors=False, **options):
         super().__init__(case, **options)

@@ -129,6 +129,7 @@ class Tables(torch_gradients.Both):
     """The gradients of the tables alone, from the library's forward."""
 
     forward, deterministic = staticmethod(on_the_cpu), True
+    stored = ("out",)
 
     @property
     def source(self):

@@ -132,6 +132,7 @@ class Both(torch_gradients.Both):
     """A case run by the kernels and by the reference."""
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+    stored = ("out",)
 
     def __init__(self, case, **options):
         super().__init__(case, **options)
