@@ -93,8 +93,7 @@ def at(w: Walk, node: Node, frame: Frame, args: list[Node], keywords: dict[str, 
     if moves is None or body.expr is None:
         return ERROR
     w.charge(body.expr, node, frame)
-    moved = {LEAVES[c]: e for c, e in zip(keywords, moves)}
-    return Value(ir.substitute(body.expr, moved), body.flex)
+    return Value(ir.substitute(body.expr, {LEAVES[c]: e for c, e in zip(keywords, moves)}), body.flex)
 
 
 def segment(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Steps:

@@ -315,8 +315,7 @@ def make_plan(
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:
     """The Expr that says whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
     where = (var("b"), var("h"), *(at or (var("q"), var("k"))))[-4:]
-    draw = random(param(SEED, INT), *where)
-    return build("ge", draw, param(RATE, FLOAT))
+    return build("ge", random(param(SEED, INT), *where), param(RATE, FLOAT))
 
 
 class _Names:

@@ -216,8 +216,7 @@ def _parts(form: Linear) -> tuple[Linear, Linear, list[tuple[Expr, int]]]:
     """(terms without a key, terms of the key alone, [(atom, factor)] of atoms that read query and key) of a form."""
     key = [t for t in form.terms if depends(t[0]) == {"k"}]
     both = [t for t in form.terms if depends(t[0]) == {"q", "k"}]
-    rest = form.without(*(a for a, _ in key), *(a for a, _ in both))
-    return rest, Linear(tuple(key), 0), both
+    return form.without(*(a for a, _ in key), *(a for a, _ in both)), Linear(tuple(key), 0), both
 
 
 def _over(f: Linear, n: int) -> Expr:

@@ -268,8 +268,7 @@ def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], N
     seen, hidden = both[:, : len(yes)], both[:, len(yes) :]
     hidden = np.concatenate([hidden, outside_of(grid)[:, None]], axis=1)
     row, start, stop, kind = sweep(seen, hidden, grid.columns)
-    runs = merge(row // grid.rows, row % grid.rows, start, stop, kind)
-    return records(runs, len(grid.b), grid.rows)
+    return records(merge(row // grid.rows, row % grid.rows, start, stop, kind), len(grid.b), grid.rows)
 
 
 SLICES = 64  # more of them are arrays

@@ -195,8 +195,7 @@ class _Forward(AtenTiles):
             base = finite(torch, top)
             factors = [torch.exp2(t - base) for _, t, _ in parts]
             acc = sum(a * f for (a, _, _), f in zip(parts, factors, strict=True))
-            total = sum(n * f for (_, _, n), f in zip(parts, factors, strict=True))
-            self._store(whole, acc, top, total)
+            self._store(whole, acc, top, sum(n * f for (_, _, n), f in zip(parts, factors, strict=True)))
 
     # -- results ----------------------------------------------------------------------------------------
 

@@ -146,8 +146,7 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
         pieces = [KeyPiece(lo, full_lo, full_hi, hi, move) for (lo, full_lo, full_hi, hi), move in records if hi > lo]
         height = min(block[0], geometry.q_len - start)
         if last - first > 1 and not moves.any():  # the same keys for all: one taller tile
-            tall = min(last * block[0], geometry.q_len) - start
-            found.append(RowStep(start, tall, 1, tuple(pieces)))
+            found.append(RowStep(start, min(last * block[0], geometry.q_len) - start, 1, tuple(pieces)))
         else:
             found.append(RowStep(start, height, last - first, tuple(pieces)))
     return found

@@ -256,8 +256,7 @@ class _Binding:
         one = len(form.document) == 1 and not form.by_rows and flags.keys is None and flags.queries is None
         if one and g.q_len == g.kv_len and type(self.q) is int and self.q == self.k:
             return self.of_tokens(form.document[0], flags)
-        seen = flags.visible(g)
-        low, stop = (np.array(x) for x in seen)
+        low, stop = (np.array(x) for x in flags.visible(g))
         b = self.batch[:, None]
         q = np.broadcast_to(np.asarray(self.q).reshape(-1, 1) + np.arange(g.q_len), low.shape)
         k = np.broadcast_to(np.asarray(self.k).reshape(-1, 1) + np.arange(g.kv_len), (g.batch, g.kv_len))

@@ -106,8 +106,7 @@ class _CppBody(PlannerBody):
         assert ranging or e.op not in CLASSES
         if not ranging:
             return self.call(e, lows)
-        known = KNOWN[e.op].format(TYPES[e.type])
-        form = known + (f", {len(ranging)}" if len(ranging) > 1 else "")
+        form = KNOWN[e.op].format(TYPES[e.type]) + (f", {len(ranging)}" if len(ranging) > 1 else "")
         kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
         axes = ", ".join(map(str, ranging))
         text = f"{kind}<{form}> NAME({self.known[e.name]}, {half}, {{{axes}}})"

@@ -141,8 +141,7 @@ def _whole(e: Expr) -> Expr:
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
     """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
     if e.op in ("and", "or"):
-        join = conj if e.op == "and" else disj
-        return join(*(_safe(a, limits, wide) for a in e.args))
+        return (conj if e.op == "and" else disj)(*(_safe(a, limits, wide) for a in e.args))
     return e if e is TRUE or fits(e, limits, wide) else FALSE
 
 

@@ -28,7 +28,7 @@ def remainder(a: Expr, d: Expr) -> Expr | None:
 
 def _split(form: Linear, d: int) -> tuple[Linear, Linear]:
     """Split form = d * whole + rest, with 0 <= every coefficient and constant of rest < d where it is not an atom with
-    a smaller coefficient already; all is rest where d is not positive."""
+    a smaller coefficient already. Where d is not positive all is rest."""
     if d <= 0:
         return Linear((), 0), form
     whole = [(a, f // d) for a, f in form.terms if f % d == 0]

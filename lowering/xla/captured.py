@@ -140,8 +140,7 @@ def diagonals(x: Array, zeros: Array) -> Array:
     n, rows, width = x.shape
 
     def step(i: Array, sums: Array) -> Array:
-        row = lax.dynamic_slice(x, (0, i, 0), (n, 1, width))[:, 0]
-        return added(sums, row, (0, rows - 1 - i))
+        return added(sums, lax.dynamic_slice(x, (0, i, 0), (n, 1, width))[:, 0], (0, rows - 1 - i))
 
     return lax.fori_loop(0, rows, step, zeros)[:, ::-1]
 

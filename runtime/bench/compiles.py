@@ -37,8 +37,7 @@ def stage_of(name: str, device: str) -> Stage:
 
 def main(path: str) -> None:
     who, stage_name, device, contests = pickle.loads(Path(path).read_bytes())
-    stage = stage_of(stage_name, device)
-    contestant = next(c for c in stage.contestants if c.name == who)
+    contestant = next(c for c in stage_of(stage_name, device).contestants if c.name == who)
     compilations = counter(stage_name)
     warm_up(stage_name, device)
     first, again, _ = timed(contestant.prepare, contests[0], compilations)

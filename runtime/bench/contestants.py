@@ -225,8 +225,7 @@ def _flash(device: str, contest: Contest) -> Call:
     if window is None and not contest.everything:
         raise NoWordsError("flash_attn_func has words for causal masks and causal windows")
     inside = {"window_size": (window - 1, 0)} if window else {}
-    attend = partial(flash_attn_func, causal=not contest.everything, **inside)
-    return _call(contest, device, attend, swap=True)
+    return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
 def warm_up(device: str) -> None:

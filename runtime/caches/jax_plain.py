@@ -107,7 +107,7 @@ def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any
 def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
     """The arrays with `new` [rows, n, ...] at the places `at` [rows, n], all different in a row; those beyond the end
     are dropped. In place where the arrays are donated."""
-    put = jax.vmap(lambda array, values, at: array.at[at].set(values, mode="drop", unique_indices=True))
+    put: Any = jax.vmap(lambda array, values, at: array.at[at].set(values, mode="drop", unique_indices=True))
     return {n: x if x is None else put(x, new[n], at) for n, x in arrays.items()}
 
 

@@ -163,8 +163,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
 def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, transposed: bool) -> Iterator[Piece]:
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
-    origin = (small.b[0], small.h[0], small.q[0], small.k[0])
-    b, h, q, k = (int(x) for x in origin)
+    b, h, q, k = (int(x) for x in (small.b[0], small.h[0], small.q[0], small.k[0]))
     found = analyse(
         layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), look=False, params=layout.params,
         origin=(b, h, k, q) if transposed else (b, h, q, k), sizes=layout.sizes, tables=layout.tables,
@@ -243,8 +242,7 @@ def why(layout: Tiling, b: int, h: int, q: int, k: int) -> str:
 
 def listed(runs: list[tuple[int, int]], most: int = 4) -> str:
     """`0..4, 9..12, ...`, ends inclusive."""
-    text = ", ".join(f"{a}..{b - 1}" for a, b in runs[:most])
-    return text + (", ..." if len(runs) > most else "")
+    return ", ".join(f"{a}..{b - 1}" for a, b in runs[:most]) + (", ..." if len(runs) > most else "")
 
 
 Tensor = Any

@@ -148,8 +148,7 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
     rows = -(-q_len // mask._block[0]) if given is None else mask.kv_indices.shape[-2]
     found = picks(index, (*mask._batch, rows))
     mod, length, short = moved(mask._mod.sized(mask._sizes), found, q_len, mask._block[0])
-    batch = tuple(p.count for p in found[:-1])
-    made = mask.of(mod, (length, kv_len), mask._block, batch, mask.device, mask)
+    made = mask.of(mod, (length, kv_len), mask._block, tuple(p.count for p in found[:-1]), mask.device, mask)
     if given is None:
         return made
     if short and not found[-1].whole_rows:

@@ -44,9 +44,6 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
-    def __init__(self) -> None:
-        super().__init__("frisket_flex_attention", cacheable=True)  # type: ignore[no-untyped-call]
-
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
         score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
@@ -69,9 +66,6 @@ class FlexAttentionOp(HigherOrderOperator):
 
 class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
-
-    def __init__(self) -> None:
-        super().__init__("frisket_block_mask", cacheable=True)  # type: ignore[no-untyped-call]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
@@ -96,7 +90,8 @@ def tiles(mask: BlockMask) -> Tensor:
     return kinds  # type: ignore[no-any-return]
 
 
-call, laid_out = FlexAttentionOp(), BlockMaskOp()
+call = FlexAttentionOp("frisket_flex_attention", cacheable=True)  # type: ignore[no-untyped-call]
+laid_out = BlockMaskOp("frisket_block_mask", cacheable=True)  # type: ignore[no-untyped-call]
 
 
 class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
@@ -160,8 +155,7 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
     """A tensor without values, of this dtype and shape, or a number without one."""
     if not isinstance(x, Tensor):
         return Symbol(ir.param(name))
-    made = torch.empty([size(n) for n in x.shape], dtype=x.dtype, device="meta")
-    return made.requires_grad_(x.requires_grad)
+    return torch.empty([size(n) for n in x.shape], dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
 
 
 def operator(

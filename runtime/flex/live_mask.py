@@ -78,8 +78,7 @@ class LiveMask:
         return Mask(self.expr, {**self.numbers, **{n: as_value(n, x) for n, x in self.tensors.items()}})
 
     def to(self, device: torch.device) -> LiveMask:
-        moved = {n: x.to(device) for n, x in self.tensors.items()}
-        return replace(self, values={**self.numbers, **moved})
+        return replace(self, values={**self.numbers, **{n: x.to(device) for n, x in self.tensors.items()}})
 
     def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
         """A mask with other expressions for its variables; expressions may read `values`."""

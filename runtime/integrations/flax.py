@@ -93,8 +93,7 @@ class Attention(nnx.Module):
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
             return self._joined(self.operator(q, k, v, self.mask, score=self.score, **given).attention_outputs)
-        att = self.operator.compiled(self.mask, self.score)
-        found, cache = cache.attention(att, q, k, v, counts, **given)
+        found, cache = cache.attention(self.operator.compiled(self.mask, self.score), q, k, v, counts, **given)
         return self._joined(found), cache
 
     def _joined(self, heads: Any) -> Any:

@@ -95,8 +95,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
-        read = (*planner.tables, *planner.scalars)
-        numbers["given"] = {n: plan.given[n] for n in read if n in plan.given}
+        numbers["given"] = {n: plan.given[n] for n in (*planner.tables, *planner.scalars) if n in plan.given}
         of = kernel, call.geometry, call.given.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)

@@ -184,8 +184,7 @@ def make_layout(
     mask.require_bound()
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
-    written = decided(bind_in_part(mask.expr, mask.tables), mask.scalars)
-    simple, _ = prepare(written, None)
+    simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)
     made = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,

@@ -62,8 +62,7 @@ def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     sides = ("lhs", "rhs", "dlhs_grad", "drhs_grad")
     types: dict[str, Any] = {f"{side}_qtype": jnp.int8 for side in sides}
     scalings: dict[str, Any] = {f"{side}_calibration_method": _scaling(bits) for side in sides}
-    config = DotGeneralQtConfig(**types, **scalings)
-    return dot_general_qt(lhs, rhs, dimension_numbers, config)
+    return dot_general_qt(lhs, rhs, dimension_numbers, DotGeneralQtConfig(**types, **scalings))
 
 
 @usual_promotion()

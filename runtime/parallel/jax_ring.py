@@ -266,8 +266,7 @@ class _Ring:
                 return step(keys, k_at, state)
 
             def skip(state: Any, keys: Arrays = keys) -> Any:
-                like = next(iter(keys.values()))
-                return state, _zeros({n: keys[n] for n in returned}, like)
+                return state, _zeros({n: keys[n] for n in returned}, next(iter(keys.values())))
 
             if all(now.reads):
                 state, back = run(state)

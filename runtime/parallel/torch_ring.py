@@ -295,8 +295,7 @@ class RingJob:
                 kept.pop(next(n for n in kept if isinstance(n, tuple)))
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
         sizes = (*self.sizes, self.deal.length, self.deal.length)
-        params = {**self.params, **values}
-        request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params=params)
+        request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params={**self.params, **values})
         return kept_ready(kept[where], request).generated  # engines do not return what parts of the keys need
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:

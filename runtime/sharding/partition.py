@@ -176,8 +176,7 @@ class PartitionAxis:
         if axis is None or axis == EMPTY:
             return None
         if isinstance(axis, list | tuple):
-            found = tuple(name for one in axis for name in names_of(self._one(one, mode)))
-            return found or None
+            return tuple(name for one in axis for name in names_of(self._one(one, mode))) or None
         if axis not in FIELDS:
             raise ParameterError(f"there is no semantic axis {axis!r}; there are {', '.join(FIELDS)}, and {EMPTY!r}")
         name = FIELDS[axis]

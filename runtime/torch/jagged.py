@@ -157,8 +157,7 @@ def opened(
             f"{all_three} hold {q.shape[0]}, {k.shape[0]} and {v.shape[0]} sequences\n  each sequence has all three"
         )
     _check_alike(k, v)
-    packed = q.values()[None], k.values()[None], v.values()[None]
-    return packed, ragged_of(q, k)
+    return (q.values()[None], k.values()[None], v.values()[None]), ragged_of(q, k)
 
 
 def ragged_of(q: Tensor, k: Tensor) -> Ragged:

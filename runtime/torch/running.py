@@ -173,8 +173,7 @@ def fake_attend(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     check_devices(q, k, v)
-    real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty(q.shape[:3], dtype=real)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
     norm = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, norm

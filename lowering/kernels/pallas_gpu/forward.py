@@ -177,9 +177,9 @@ def emit(
         operands=listed,
         arguments=f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None",
         once=e.once(plan),
-        score=_score(plan, e, folded),
-        seen=_seen(plan, e),
-        kept=_kept(plan, e),
+        score=([] if folded else ["s *= SCALE"]) + _written(plan, e, plan.score, "y", "s = {}"),
+        seen=_written(plan, e, plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
+        kept=_written(plan, e, plan.kept, "z", "weights = jnp.where({}, p, 0.0)"),
         finish=_finish(plan, sinks, low),
         ends=["ends[wg, 2] = low"] if low else [],
         stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if low else [],
@@ -204,26 +204,12 @@ def _readers(e: Expressions) -> list[str]:
     return [*made, "\n" + filled(TEXT["distances"], down=down, across=across)] if e.inputs.distances else made
 
 
-def _score(plan: LoopPlan, e: Expressions, folded: bool) -> list[str]:
-    lines = [] if folded else ["s *= SCALE"]
-    if plan.score is not None:
-        found, value = e.written(plan.score, "y")
-        lines += [*e.each(plan, plan.score), *found, f"s = {value}"]
-    return lines
-
-
-def _seen(plan: LoopPlan, e: Expressions) -> list[str]:
-    if plan.mask is None:
+def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, use: str) -> list[str]:
+    """The lines of an expression and of the `use` of its value; none where there is no such expression."""
+    if root is None:
         return []
-    found, value = e.written(plan.mask, "x")
-    return [*e.each(plan, plan.mask), *found, f"s = jnp.where({value}, s, -jnp.inf)"]
-
-
-def _kept(plan: LoopPlan, e: Expressions) -> list[str]:
-    if plan.kept is None:
-        return []
-    found, value = e.written(plan.kept, "z")
-    return [*e.each(plan, plan.kept), *found, f"weights = jnp.where({value}, p, 0.0)"]
+    assignments, value = e.written(root, temporary)
+    return [*e.each(plan, root), *assignments, use.format(value)]
 
 
 def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:

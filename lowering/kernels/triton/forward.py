@@ -45,8 +45,7 @@ def emit(
     long row of tiles: `attention_combine` combines what they write.
     """
     title = "Attention forward, long rows in parts" if listed else "Attention forward"
-    made = kernels(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed)
-    return module(title, plan, dims, made)
+    return module(title, plan, dims, kernels(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed))
 
 
 def kernels(

@@ -89,8 +89,7 @@ def backward(
     results = list(_compiled(static)(arrays, *values))
     found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
     if results:
-        captured = [g for g in gradients if g.source in wanted]
-        found |= _folded(plan, captured, results, geometry, slots, tables)
+        found |= _folded(plan, [g for g in gradients if g.source in wanted], results, geometry, slots, tables)
     return found
 
 

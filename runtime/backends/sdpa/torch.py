@@ -79,8 +79,7 @@ def backward(
 
     if dlse is not None:
         q, k, v, out, dout = with_lse(dlse, q, k, v, out, dout)
-        found = backward(a, q, k, v, out, lse, dout, None)
-        return {n: x[..., :-8] for n, x in found.items()}
+        return {n: x[..., :-8] for n, x in backward(a, q, k, v, out, lse, dout, None).items()}
     run = getattr(torch.ops.aten, f"{a.operator}_backward")
     keys, values = a.mask.valid(k, v)
     if a.device == "cpu":

@@ -498,8 +498,7 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
 
 
 def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
-    named = span_arrays(spans)
-    return {**{n: uploaded(a, device) for n, a in named.items()}, "records": spans.bounds.shape[2]}
+    return {**{n: uploaded(a, device) for n, a in span_arrays(spans).items()}, "records": spans.bounds.shape[2]}
 
 
 def _longest(bounds: Tensor) -> Tensor:

@@ -150,8 +150,7 @@ kernels_of = memo(group="kernels")(triton_writer.parameters)
 @memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
-    named = kernels_of(source)[kernel]
-    made = triton_writer.entry(kernel, named, plan, form, results)
+    made = triton_writer.entry(kernel, kernels_of(source)[kernel], plan, form, results)
     return getattr(_loaded(f"{source}\n\n{made.text}"), made.name), made
 
 
