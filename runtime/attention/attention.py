@@ -121,6 +121,7 @@ class Attention:
         self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
         self._tables, self._shared = program.tables, shared(program.tables)
         self.rereads = program.rereads
+        program.origin.follow_copies(type(self))
         if not self.rereads:
             self.learned: dict[str, Any] = flowing
             self.constants: dict[str, Any] = {**self._tables, **flowing}
@@ -202,6 +203,11 @@ class Attention:
         """Another program with the same options."""
         state = self.__reduce__()[2]
         return self._logs(type(self)(program, *state[1:]))
+
+    @cached_property
+    def in_copy(self) -> Attention:
+        """The attention in a copy of the module that its functions read: reading those arrays is an error."""
+        return self._over(self.program.changed(lambda p: p.in_copy)) if self.program.origin.reads_module else self
 
     def _logs(self, other: Attention) -> Attention:
         """`other`, whose records of `compiled` are this attention's too."""
