@@ -222,16 +222,20 @@ def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[
     return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
 
 
+@memo(512)
 def offsets_of(e: Expr) -> dict[str, str]:
     """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
-    `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
-    if all(op != "segment" for op, *_ in ir.named(e)):
+    `segment(U, x)`, as `T[s]` and `T[s + 1]` with the segment s of U, or as `T[i] <= x < T[i + 1]`."""
+    if all(op not in ("segment", "lookup") for op, *_ in ir.named(e)):
         return {}
     nodes = list(ir.walk(e))
     segments = [n for n in nodes if n.op == "segment"]
     read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
     pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
-    return {**pairs, **{s.name: s.name for s in segments}}
+    less = {n.args[::-1] if n.op[0] == "g" else n.args for n in nodes if n.op in ("le", "lt", "ge", "gt")}
+    ends = [(x.name, x.args[0] + 1, 1 + x.args[0], y) for x, y in less if x.op == "lookup" and len(x.args) == 1]
+    ranges = {name for name, *at, y in ends if any((y, ir.lookup(name, (i,), INT)) in less for i in at)}
+    return {n: n for n in ranges} | pairs | {s.name: s.name for s in segments}
 
 
 def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
