@@ -159,7 +159,7 @@ class Attention:
         """`learned`, `constants` and `inputs` of an attention whose functions captured arrays: the arrays that these
         functions would read now. Other attentions have them as attributes."""
         if name not in ("learned", "constants", "inputs"):
-            raise AttributeError(f"an attention has no `{name}`", name=name, obj=self)
+            raise AttributeError(f"an attention has no `{name}`")  # without keywords, which Dynamo does not know
         learned = {n: read_again(n, paths) if paths else x for n, x, paths in self._flowing}
         if name == "learned":
             return learned
@@ -290,8 +290,8 @@ class Attention:
           scales, float32 with all axes of k and v but the last, multiply them: one number for a token and head.
         - `pages`: int32 [batch, pages of a sequence]. k and v are pools then: torch [pages, kv_heads, tokens, dim], JAX
           [pages, tokens, kv_heads, dim], with a multiple of 16 tokens in a page. Key i of batch entry b is token i %
-          tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page, which `check`
-          and FRISKET_CHECK=1 refuse, like a page that a sequence has twice, where a query sees its keys.
+          tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page. Where
+          queries see its keys, `check` and FRISKET_CHECK=1 refuse it, and a page that a sequence has twice.
 
         Hidden entries of stored k, v and scales may hold anything. Other values of scales and pages neither plan nor
         compile again. Calls on stored keys have no gradients.
