@@ -95,6 +95,8 @@ class Attention:
     captured or sinks by identity.
     """
 
+    __name__ = "attention"  # torch.vmap and functools.wraps ask functions for it
+
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
