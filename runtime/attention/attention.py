@@ -52,7 +52,7 @@ from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, 
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
-from frisket.runtime.torch.spec import spec_of
+from frisket.runtime.torch.spec import history_of, spec_of
 
 from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
@@ -551,7 +551,8 @@ class Attention:
     # -- looking ----------------------------------------------------------------------------------
 
     def compiled(self) -> tuple[CompileRecord, ...]:
-        """Return records of why calls compiled: the last 256 calls that were not prepared before.
+        """Return records of why calls compiled: the last 256 calls that were not prepared before, and as many of graphs
+        of torch, which equal attentions share.
 
         >>> import torch, frisket as fk
         >>> att = fk.compile("causal", backend="aten")
@@ -560,7 +561,7 @@ class Attention:
         >>> [record.new for record in att.compiled()[1:]]
         [('q_len', 'kv_len')]
         """
-        return tuple(self.history)
+        return (*sorted(self.history + history_of(self.spec), key=lambda record: record.at),)
 
     @counting
     def source(self, backend: str, *shape: Any, **sizes: Any) -> str:
