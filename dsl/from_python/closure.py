@@ -50,7 +50,12 @@ class Path:
 
     def read(self) -> Any:
         """Follow the path again. Dynamo reads this code too, and guards what it reads."""
-        x = self.root
+        if (x := self.root) is None:
+            raise ParameterError(
+                f"`{self.text}` is read from the module that was copied, not from its copy: nnx.jit, nnx.clone, "
+                "copy.deepcopy, jax.tree.map and pickle make a copy, and do not say of what\n  give the array to the "
+                f"call: att(q, k, v, ...={self.text}{'[...]' * (self.steps[-1] == (True, RAW))})"
+            )
         for attribute, name in self.steps:
             if name == RAW and not x._trace_state.is_valid():
                 raise ParameterError(
@@ -66,6 +71,17 @@ class Path:
         if isinstance(root, CellType) or (type(root) is dict and "__builtins__" in root):
             root, steps = Path(root, steps[:1]).read(), steps[1:]
         return Path(root, steps, self.text)
+
+    @property
+    def begins_in_module(self) -> bool:
+        """Whether the path begins at what JAX and flax take apart and put together anew, such as a module."""
+        root, jax = self.from_object().root, sys.modules.get("jax")
+        is_leaf = jax is None or type(root) in (dict, list, tuple) or jax.tree_util.all_leaves([root])
+        return self.steps[-1:] == ((True, RAW),) or not is_leaf
+
+    def in_copy(self) -> Path:
+        """The path in a copy of what it begins at. JAX and flax do not say what they copy: reading it is an error."""
+        return Path(None, self.steps, self.text) if self.begins_in_module else self
 
     def __str__(self) -> str:
         return self.text

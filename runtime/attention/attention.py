@@ -52,7 +52,7 @@ from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, 
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
-from frisket.runtime.torch.spec import spec_of
+from frisket.runtime.torch.spec import history_of, spec_of
 
 from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
@@ -95,6 +95,8 @@ class Attention:
     captured or sinks by identity.
     """
 
+    __name__ = "attention"  # torch.vmap and functools.wraps ask functions for it
+
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
@@ -121,6 +123,7 @@ class Attention:
         self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
         self._tables, self._shared = program.tables, shared(program.tables)
         self.rereads = program.rereads
+        program.origin.follow_copies(type(self))
         if not self.rereads:
             self.learned: dict[str, Any] = flowing
             self.constants: dict[str, Any] = {**self._tables, **flowing}
@@ -158,7 +161,7 @@ class Attention:
         """`learned`, `constants` and `inputs` of an attention whose functions captured arrays: the arrays that these
         functions would read now. Other attentions have them as attributes."""
         if name not in ("learned", "constants", "inputs"):
-            raise AttributeError(f"an attention has no `{name}`", name=name, obj=self)
+            raise AttributeError(f"an attention has no `{name}`")  # without keywords, which Dynamo does not know
         learned = {n: read_again(n, paths) if paths else x for n, x, paths in self._flowing}
         if name == "learned":
             return learned
@@ -202,6 +205,11 @@ class Attention:
         """Another program with the same options."""
         state = self.__reduce__()[2]
         return self._logs(type(self)(program, *state[1:]))
+
+    @cached_property
+    def in_copy(self) -> Attention:
+        """The attention in a copy of the module that its functions read: reading those arrays is an error."""
+        return self._over(self.program.changed(lambda p: p.in_copy)) if self.program.origin.reads_module else self
 
     def _logs(self, other: Attention) -> Attention:
         """`other`, whose records of `compiled` are this attention's too."""
@@ -284,7 +292,8 @@ class Attention:
           scales, float32 with all axes of k and v but the last, multiply them: one number for a token and head.
         - `pages`: int32 [batch, pages of a sequence]. k and v are pools then: torch [pages, kv_heads, tokens, dim], JAX
           [pages, tokens, kv_heads, dim], with a multiple of 16 tokens in a page. Key i of batch entry b is token i %
-          tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page.
+          tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page. Where
+          queries see its keys, `check` and FRISKET_CHECK=1 refuse it, and a page that a sequence has twice.
 
         Hidden entries of stored k, v and scales may hold anything. Other values of scales and pages neither plan nor
         compile again. Calls on stored keys have no gradients.
@@ -542,7 +551,8 @@ class Attention:
     # -- looking ----------------------------------------------------------------------------------
 
     def compiled(self) -> tuple[CompileRecord, ...]:
-        """Return records of why calls compiled: the last 256 calls that were not prepared before.
+        """Return records of why calls compiled: the last 256 calls that were not prepared before, and as many of graphs
+        of torch, which equal attentions share.
 
         >>> import torch, frisket as fk
         >>> att = fk.compile("causal", backend="aten")
@@ -551,7 +561,7 @@ class Attention:
         >>> [record.new for record in att.compiled()[1:]]
         [('q_len', 'kv_len')]
         """
-        return tuple(self.history)
+        return (*sorted(self.history + history_of(self.spec), key=lambda record: record.at),)
 
     @counting
     def source(self, backend: str, *shape: Any, **sizes: Any) -> str:

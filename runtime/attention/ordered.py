@@ -66,7 +66,7 @@ class OrderedAttention(Attention):
         self, program: CallProgram, options: Options | None = None, order: Order | Literal["auto"] = "auto"
     ) -> None:
         super().__init__(program, options)
-        if not isinstance(order, Order) and order != "auto":
+        if not isinstance(order, Order) and not (isinstance(order, str) and order == "auto"):
             raise ParameterError(f'reorder is {order!r}; it is "auto", None, or what `frisket.reorder` found')
         if isinstance(order, Order) and order.mask != program.mask:
             raise ParameterError(

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import MismatchError
-from frisket.dsl.ir import Expr
+from frisket.dsl.errors import MismatchError, ParameterError
+from frisket.dsl.ir import Expr, lit
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, meant, rounding, to_numpy, turn
 from frisket.runtime.calls.program import CallProgram
@@ -254,12 +254,33 @@ def report(call: Call, out: Any, lse: Any) -> Report:
 def _compared(
     call: Call, program: CallProgram, out: Any, lse: Any, cotangents: CheckedGradients | None = None
 ) -> Report:
+    _check_pages(call, program)
     out = turn(to_numpy(out), call.given.layout, "bhsd")
     terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
     return compared(
         call.given, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
         stored=STORED[record.exact_delta, record.is_engine], **terms,
     )  # fmt: skip
+
+
+def _check_pages(call: Call, program: CallProgram) -> None:
+    """Refuse page numbers outside of the pool, and pages that a sequence has twice, where a query sees their keys."""
+    if PAGES not in call.live:
+        return
+    g, pages, pool = call.geometry, to_numpy(call.live[PAGES]).astype(int).tolist(), call.given.k.shape[0]
+    shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
+    env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
+    seen = (
+        dense.visible(lit(True) if mask is None else mask, env, program.tables, shape)
+        .any((1, 2))
+        .reshape(g.batch, len(pages[0]), -1)
+        .any(-1)
+    )
+    for b, i in np.argwhere(seen).tolist():
+        x, earlier = pages[b][i], pages[b][:i]
+        if x in earlier or not 0 <= x < pool:
+            why = f"as is entry [{b}, {earlier.index(x)}]" if x in earlier else f"and the pool has pages 0..{pool - 1}"
+            raise ParameterError(f"`pages` entry [{b}, {i}] is {x}, {why}; queries see keys of that page")
 
 
 def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str, Any]) -> Report:

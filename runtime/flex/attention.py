@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import beside
 from frisket.runtime.calls.arrays import in_graph, version_of
+from frisket.runtime.machine.parameters import learns
 from frisket.runtime.torch.jagged import closed_all, opened
 
 from . import score_mod as score_mods
@@ -64,8 +65,8 @@ def flex_attention(
     natural log of the sum that the softmax divides by, and the largest visible score, without a gradient. A query that
     sees no key has out 0 and lse -inf.
 
-    Gradients flow to query, key, value and every Float tensor that score_mod captured, on CPUs too. Traces are kept: a
-    score_mod of the same code and numbers is not traced again, even where it captures other tensors.
+    Gradients flow to query, key, value, a learned `scale`, and every Float tensor that score_mod captured, on CPUs too.
+    Traces are kept: a score_mod of the same code and numbers is not traced again, also with other captured tensors.
 
     Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for a
     function that is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position,
@@ -77,6 +78,8 @@ def flex_attention(
         raise ParameterError(
             f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
         )
+    if isinstance(scale, Tensor) and (learns(scale) or in_graph(scale)) and not scale.ndim:
+        score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
         found: tuple[Tensor, Any, Any] = compiled(
@@ -89,6 +92,15 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
+
+
+def _scaled(scale: Tensor, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A score mod of scores times a factor that learns, or that is a value of the current graph."""
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return score * scale if score_mod is None else score_mod(score * scale, b, h, q_idx, kv_idx)
+
+    return scaled
 
 
 def compiled(

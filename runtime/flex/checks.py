@@ -22,7 +22,7 @@ from frisket.dsl.show import show
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import Lookup
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import symbolic
+from frisket.runtime.calls.arrays import scale_of, symbolic
 from frisket.runtime.calls.options import AS_CHOSEN, KERNELS, LaunchOptions, Options, Tuning
 from frisket.runtime.machine.integers import as_int
 
@@ -126,7 +126,7 @@ NOTHING = Asked()
 def options_of(scale: float | None, enable_gqa: bool, asked: Asked, device: str) -> Options:
     """The options with which an attention is compiled for this type of device. On a CPU BACKEND chooses nothing: it
     names kernels of a GPU, and a script that says so runs there as it is."""
-    return Options(scale, enable_gqa, None if device == "cpu" else asked.backend, tuning=asked.tuning)
+    return Options(scale_of(scale), enable_gqa, None if device == "cpu" else asked.backend, tuning=asked.tuning)
 
 
 def read(options: Mapping[str, Any] | None) -> Asked:

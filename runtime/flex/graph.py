@@ -155,7 +155,8 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
     """A tensor without values, of this dtype and shape, or a number without one."""
     if not isinstance(x, Tensor):
         return Symbol(ir.param(name))
-    return torch.empty([size(n) for n in x.shape], dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+    shape = [size(n) for n in x.shape]
+    return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
 def operator(

@@ -14,7 +14,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,6 +34,7 @@ from frisket.dsl.notebook import table
 from frisket.dsl.program import Declared, Parsed, check_names, entries_of, read, type_of
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT, INT, Type, ranked
+from frisket.grammar.memo import memo
 from frisket.lowering.analysis.count import literal
 
 from .integers import outside
@@ -221,16 +222,20 @@ def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[
     return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
 
 
+@memo(512)
 def offsets_of(e: Expr) -> dict[str, str]:
     """The tables of an Expr that hold offsets, each with the table that counts its segments. Offsets are read by
-    `segment(U, x)`, or as `T[s]` and `T[s + 1]` with the segment s of U."""
-    if all(op != "segment" for op, *_ in ir.named(e)):
+    `segment(U, x)`, as `T[s]` and `T[s + 1]` with the segment s of U, or as `T[i] <= x < T[i + 1]`."""
+    if all(op not in ("segment", "lookup") for op, *_ in ir.named(e)):
         return {}
     nodes = list(ir.walk(e))
     segments = [n for n in nodes if n.op == "segment"]
     read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
     pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
-    return {**pairs, **{s.name: s.name for s in segments}}
+    less = {n.args[::-1] if n.op[0] == "g" else n.args for n in nodes if n.op in ("le", "lt", "ge", "gt")}
+    ends = [(x.name, x.args[0] + 1, 1 + x.args[0], y) for x, y in less if x.op == "lookup" and len(x.args) == 1]
+    ranges = {name for name, *at, y in ends if any((y, ir.lookup(name, (i,), INT)) in less for i in at)}
+    return {n: n for n in ranges} | pairs | {s.name: s.name for s in segments}
 
 
 def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
@@ -292,6 +297,17 @@ def unsorted(name: str, place: str = "its entries decrease somewhere", offsets: 
     return f"`{name}` is declared sorted and {place}; sort the entries, or drop `sorted`"
 
 
+@memo(group="once")
+def _follow_copies(kind: type[Any], framework: str) -> None:
+    flatten, copied = (lambda x: ((), x)), (lambda x, *leaves: x.in_copy)
+    with suppress(ValueError):  # it is registered already
+        if framework == "jax":
+            sys.modules["jax"].tree_util.register_pytree_node(kind, flatten, copied)
+        else:  # nnx.jit puts nodes of flax's graph back into their module, where nodes of JAX would be copies
+            set_key = pop_key = clear = init = lambda *_: None
+            sys.modules[framework].graph.register_graph_node_type(kind, flatten, set_key, pop_key, copied, clear, init)
+
+
 Self = TypeVar("Self", bound="BoundExpr")
 
 
@@ -324,11 +340,23 @@ class Origin:
         """The paths from objects that are copied already, and those from modules of torch to learned tensors. A copy of
         a mask copies no other object of the user's; it has its own copies of arrays."""
         ways = {n: tuple(path.from_object() for path in paths) for n, paths in self.paths.items()}
-        of_module = {n for n, x in self.captured.items() if learns(x)}
+        of_module, at_hand = {n for n, x in self.captured.items() if learns(x)}, {id(None), *memo}
+        ways = {n: tuple(p if id(p.root) in memo else p.in_copy() for p in paths) for n, paths in ways.items()}
         return {
             n: paths for n, paths in ways.items()
-            if all(id(path.root) in memo or (n in of_module and hasattr(path.root, "_parameters")) for path in paths)
+            if all(id(path.root) in at_hand or (n in of_module and hasattr(path.root, "_parameters")) for path in paths)
         }  # fmt: skip
+
+    @property
+    def reads_module(self) -> bool:
+        """Whether the function captured an array of a module that JAX or flax may copy."""
+        return any(path.begins_in_module for paths in self.paths.values() for path in paths)
+
+    def follow_copies(self, kind: type[Any]) -> None:
+        """Let JAX and flax copy objects of a type with the module that their functions read."""
+        for framework in ("jax", "flax.nnx") if self.reads_module else ():
+            if framework in sys.modules:
+                _follow_copies(kind, framework)
 
     def __or__(self, other: Origin) -> Origin:
         """The facts of both, for an expression made of two."""
@@ -366,6 +394,14 @@ class BoundExpr:
         if self.params:
             check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
             check_needs(self.origin.needs, self.params)
+        self.origin.follow_copies(type(self))
+
+    @cached_property
+    def in_copy(self: Self) -> Self:
+        """The expression in a copy of the module that its function reads: reading those arrays is an error."""
+        o = self.origin
+        ways = {n: tuple(path.in_copy() for path in paths) for n, paths in o.paths.items()}
+        return type(self)(self.expr, self.params, replace(o, paths=ways)) if o.reads_module else self
 
     @property
     def source(self) -> str:
@@ -483,7 +519,7 @@ class BoundExpr:
         rows, params, (source, spans, declared, notes, ways, advice) = state
         root, *more = _unflattened(rows)
         sites, needs = tuple(zip(spans, more, strict=False)), dict(zip(more[len(spans) :], advice, strict=True))
-        origin = Origin(source, sites, declared, notes, paths=ways, needs=needs)
+        origin = Origin(source, sites, declared, notes, {n: params[n] for n in ways}, ways, needs=needs)
         BoundExpr.__init__(self, root, params, origin)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:

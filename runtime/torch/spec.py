@@ -90,6 +90,12 @@ def _place(lines: str, text: str) -> BoundExpr:
 
 
 @memo(256)
+def history_of(spec: str) -> list[Any]:
+    """The records of calls in graphs, which hold the text of an attention: one list for equal attentions."""
+    return []
+
+
+@memo(256)
 def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     first, _, text = spec.partition("\n")
@@ -106,6 +112,8 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
         made = program(text) if len("".join(lines)) < len(text) else Program()
         moved = tuple(_place("".join(lines), x) for x in others) or None
         whole = replace(joined(made.mask, made.score), places=moved, unwritten=said["unwritten"])
-        return attention_by("program")(whole, options)
+        att = attention_by("program")(whole, options)
+        att.history = history_of(spec)
+        return att
     params: dict[str, Any] = {n: np.ones((1,) * r, t) for n, r, t in kinds}
     return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)

@@ -109,6 +109,18 @@ def test_compiled_then_derived_attentions_share_the_records():
     assert len(ordered.compiled()) == 1
 
 
+def test_compiled_then_calls_of_graphs_have_records():
+    """A graph holds the text of the attention, and its operators make an attention of that."""
+    att = fk.compile("causal & window(w) & q < 1000", backend="library", w=7)
+    graph = torch.compile(lambda x: att(x, x, x), backend="eager", fullgraph=True)
+    for length in (LENGTH, 32, 32):
+        graph(array(length))
+    assert news(att) == [("q_len", "kv_len")]
+    att(*[array(16)] * 3)
+    assert [record.key["q_len"] for record in att.compiled()] == [LENGTH, 32, 16]
+    assert att.compiled()[2].before == {}, "eager calls are prepared for themselves"
+
+
 def test_compiled_then_lines_print_with_stages_and_once(monkeypatch, capsys):
     monkeypatch.setenv("FRISKET_SHOW", "target,compiles")
     x = array()

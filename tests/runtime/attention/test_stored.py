@@ -232,6 +232,30 @@ def test_layouts_and_checks(framework, monkeypatch):
     att(*arrays, **live)
 
 
+WRONG_PAGES = {
+    "high": ([[0, 9], [2, 3]], r"`pages` entry \[0, 1\] is 9, and the pool has pages 0..4; queries see keys"),
+    "below": ([[0, 1], [-1, 3]], r"`pages` entry \[1, 0\] is -1, and the pool"),
+    "twice": ([[0, 1], [2, 2]], r"`pages` entry \[1, 1\] is 2, as is entry \[1, 0\]; queries see keys"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PAGES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_page_numbers_of_visible_keys_are_checked_on_request(framework, wrong, monkeypatch):
+    x = np.random.default_rng(0).standard_normal((5, 16, 16, 2)).astype(np.float32)
+    kv = array(x.transpose(0, 3, 1, 2) if framework == "torch" else x.swapaxes(2, 3), framework)
+    q = array(np.ones((2, 2, 4, 16) if framework == "torch" else (2, 4, 2, 16), np.float32), framework)
+    table, error = WRONG_PAGES[wrong]
+    att, pages = fk.compile("k < n"), array(np.array(table, np.int32), framework)
+    with pytest.raises(fk.ParameterError, match=error):
+        att.check(q, kv, kv, pages=pages, n=17)
+    if wrong != "below":
+        assert att.check(q, kv, kv, pages=pages, n=16).good, "no query sees that page"
+    monkeypatch.setenv("FRISKET_CHECK", "1")
+    with pytest.raises(fk.ParameterError, match=error):
+        att(q, kv, kv, pages=pages, n=17)
+
+
 def test_values_of_scales_and_pages_plan_nothing_anew(monkeypatch):
     made = problem(Case("causal", page=16))
     arrays, live = given(made, "torch")

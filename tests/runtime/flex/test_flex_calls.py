@@ -63,6 +63,26 @@ def test_shared_heads_other_values_and_one_batch_entry_of_keys():
     torch.testing.assert_close(v.grad.sum(), torch.tensor(2.0 * 4 * 24 * 8))
 
 
+@pytest.mark.parametrize("mod", [None, lambda score, b, h, q, k: score + q - k])
+def test_scale_that_learns_gets_the_gradient_of_a_factor(mod):
+    q, k, v = arrays(s=8, dim=4, v_dim=4)
+    mask = mask_of(s=8)
+
+    def loss(scale, factor=1.0):
+        return flex_attention(q * factor, k, v, mod, mask, scale=scale).square().sum()
+
+    factor = torch.tensor(0.3, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(1.0, factor), factor)
+    scale = torch.nn.Parameter(torch.tensor(0.3))
+    loss(scale).backward()
+    torch.testing.assert_close(scale.grad, expected)
+    torch.testing.assert_close(torch.func.grad(loss)(torch.tensor(0.3)), expected)
+    torch.testing.assert_close(loss(torch.tensor(0.3)), loss(0.3))
+    for scale in ("1", [1, 2], torch.ones(1, requires_grad=True)):
+        with pytest.raises(FrisketError, match="it is one finite number, or an array of one without axes"):
+            loss(scale)
+
+
 def test_five_arguments_by_place():
     q, k, v = arrays()
     want = flex_attention(q, k, v, lambda score, b, h, q, k: score + 2 * q - k)

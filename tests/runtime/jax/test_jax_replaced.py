@@ -1,6 +1,7 @@
 """Captured JAX arrays and flax variables that are replaced after the attention was made."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ jax = pytest.importorskip("jax")
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
+from frisket.runtime.calls.request import Request  # noqa: E402
 
 jnp = jax.numpy
 S = 8
@@ -95,13 +97,78 @@ def test_flax_variables_are_read_by_the_next_call(model):
 def test_flax_variables_of_another_trace_are_refused(model):
     nnx = pytest.importorskip("flax.nnx")
 
-    message = "is a flax variable of another trace: .*\n  give the array to the call"
-    for transform in (nnx.jit, nnx.grad, lambda f: jax.jit(lambda m: f(model))):
-        with pytest.raises(ParameterError, match=message):
+    message = r"is a flax variable of another trace: .*\n  give the array to the call: .*self.doc\[...\]\)"
+    with pytest.raises(ParameterError, match=message):
+        jax.jit(lambda: model().sum())()
+    for transform in (nnx.jit, nnx.grad):
+        with pytest.raises(ParameterError, match=COPIED):
             transform(lambda m: m().sum())(model)
     given = nnx.grad(lambda m: m(bias=m.bias[...], doc=m.doc[...]).sum())(model)
     expected = jax.grad(lambda b: dense(b, model.doc[...]).sum())(model.bias[...])
     assert close(given["bias"][...], expected)
+
+
+COPIED = r"`self.(doc|bias)` is read from the module that was copied, not from its copy.*\n  give the array to the call"
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "clone", "merge", "map"])
+def test_copies_of_a_flax_module_do_not_read_the_first_one(model, way):
+    nnx = pytest.importorskip("flax.nnx")
+
+    ways = {
+        "deepcopy": copy.deepcopy,
+        "clone": nnx.clone,
+        "merge": lambda m: nnx.merge(*nnx.split(m)),
+        "map": lambda m: jax.tree.map(lambda x: x, m),
+    }
+    copied = ways.get(way, nnx.clone)(model)
+    copied.att = pickle.loads(pickle.dumps(model.att)) if way == "pickle" else copied.att
+    with pytest.raises(ParameterError, match=COPIED):
+        copied()
+    assert copied.att.call(Request(X, X, X, params={"bias": copied.bias[...], "doc": copied.doc[...]}))
+
+
+def test_masks_of_a_flax_module_are_copied_with_it():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Masked(nnx.Module):
+        def __init__(self):
+            self.doc = nnx.Variable(jnp.arange(S) // 4)
+            self.mask = fk.mask(lambda q, k: self.doc[q] == self.doc[k])
+
+    masked = Masked()
+    for copied in (nnx.clone(masked), copy.deepcopy(masked)):
+        for mask in (copied.mask, copied.mask & "causal"):
+            with pytest.raises(ParameterError, match=COPIED):
+                fk.compile(mask, backend="xla")(X, X, X)
+    assert masked.mask.now() is masked.mask
+
+
+def test_a_flax_module_keeps_its_attention_through_jit():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Given(nnx.Module):
+        def __init__(self):
+            self.bias = nnx.Param(jnp.zeros((2, S)))
+            self.att = fk.compile("causal", lambda score, h, q, k: score + self.bias[h, q - k], backend="xla")
+
+        def __call__(self):
+            return self.att(X, X, X, bias=self.bias[...])
+
+    @nnx.jit
+    def step(model):
+        grads = nnx.grad(lambda m: m().sum())(model)
+        model.bias.set_value(model.bias[...] - grads["bias"][...])
+
+    model = Given()
+    att, paths = model.att, [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+    step(model)
+    assert model.att is att
+    assert np.any(model.bias[...])
+    assert att.now() is not att, "it reads the bias of after the step"
+    assert paths == [("bias",)]
+    average = jax.tree.map(lambda a, b: (a + b) / 2, nnx.clone(model), model)
+    assert close(average.bias[...], model.bias[...])
 
 
 def test_flax_layers_made_in_a_trace_read_their_variables(model):

@@ -69,6 +69,28 @@ def test_offsets_of_keys_are_as_many_and_in_order():
         assert fk.mask(text, koff=[0, 10, 10, 40], **off).layout(S, 64).visible_pairs
 
 
+RANGES = [
+    "off[q // 32] <= k & k < off[q // 32 + 1]",
+    "off[q // 32] <= k < off[1 + q // 32]",
+    "k >= off[b] & off[b + 1] > k",
+]
+
+
+@pytest.mark.parametrize("text", RANGES)
+def test_offsets_read_at_computed_indices_never_decrease(text):
+    with pytest.raises(fk.ParameterError, match=r"`off` holds offsets, .* entry \[2\] is 20 after 50"):
+        fk.mask(text, off=[0, 50, 20, S])
+    with pytest.raises(fk.ParameterError, match=LENGTHS):
+        fk.compile(text)(*arrays("torch"), off=torch.tensor([30, 20, 46]))
+    assert fk.mask(text, off=[0, 20, 50, S]).layout(S, S).visible_pairs
+    assert fk.compile(text).plan(S, S, flat=True, off=torch.tensor([0, 50, S])).unchecked == ("the offsets `off`",)
+
+
+def test_tables_of_neighbours_are_no_offsets():
+    for text in ("t[q] <= k & k < t[k + 1]", "t[q] < t[q + 1]", "t[q] <= k & q < t[q + 1]"):
+        assert fk.mask(text, t=[3, 1, 2] * 32).layout(S, S)
+
+
 def test_score_mods_read_offsets_where_the_mask_shows():
     with pytest.raises(fk.ParameterError, match=r"segment\(off, k\) leaves the offsets 0..50: k = 50"):
         fk.attention(*arrays("torch"), "causal", "score + t[segment(off, k)]", off=[0, 20, 50], t=[0.0, 1.0])

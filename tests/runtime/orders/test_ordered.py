@@ -287,8 +287,9 @@ def test_reorder_refuses_bad_orders_and_options():
     order = fk.reorder("causal & k % 4 == 0", 192, block=BLOCK, moving=0)
     with pytest.raises(ParameterError, match="the order was found for another mask"):
         fk.compile("causal", reorder=order)
-    with pytest.raises(ParameterError, match='it is "auto", None, or what'):
-        fk.compile("causal", reorder=True)
+    for other in (True, np.arange(192)[::-1], torch.arange(192)):
+        with pytest.raises(ParameterError, match='it is "auto", None, or what'):
+            fk.compile("causal", reorder=other)
     att = fk.compile("causal & k % 4 == 0", reorder=order)
     with pytest.raises(ParameterError, match="origin is given, and this attention reorders whole sequences"):
         att(*drawn(192), origin=(0, 0, 5, 0))
