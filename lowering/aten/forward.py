@@ -174,7 +174,7 @@ class _Forward(AtenTiles):
             self.parts[whole, part] = acc.clone(), top, total
 
     def _sum(self, block: Block, top: Tensor, total: Tensor) -> Tensor:
-        """What weights are divided by at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""
+        """The divisor of weights at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""
         if self.sinks is not None:
             sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
             share = self.torch.exp2((sink - top).clamp_(max=60)).nan_to_num_(0.0)  # both may be -inf

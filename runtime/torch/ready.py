@@ -108,8 +108,8 @@ class Ready:
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing, and
-        where in a graph the backward may be the native one, which counts rows another way."""
+        """The results of `run`, and what the backward knows of each row in addition to lse; None where that is nothing,
+        and where in a graph the backward may be the native one, which counts rows another way."""
         if self.awaits or (not self.beside_lse and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.inputs(q.device, seed, values)
