@@ -74,7 +74,7 @@ class Path:
 
     @property
     def begins_in_module(self) -> bool:
-        """Whether the path begins at what JAX and flax take apart and put together anew, such as a module."""
+        """Whether the path begins at what JAX and flax take apart and build again, such as a module."""
         root, jax = self.from_object().root, sys.modules.get("jax")
         is_leaf = jax is None or type(root) in (dict, list, tuple) or jax.tree_util.all_leaves([root])
         return self.steps[-1:] == ((True, RAW),) or not is_leaf
