@@ -326,15 +326,11 @@ def _folded(p: KeyInterval) -> KeyInterval:
 def literal(mask: Expr, values: Mapping[str, Any]) -> Expr:
     """The mask with the values of sizes and parameters written in."""
     known = {
-        n: lit(_number(values[n.name]))
+        n: lit(x.item() if hasattr(x := values[n.name], "item") else x)
         for n in walk(mask)
         if n.op in ("param", "var") and n.name in values and n.name not in COORDINATES
     }
     return simplify(substitute(mask, known)) if known else mask
-
-
-def _number(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
 
 
 def _reads(c: Clause) -> tuple[Expr, ...]:

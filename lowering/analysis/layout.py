@@ -300,7 +300,8 @@ class IntegerProgram:
             elif e.op in _FACTS:
                 self.start[i] = bool(scope.value(e, {}))
             elif e.op in ("var", "param") and e.name in scope.env:
-                self.start[i] = _number(scope.env[e.name])
+                x = scope.env[e.name]
+                self.start[i] = x.item() if isinstance(x, np.generic | np.ndarray) else x
             elif e.op in ("var", "param"):
                 self.leaves.append((i, str(e.name)))
             else:
@@ -316,10 +317,6 @@ class IntegerProgram:
         for i, run, args in self.steps:
             values[i] = run(*[values[a] for a in args])
         return [values[i] for i in self.answers]
-
-
-def _number(x: Any) -> Any:
-    return x.item() if isinstance(x, np.generic | np.ndarray) else x
 
 
 def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:

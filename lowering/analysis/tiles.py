@@ -232,7 +232,7 @@ class _Refined:
 
     def _add(self, live: Array, kind: int) -> None:
         self.scope.spent += _RUN * int((live[2] - live[1]).sum())
-        self.done.append(_kinds(live, kind).astype(np.int32))
+        self.done.append(np.concatenate([live, np.full((1, live.shape[1]), kind)]).astype(np.int32))
 
     def _classified(self, live: Array) -> Array:
         """Add the boxes that are certain and the single tiles to `done`, and return the boxes that are still open."""
@@ -283,10 +283,6 @@ def _answers(questions: Sequence[Expr], env: Mapping[str, Any], scope: Scope, n:
     except EvaluationError:
         # an end of some range leaves 64 bits, which the values themselves need not: nothing is known here
         return [np.zeros(n, bool)] * len(questions)
-
-
-def _kinds(live: Array, kind: int) -> Array:
-    return np.concatenate([live, np.full((1, live.shape[1]), kind)])
 
 
 def _split(live: Array) -> Array:

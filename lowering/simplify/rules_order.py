@@ -98,11 +98,7 @@ def _factors_first(parts: list[Expr]) -> Expr | None:
     rest = [linear(a).terms[0][0] if _factor(a) not in (0, 1) else a for a in parts if a.op != "lit"]
     if abs(factor) >= 2**63 or not rest:
         return None
-    return build("mul", lit(factor), reduce(_times, sorted(rest, key=sort_key)))
-
-
-def _times(x: Expr, y: Expr) -> Expr:
-    return build("mul", x, y)
+    return build("mul", lit(factor), reduce(lambda x, y: build("mul", x, y), sorted(rest, key=sort_key)))
 
 
 def pair_in_order(node: Expr) -> Expr | None:

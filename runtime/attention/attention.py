@@ -23,21 +23,8 @@ from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
 from frisket.runtime.backends.stages import CompileRecord, PlanCompilation
-from frisket.runtime.calls.arrays import (
-    Array,
-    Arrays,
-    Stored,
-    arrays,
-    device_of,
-    framework_of,
-    in_graph,
-    live_of,
-    parted,
-    refuse_taken,
-    shared,
-    stored,
-    symbolic,
-)
+from frisket.runtime.calls import arrays as call_arrays
+from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, moved
@@ -121,7 +108,7 @@ class Attention:
         inside = [("", x, paths) for p in program.parts for x, paths in p.origin.inside]
         self._flowing = [(n, x, self.paths.get(n)) for n, x in flowing.items()]
         self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
-        self._tables, self._shared = program.tables, shared(program.tables)
+        self._tables, self._shared = program.tables, call_arrays.shared(program.tables)
         self.rereads = program.rereads
         program.origin.follow_copies(type(self))
         if not self.rereads:
@@ -301,32 +288,32 @@ class Attention:
         if self.rereads:
             if plan is not None:
                 self._check_current(plan)
-            if not in_graph(q) and (now := self.now(params)) is not self:
+            if not call_arrays.in_graph(q) and (now := self.now(params)) is not self:
                 return now(
                     q, k, v, plan=plan, seed=seed, sinks=sinks, return_lse=return_lse, return_max=return_max,
                     origin=origin, sizes=sizes, layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
                 )  # fmt: skip
         if k_scale is not None or v_scale is not None or pages is not None:
-            params |= live_of(k_scale, v_scale, pages)
-            if not in_graph(q):
-                refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
+            params |= call_arrays.live_of(k_scale, v_scale, pages)
+            if not call_arrays.in_graph(q):
+                call_arrays.refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         if params or isinstance(sinks, list | tuple):
             sinks, params = stacked_values(sinks, params)
-        watched = in_graph(q)
+        watched = call_arrays.in_graph(q)
         plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
-        if plain and (self.repeats or (plan is not None and framework_of(q) == "torch")):
+        if plain and (self.repeats or (plan is not None and call_arrays.framework_of(q) == "torch")):
             out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
             if out is not None:
                 return out
         request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if watched or in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
+        if watched or call_arrays.in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
-        framework = framework_of(q)
-        if framework != "torch" and symbolic(q, k, v, *params.values()):
+        framework = call_arrays.framework_of(q)
+        if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):
             from frisket.runtime.torch.fx import record
 
             return record(self, request, return_lse)
@@ -350,12 +337,12 @@ class Attention:
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
-        live, params = parted(params)
-        given = arrays(q, k, v, layout, pages=live.get(PAGES), known=self._frameworks(request))
+        live, params = call_arrays.parted(params)
+        given = call_arrays.arrays(q, k, v, layout, pages=live.get(PAGES), known=self._frameworks(request))
         geometry = self._geometry(given, plan, origin, sizes)
         if layout is None and plan is None and not geometry.vacant:
             check_order(given, geometry, self.program, params)
-        how, live = stored(given, geometry, live)
+        how, live = call_arrays.stored(given, geometry, live)
         if plan is not None:
             self._check_plan(plan, params)
             plan = plan.stored_as(how)
@@ -389,7 +376,7 @@ class Attention:
         if record is not None and len(record.frameworks) == 1:
             yield record.frameworks[0]
         params = {**self.captured, **getattr(request.plan, "given", request.params)}
-        yield from map(framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
+        yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
     def _geometry(self, given: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
@@ -413,8 +400,8 @@ class Attention:
 
     def check_planned(self, request: Request) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
-        live, params = parted(request.params)
-        given = arrays(*request[:3], request.layout, pages=live.get(PAGES))
+        live, params = call_arrays.parted(request.params)
+        given = call_arrays.arrays(*request[:3], request.layout, pages=live.get(PAGES))
         self._geometry(given, request.plan, request.origin, request.sizes)
         self._check_plan(request.plan, params)
 
@@ -490,8 +477,8 @@ class Attention:
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
         x = next(iter(given.values()), None)
-        framework = framework_of(x) or "torch"
-        backend = choose(self.options.backend, framework, device_of(x, framework)) if given else ""
+        framework = call_arrays.framework_of(x) or "torch"
+        backend = choose(self.options.backend, framework, call_arrays.device_of(x, framework)) if given else ""
         if given and RECORDS[backend].loads:  # planned by the call, whose tiles are known
             plan = self._kept_plan(g, host, given)
         else:
@@ -588,13 +575,13 @@ class Attention:
     ) -> Stages:  # fmt: skip
         """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are for
         `arch`, say "sm_90" or "gfx942", or this machine's GPU. q, k, v, scales and pages: how keys are stored."""
-        program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
+        program, live = self.program.bind(params), call_arrays.live_of(k_scale, v_scale, pages)
         if live and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
-            given = arrays(q, k, v, layout, pages=pages)
+            given = call_arrays.arrays(q, k, v, layout, pages=pages)
             g = given.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
-            program = program.stored_as(stored(given, g, live)[0])
+            program = program.stored_as(call_arrays.stored(given, g, live)[0])
             name = backend or choose(self.options.backend, given.framework, given.device)
             dtype = given.dtype
         else:
@@ -642,7 +629,7 @@ class Attention:
                 layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
             )  # fmt: skip
         sinks, params = stacked_values(sinks, params)
-        live = live_of(*map(unwrapped, (k_scale, v_scale, pages)))
+        live = call_arrays.live_of(*map(unwrapped, (k_scale, v_scale, pages)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))
         gradients &= not live and k.dtype == q.dtype
@@ -675,7 +662,7 @@ def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored
     if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
         return None
     told = tuple((n, kind_of(x), x) for n, x in host.items())
-    shapes = tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items())
+    shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items())
     return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, told, shapes
 
 

@@ -216,7 +216,10 @@ def reorder(
         if len(left) > most:
             cost = {way: _sampled(seen, way, block, tiles, queries) + moved[way] for way in left}
             left = sorted(left, key=cost.__getitem__)[:most]
-    counts = {way: _counts(what, way, q_len, kv_len, block) for way in (ways[0], *left)}
+    counts = {
+        way: _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
+        for way in (ways[0], *left)
+    }
     best = min(counts, key=lambda way: _cost(counts[way], block) + moved[way])
     before, after = counts[ways[0]], counts[best]
     gain = _cost(before, block) / max(_cost(after, block) + moved[best], 1.0)
@@ -275,10 +278,6 @@ def _moved(
     found = Mask(e)
     values = {**what.params, **made}
     return Mask(e, {n: x for n, x in values.items() if n in {*found.unbound}})
-
-
-def _counts(what: Mask, way: Way, q_len: int, kv_len: int, block: tuple[int, int]) -> Counts:
-    return _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
 
 
 class _Seen:

@@ -246,14 +246,11 @@ def interpreted(call: Call) -> tuple[Any, Any, Any]:
     return from_numpy(turn(out, "bhsd", given.layout), given.q), lse, top
 
 
-def report(call: Call, out: Any, lse: Any) -> Report:
-    """The result of a call beside the interpreter's."""
-    return _compared(call, call.plan.program, out, lse)
-
-
-def _compared(
-    call: Call, program: CallProgram, out: Any, lse: Any, cotangents: CheckedGradients | None = None
+def report(
+    call: Call, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: CallProgram | None = None
 ) -> Report:
+    """The result of a call beside the interpreter's, of the call's program unless another is given."""
+    program = program or call.plan.program
     _check_pages(call, program)
     out = turn(to_numpy(out), call.given.layout, "bhsd")
     terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
@@ -270,13 +267,8 @@ def _check_pages(call: Call, program: CallProgram) -> None:
     g, pages, pool = call.geometry, to_numpy(call.live[PAGES]).astype(int).tolist(), call.given.k.shape[0]
     shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
     env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
-    seen = (
-        dense.visible(lit(True) if mask is None else mask, env, program.tables, shape)
-        .any((1, 2))
-        .reshape(g.batch, len(pages[0]), -1)
-        .any(-1)
-    )
-    for b, i in np.argwhere(seen).tolist():
+    seen = dense.visible(lit(True) if mask is None else mask, env, program.tables, shape).any((1, 2))
+    for b, i in np.argwhere(seen.reshape(g.batch, len(pages[0]), -1).any(-1)).tolist():
         x, earlier = pages[b][i], pages[b][:i]
         if x in earlier or not 0 <= x < pool:
             why = f"as is entry [{b}, {earlier.index(x)}]" if x in earlier else f"and the pool has pages 0..{pool - 1}"
@@ -292,7 +284,7 @@ def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str
     if call.sinks is not None:
         inputs["sinks"] = call.sinks
     found = differentiated(given.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
-    return _compared(call, call.plan.program, *found)
+    return report(call, *found)
 
 
 def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,6 +309,6 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
         plain = checked_program(plan, {n: np.asarray(x) for n, x in values.items()})
         here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, live=live)
-        _compared(here, plain, out, lse).require()
+        report(here, out, lse, program=plain).require()
 
     jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks, dict(call.live))

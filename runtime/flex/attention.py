@@ -27,15 +27,13 @@ from .tile_tensors import LISTS, columns_of, kinds_of
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *,
-    return_aux: None = None,
+    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *,
-    return_aux: AuxRequest,
+    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def flex_attention(
@@ -46,8 +44,7 @@ def flex_attention(
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: bool = False, kernel_options: FlexKernelOptions | None = None, *,
-    return_aux: AuxRequest | None = None,
+    return_lse: bool = False, kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:  # fmt: skip
     """`flex_attention(query, key, value, score_mod, block_mask)`: torch's flex_attention, run by frisket.
 

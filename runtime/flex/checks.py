@@ -157,8 +157,9 @@ def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
             launches.update({k: replace(launches[k], **{name: value}) for k in OF_PREFIX[prefix]})
         else:
             given[name] = value
+    splits = 1 if given.get("FORCE_USE_FLEX_ATTENTION") else given.get("SPLIT_KV") or None
     return Asked(
-        Tuning(**launches, precision=given.get("FLOAT32_PRECISION"), splits=_splits(given), tanh=given.get("TANH")),
+        Tuning(**launches, precision=given.get("FLOAT32_PRECISION"), splits=splits, tanh=given.get("TANH")),
         _backend(given), tuple(n for n in PROMISES if given.get(n) is True or given.get("BACKEND") == n),
     )  # fmt: skip
 
@@ -201,10 +202,6 @@ def _checked(key: str, name: str, x: Any) -> Any:
     if not good:
         raise KernelOptionError(f"kernel option {key!r} is {x!r}; it is {what}")
     return x
-
-
-def _splits(given: Mapping[str, Any]) -> int | None:
-    return 1 if given.get("FORCE_USE_FLEX_ATTENTION") else given.get("SPLIT_KV") or None
 
 
 def _backend(given: Mapping[str, Any]) -> str | None:

@@ -65,7 +65,8 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
         if keeps:
             plan.ready[kind] = known
     inner, learned, fixed = known
-    out, lse, top = _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
+    arrays = {"q": q, "k": k, "v": v} | ({} if call.sinks is None else {"sinks": call.sinks})
+    out, lse, top = _run(inner, arrays | learned, {**fixed, **call.live}, plan)
     if new:
         record(att, call, began, call.backend)
     return turn(out, "bshd", call.given.layout), lse, top
@@ -108,10 +109,6 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
 
 def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
     return {t.name: tuple(call.live[t.source].shape) for t in plan.tables if t.source in call.live}
-
-
-def _arrays(q: Any, k: Any, v: Any, sinks: Any) -> Arrays:
-    return {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
 
 
 def _divided(

@@ -203,7 +203,8 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     mine = replace(task, call=task.call.shard(*parts), names=(*task.names, *SHARD), levels=levels)
 
     def run(*operands: Any) -> tuple[Any, ...]:
-        at = (_index(axes) for axes in (batch, heads))
+        named = ((axes, names_of(axes)) for axes in (batch, heads))
+        at = (jax.numpy.int32(0) if a is None else jax.lax.axis_index(n).astype("int32") for a, n in named)
         found = primitive.bind(*operands, *at, task=mine)
         summed = (*names_of(batch), *names_of(heads))
         return tuple(
@@ -228,10 +229,6 @@ def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
     at = sum(m[first] for _, m in task.levels[:level])
     spec = (*operands[first].sharding.spec, *[None] * len(operands[first].shape))
     return fitting(mesh.shape, spec[at], n)
-
-
-def _index(axes: Any) -> Any:
-    return jax.numpy.int32(0) if axes is None else jax.lax.axis_index(names_of(axes)).astype("int32")
 
 
 NO_HESSIAN = BackwardError(

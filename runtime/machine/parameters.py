@@ -354,9 +354,8 @@ class Origin:
 
     def follow_copies(self, kind: type[Any]) -> None:
         """Let JAX and flax copy objects of a type with the module that their functions read."""
-        for framework in ("jax", "flax.nnx") if self.reads_module else ():
-            if framework in sys.modules:
-                _follow_copies(kind, framework)
+        for framework in {"jax", "flax.nnx"} & sys.modules.keys() if self.reads_module else ():
+            _follow_copies(kind, framework)
 
     def __or__(self, other: Origin) -> Origin:
         """The facts of both, for an expression made of two."""

@@ -246,7 +246,8 @@ def attend(
         params[name] = _Gather.apply(wire, deal, axis, mine)  # type: ignore[no-untyped-call]
     batch, heads = sizes = sizes or (origin[0] + q.shape[0], origin[1] + q.shape[1])
     _check_mask(att, deal, batch, heads, params)
-    learned = {n: x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)}
+    learned = {n: x for n, x in {**att.learned, **params}.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    learned = {n: x for n, x in learned.items() if n in att.program.learnable}
     flowing = [x for x in (sinks, *learned.values()) if x is not None]
     if flowing:
         shared = iter(_Shared.apply(wire, *flowing))  # type: ignore[no-untyped-call]
@@ -528,10 +529,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Var
             )
     if not q.dtype == k.dtype == v.dtype:
         raise ShapeError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; context parallel takes one dtype")
-
-
-def _learned(att: Attention, name: str, x: Any) -> bool:
-    return name in att.program.learnable and isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:

@@ -80,7 +80,8 @@ class PlannerStep:
         self.made, self.device = made, place.device
         self.shape = slices, rows, records
         self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
-        self.ranges = {(r.source, r.axes): _ready(module, r, tables[r.source]) for r in made.ranges}
+        kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in made.ranges}
+        self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
         self.order: list[Any] = [(r.source, r.axes) for r in made.ranges]
         whole = dict(zip(SIZES, place.sizes, strict=True))
         given: list[Any] = [None] * 4  # bounds, count, overflow, work
@@ -171,10 +172,6 @@ def _number(x: Any, kind: Type) -> Any:
 
 
 # -- tables made ready for ranges -------------------------------------------------------------------------------------
-
-
-def _ready(module: ModuleType, ranged: planner_triton.Ranged, table: Tensor) -> TableLines | Halves:
-    return (TableLines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table)
 
 
 class TableRanges:

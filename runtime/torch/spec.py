@@ -65,13 +65,10 @@ def declarations(program: CallProgram, learned: Collection[str]) -> tuple[str, C
         axes = ", ".join("_" * (have if rank is None else rank))
         fact = "sorted " if facts.get(name) == "sorted" else ""
         value = program.scalars.get(name) if name not in learned else None
-        default = "" if value is None else f" = {_number(value)}"
+        literal = str(value).lower() if isinstance(value, bool) else repr(value)
+        default = "" if value is None else f" = {literal}"
         lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{default}\n")
     return "".join(lines), names
-
-
-def _number(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _cut(text: str, lengths: tuple[int, ...]) -> list[str]:

@@ -265,10 +265,11 @@ class _TpuKernel:
         static |= {f"{t}_shape": f"{t}.shape" for t in inputs.picked}
         constants, tiles = self.program.constants, ("q_tiles", "k_tiles")[:: 1 if down else -1]
         opening = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math, constants)
+        functions = [line for text in self.functions for line in f"\n\n{text.strip()}".splitlines()]
         text = opening + filled(
             TEXT["skeleton"],
             **holes,
-            definitions=[*pallas_inputs.definitions(inputs), *_functions(self.functions)],
+            definitions=[*pallas_inputs.definitions(inputs), *functions],
             locate=locate(self.search, self.program.heads, grouped=not down).splitlines(),
             walk=", ".join(walk),
             tables=len(walk),
@@ -451,7 +452,3 @@ class _TpuKeyGradients(_TpuKernel):
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
-
-
-def _functions(texts: list[str]) -> list[str]:
-    return [line for text in texts for line in f"\n\n{text.strip()}".splitlines()]

@@ -92,7 +92,9 @@ def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
         return _taken(e, x, y, when)
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
-    return _times(x, _reciprocal(y) if e.op == "div" else y, when)
+    if e.op == "div":
+        y = lit(1.0 / y.name) if _common(y) else build("div", lit(1.0), y)
+    return _times(x, y, when)
 
 
 def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
@@ -100,7 +102,8 @@ def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
     if x.op == "mul":
         for rest, own in (x.args, x.args[::-1]):
             if _level(own, when) == SCALAR and _level(rest, when) != SCALAR:
-                return build("mul", rest, _joined(own, factor))
+                both = _common(own) and _common(factor)
+                return build("mul", rest, lit(own.name * factor.name) if both else build("mul", own, factor))
     return build("mul", x, factor)
 
 
@@ -111,14 +114,6 @@ def _taken(e: Expr, x: Expr, line: Expr, when: Mapping[str, int]) -> Expr:
             if _level(own, when) == SCALAR and _level(rest, when) == POSITION:
                 return build("mul", rest, build("mul", own, line))
     return e
-
-
-def _joined(x: Expr, y: Expr) -> Expr:
-    return lit(x.name * y.name) if _common(x) and _common(y) else build("mul", x, y)
-
-
-def _reciprocal(x: Expr) -> Expr:
-    return lit(1.0 / x.name) if _common(x) else build("div", lit(1.0), x)
 
 
 def _common(x: Expr) -> bool:

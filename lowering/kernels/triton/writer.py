@@ -259,24 +259,21 @@ def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKerne
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
     needed = expr_triton.words(prelude + texts)
+    constants: dict[str, object] = {
+        "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
+        "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
+        "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
+        "PARTS": 16, "LANES": 128, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
+    }  # fmt: skip
     filled_head = filled(
         head,
         title=title,
         plan=[line.rstrip() for line in _shown(plan).split("\n")],
         dims=str(dims),
         launches=[k.launch for k in kernels],
-        constants=[f"{name} = tl.constexpr({x})" for name, x in _constants(dims).items() if name in needed],
+        constants=[f"{name} = tl.constexpr({x})" for name, x in constants.items() if name in needed],
     )
     return f"{filled_head}{prelude}\n\n{texts}"
-
-
-def _constants(dims: Dims) -> dict[str, object]:
-    return {
-        "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
-        "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
-        "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
-        "PARTS": 16, "LANES": 128, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
-    }  # fmt: skip
 
 
 def _shown(plan: LoopPlan) -> str:

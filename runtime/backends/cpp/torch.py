@@ -236,7 +236,7 @@ class _LoadedKernel:
         """A table in the kernel's dtype, negated views resolved; a conversion is kept until its tensor changes."""
         if given.dtype == dtype and not given.is_neg():
             return given
-        seen, version, made = self.converted.get(use.name, (_gone, 0, None))
+        seen, version, made = self.converted.get(use.name, (lambda: None, 0, None))
         if seen() is given and not given.is_inference() and version == given._version:
             return made
         made = given.to(dtype).resolve_neg()
@@ -298,10 +298,6 @@ class _Prepared:
 def _text(name: str, moved: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
     made = KERNELS[name.removeprefix("frisket_")](*kernel, named=False, moved=moved)
     return made.source(), made.literals
-
-
-def _gone() -> None:
-    return None
 
 
 def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:

@@ -128,7 +128,8 @@ def backward(
     found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
     if not values:
         return found
-    buffers: dict[Gradient, Array] = {s.gradient: _summed(s, given[s.buffer]) for s in totals}
+    sums_of = {s.gradient: given[s.buffer] for s in totals}
+    buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
     more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
     buffers |= captured(call, spans, given, target, more)
     folds = folded(buffers, g, slots, tables, plan.int64)
@@ -229,10 +230,6 @@ def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], apar
         "attention_dkv": arrays.get("k", {}) | ({} if apart else arrays.get("v", {})) | along["k"],
         "attention_dv": arrays.get("v", {}),
     }
-
-
-def _summed(s: Sum, buffer: Array) -> Array:
-    return buffer.sum(-1) if s.gradient.over == "head" else buffer
 
 
 def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]:
