@@ -249,7 +249,7 @@ def interpreted(call: Call) -> tuple[Any, Any, Any]:
 def report(
     call: Call, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: CallProgram | None = None
 ) -> Report:
-    """The result of a call beside the interpreter's, of the call's program unless another is given."""
+    """The result of a call compared with the interpreter's, of the call's program unless another is given."""
     program = program or call.plan.program
     _check_pages(call, program)
     out = turn(to_numpy(out), call.given.layout, "bhsd")

@@ -58,7 +58,7 @@ def flex_attention(
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev); out (B, Hq, L, Ev). The batch of key and value may
     be 1, and with `enable_gqa` query head h reads their head h // (Hq // Hkv). `score_mod(score, b, h, q_idx, kv_idx)`
     changes scores in float32; `block_mask` says what is visible; `scale` is 1 / sqrt(E) unless given. `return_lse`
-    gives (out, lse), `return_aux=AuxRequest(lse=True, max_scores=True)` gives (out, AuxOutput): float32 (B, Hq, L), the
+    gives (out, lse). `return_aux=AuxRequest(lse=True, max_scores=True)` gives (out, AuxOutput): float32 (B, Hq, L), the
     natural log of the sum that the softmax divides by, and the largest visible score, without a gradient. A query that
     sees no key has out 0 and lse -inf.
 
