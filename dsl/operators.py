@@ -446,6 +446,11 @@ def _random(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
     return ERROR if ints is None else Value(ir.random(*ints))
 
 
+def _wrap(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
+    ints = c.integers(frame, "`wrap`", parts)
+    return ERROR if ints is None else Value(build("wrap", *ints))
+
+
 FUNCTIONS: dict[str, Function] = {
     name: Function(f"{name}(x)", 1, 1, _float_function(name))
     for name in sorted(FLOAT_FUNCTIONS | MADE_OF.keys() | {"isfinite"})
@@ -462,6 +467,7 @@ FUNCTIONS: dict[str, Function] = {
     "where": Function("where(condition, a, b)", 3, 3, lambda c, f, p: c.choose(f, p, "`where`")),
     "pow": Function("pow(x, y)", 2, 2, lambda c, f, p: c.power(f, p)),
     "random": Function("random(seed, i, ...)", 1, 64, _random),
+    "wrap": Function("wrap(x, bits)", 2, 2, _wrap),
 }
 
 # Forms whose arguments are not all values; the checker handles them.

@@ -1,6 +1,6 @@
 """The meaning of JAX's primitives for one element: Exprs in, an Expr out.
 
-JAX wraps at 32 bits, an Int of the language does not: casts among integers, or among floats, do nothing.
+Casts among floats do nothing. An Int that may leave its dtype in JAX is reduced to the dtype by the caller.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
 
 def _shift_right_logical(eqn: Equation, x: Expr, y: Expr) -> Expr:
     bits = eqn.invars[0].aval.dtype.itemsize * 8
+    if bits == 64:
+        return (x >> y) & build("wrap", (ir.ONE << 64 - y) - 1, lit(64))
     return build("shr", x if _unsigned(eqn) else x % (1 << bits), y)
 
 

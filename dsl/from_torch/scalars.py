@@ -5,7 +5,7 @@
 >>> SCALARS["where"](q >= k, SCALARS["remainder"](q, 4), -1)
 where(q >= k, q % 4, -1)
 
-An entry takes torch's arguments by torch's names. Dtypes count as Bool, Int or Float; widths neither wrap nor round.
+An entry takes torch's arguments by torch's names. Dtypes count as Bool, Int or Float; casts neither wrap nor round.
 
 >>> from frisket.dsl.from_python.symbol import table
 >>> from frisket.dsl.ir import var

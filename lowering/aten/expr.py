@@ -53,6 +53,10 @@ def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
     return run
 
 
+def _wrap(x: Tensor, bits: Tensor) -> Tensor:
+    return OPERATORS["shr"](OPERATORS["shl"](x, 64 - bits), 64 - bits)
+
+
 def _sign(x: Tensor) -> Tensor:
     return x.sign() if x.dtype == _torch().int64 else _torch().where(x.isnan(), x, x.sign())
 
@@ -105,7 +109,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     }.items()},
     "sign": _sign,
     "floordiv": _floordiv, "mod": _mod, "shl": _shift("bitwise_left_shift"),
-    "shr": _shift("bitwise_right_shift"),
+    "shr": _shift("bitwise_right_shift"), "wrap": _wrap,
     "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
     "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,
 }  # fmt: skip

@@ -57,7 +57,9 @@ const NUMBERS = {
   bitnot: (x) => -1 - x,
   shl: (x, y) => (y < 0 || y > 63 ? 0 : safe(x * 2 ** y)),
   shr: (x, y) => (y < 0 || y > 63 ? 0 : Math.floor(x / 2 ** y)),
+  wrap: (x, n) => (n < 1 || n > 64 ? 0 : Number(BigInt.asIntN(n, BigInt(x)))),
 };
+for (const op of ["neg", "add", "sub", "mul", "shl", "pow"]) NUMBERS[`wrapping_${op}`] = NUMBERS[op];
 
 // numpy looks at the same operation in floating point to see an overflow coming: so does this
 function checked(fn, estimate) {
@@ -98,6 +100,14 @@ const BIGINTS = {
   bitnot: (x) => ~x,
   shl: (x, y) => (y < 0n || y > 63n ? 0n : checked((a, b) => a << b, (a, b) => a * 2 ** b)(x, y)),
   shr: (x, y) => (y < 0n || y > 63n ? 0n : x >> y),
+  wrap: (x, n) => (n < 1n || n > 64n ? 0n : BigInt.asIntN(Number(n), x)),
+  // below `wrap` a BigInt has as many bits as it takes
+  wrapping_neg: (x) => -x,
+  wrapping_add: (x, y) => x + y,
+  wrapping_sub: (x, y) => x - y,
+  wrapping_mul: (x, y) => x * y,
+  wrapping_shl: (x, y) => (y < 0n || y > 63n ? 0n : x << y),
+  wrapping_pow: (x, y) => x ** y,
 };
 
 function erf(x) {
