@@ -269,20 +269,20 @@ def _power_of_two(y: Array) -> bool:  # of y above 0
     return bool(y & y - 1 == 0)
 
 
+def _shift(shift: Callable[..., Any]) -> Callable[..., Array]:
+    def run(x: Array, y: Array) -> Array:
+        ok = (y >= 0) & (y < 64)
+        return np.where(ok, shift(x, np.where(ok, y, 0)), 0)
+
+    return run
+
+
+_shifted, _shr = _shift(np.left_shift), _shift(np.right_shift)
+
+
 def _shl(x: Array, y: Array) -> Array:
-    ok = (y >= 0) & (y < 64)
-    _within(np.where(ok, x * np.exp2(np.where(ok, y, 0)), 0))
+    _within(np.where((y >= 0) & (y < 64), x * np.exp2(np.clip(y, 0, 63)), 0))
     return _shifted(x, y)
-
-
-def _shifted(x: Array, y: Array) -> Array:
-    ok = (y >= 0) & (y < 64)
-    return np.where(ok, np.left_shift(x, np.where(ok, y, 0)), 0)
-
-
-def _shr(x: Array, y: Array) -> Array:
-    ok = (y >= 0) & (y < 64)
-    return np.where(ok, np.right_shift(x, np.where(ok, y, 0)), 0)
 
 
 def _wrap(x: Array, bits: Array) -> Array:

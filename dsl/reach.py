@@ -1,14 +1,11 @@
 """The ends of the Ints of an expression, and `wrap` where an Int may leave the dtype that it has in a framework.
 
-A function of torch, numpy or JAX computes with integers of a dtype, which wrap. Its Expr has `wrap` where an Int may
-leave the dtype. Elsewhere Ints are exact, and the Expr is that of the text:
+Integers of torch, numpy and JAX wrap at their dtype. Elsewhere Ints are exact, and the Expr is that of the text:
 
->>> import numpy as np
 >>> from frisket.dsl.sugar import k, q
->>> Widths({}).wrapped(q * 6364136223846793005 - k * 3 >= 0)
-wrap(q * 6364136223846793005 - k * 3, 64) >= 0
->>> Widths({"ids": np.array([7, 2**30], np.int32)}).wrapped(ir.lookup("ids", (q,)) * 5)
-wrap(ids[q] * 5, 32)
+>>> ids = ir.lookup("ids", (q,))
+>>> Widths({"ids": np.array([7, 2**30], np.int32)}).wrapped((ids * 5 > 4) & (k * 2**62 > 5) & (k * 8 > 5))
+wrap(ids[q] * 5, 32) > 4 & wrap(k * 4611686018427387904, 64) > 5 & k * 8 > 5
 """
 
 from __future__ import annotations
@@ -176,18 +173,17 @@ class Widths:
     def fitted(self, e: Expr, dtype: Any) -> Expr:
         """An Int reduced to a dtype, unless its ends are within. uint64 has values that no Int has: it stays exact."""
         info = np.iinfo(dtype)
-        scaled = e.op in ("mul", "shl") and any(a.op == "lit" for a in e.args)
-        low, high = self._ends(e, FAR if scaled else NEAR)
+        most = FAR if e.op in ("mul", "shl") and any(a.op == "lit" for a in e.args) else NEAR
+        low, high = self.ends[e, FAR] = self._ends(e, most)
         if (info.min <= low and high <= info.max) or info.max >= 2**63:
-            self.ends[e, FAR] = self._ends(e, FAR) if scaled else (low, high)
             return e
+        if e.op in RING:  # of sums and products, the outermost alone is reduced
+            reduced = {a: a.args[0] for a in e.args if a.op == "wrap" and a.args[1].name >= info.bits}
+            e = ir.rebuild(
+                e, tuple(a if i and e.op in ("shl", "pow") else reduced.get(a, a) for i, a in enumerate(e.args))
+            )
         if e.op in RING or info.min < 0:
-            outer = (0,) if e.op in ("shl", "pow") else range(len(e.args)) if e.op in RING else ()
-            args = [
-                a.args[0] if i in outer and a.op == "wrap" and a.args[1].name >= info.bits else a
-                for i, a in enumerate(e.args)
-            ]  # of sums and products, the outermost alone is reduced
-            e = build("wrap", ir.rebuild(e, tuple(args)), lit(info.bits if info.min < 0 else 64))
+            e = build("wrap", e, lit(info.bits if info.min < 0 else 64))
         e = e if info.min < 0 else build("bitand", e, lit(int(info.max)))
         self.ends[e, NEAR] = self.ends[e, FAR] = int(info.min), int(info.max)
         return e

@@ -143,10 +143,10 @@ class Reader:
 
     def result(self, eqn: Any, e: Expr) -> Expr:
         """The element that an equation gives, reduced to JAX's dtype where it may leave it."""
-        e, dtypes = self.rewritten(e), [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)]
-        casts = eqn.primitive.name in ("not", "convert_element_type") and dtypes[0].kind in "iu"
-        leaves = self.widths is not None and e.type is INT and dtypes[-1].kind in "iu" and (casts or e.op in RING)
-        return self.widths.fitted(e, dtypes[-1]) if leaves else e
+        e, dtype = self.rewritten(e), eqn.outvars[0].aval.dtype
+        casts = eqn.primitive.name in ("not", "convert_element_type") and eqn.invars[0].aval.dtype.kind in "iu"
+        leaves = e.type is INT and dtype.kind in "iu" and (casts or e.op in RING)
+        return self.widths.fitted(e, dtype) if leaves and self.widths is not None else e
 
     def inlined(self, inner: Any, inputs: list[Array]) -> list[Array]:
         jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl import ir
+from frisket.dsl.from_python.elements import ON_BOOL, number
 from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -46,13 +47,8 @@ def literal(value: Any, dtype: Any) -> Expr:
     return lit(bool(number_) if type is BOOL else int(number_))
 
 
-def number(e: Expr) -> Expr:
-    return build("int", e) if e.type is BOOL else e
-
-
 # -- arithmetic -------------------------------------------------------------------------------------
 
-ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}
 ON_TRUTH: dict[str, Callable[[Expr, Expr], Expr]] = {
     "lt": lambda x, y: ~x & y, "le": lambda x, y: ~x | y, "gt": lambda x, y: x & ~y, "ge": lambda x, y: x | ~y,
 }  # fmt: skip
