@@ -217,7 +217,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
 
 def leaves_64_bits(clause: Expr, place: str = "", *whole: Expr) -> EvaluationError:
     """The error for a clause of an expression whose integers leave 64 bits."""
-    remedy = "integers do not wrap: make factors smaller, for example by `%`, or bound them by `min`"
+    remedy = f"bound its factors, for example by `%`; integers wrap as in torch in `wrap({clause!r}, 64)`"
     if clause.op == "shl":
         fields = [e.args for e in walk(clause, *whole) if e.op == "bitand" and clause in e.args]
         bits = next((a for args in fields for a in args if a is not clause), var("x"))
@@ -286,7 +286,8 @@ def _shl(x: Array, y: Array) -> Array:
 
 
 def _wrap(x: Array, bits: Array) -> Array:
-    return _shr(_shifted(x, 64 - bits), 64 - bits)
+    unused = 64 - np.clip(bits, 0, 64)
+    return _shr(_shifted(x, unused), unused)
 
 
 def _int(x: Array) -> Array:

@@ -65,8 +65,8 @@ def interval_of(e: Expr, args: list[Interval]) -> Interval:
         return (1 if lo and lo > 0 else 0 if lo == 0 else -1, -1 if hi is not None and hi < 0 else 1)
     if e.op == "bitand" and any(a[0] is not None and a[0] >= 0 for a in args):
         return (0, min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None))
-    if e.op == "wrap" and e.args[1].op == "lit" and 1 <= e.args[1].name <= 64:
-        half = 1 << e.args[1].name - 1
+    if e.op == "wrap" and e.args[1].op == "lit" and e.args[1].name >= 1:
+        half = 1 << min(e.args[1].name, 64) - 1
         return (-half, half - 1)
     if e.op == "segment" or (e.op in ("bitor", "bitxor") and all(a[0] is not None and a[0] >= 0 for a in args)):
         return (0, None)

@@ -50,7 +50,8 @@ def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _wrap(x: Tensor, bits: Tensor) -> Tensor:
-    return OPERATORS["shr"](OPERATORS["shl"](x, 64 - bits), 64 - bits)
+    unused = 64 - bits.clamp(0, 64)
+    return OPERATORS["shr"](OPERATORS["shl"](x, unused), unused)
 
 
 def _sign(x: Tensor) -> Tensor:

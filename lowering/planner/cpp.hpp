@@ -66,7 +66,10 @@ INLINE Int wrapping_neg(Int x) { return (Int)-(uint64_t)x; }
 INLINE Int wrapping_add(Int x, Int y) { return (Int)((uint64_t)x + (uint64_t)y); }
 INLINE Int wrapping_sub(Int x, Int y) { return (Int)((uint64_t)x - (uint64_t)y); }
 INLINE Int wrapping_mul(Int x, Int y) { return (Int)((uint64_t)x * (uint64_t)y); }
-INLINE Int wrapped(Int x, Int bits) { return shift_right(shift_left(x, 64 - bits), 64 - bits); }
+INLINE Int wrapped(Int x, Int bits) {
+    const Int unused = 64 - clip(bits, 0, 64);
+    return shift_right(shift_left(x, unused), unused);
+}
 
 // A 24-bit uniform in [0, 1) from counters; see dsl.evaluate.
 INLINE Word mixed_word(Word x) {

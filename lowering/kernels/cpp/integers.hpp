@@ -52,8 +52,14 @@ INLINE Ints wrapping_add(Ints x, Ints y) { return (Ints)((Modulars)x + (Modulars
 INLINE Ints wrapping_sub(Ints x, Ints y) { return (Ints)((Modulars)x - (Modulars)y); }
 INLINE Ints wrapping_mul(Ints x, Ints y) { return (Ints)((Modulars)x * (Modulars)y); }
 // The low bits, as a number with a sign.
-INLINE Int wrapped(Int x, Int bits) { return shift_right(shift_left(x, WIDTH - bits), WIDTH - bits); }
-INLINE Ints wrapped(Ints x, Ints bits) { return shift_right(shift_left(x, WIDTH - bits), WIDTH - bits); }
+INLINE Int wrapped(Int x, Int bits) {
+    const Int unused = bits < 0 ? WIDTH : bits < WIDTH ? WIDTH - bits : 0;
+    return shift_right(shift_left(x, unused), unused);
+}
+INLINE Ints wrapped(Ints x, Ints bits) {
+    const Ints unused = WIDTH - minimum(maximum(bits, Ints{}), ints(WIDTH));
+    return shift_right(shift_left(x, unused), unused);
+}
 
 INLINE Int power(Int x, Int n) {
     Int y = 1;

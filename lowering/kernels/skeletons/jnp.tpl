@@ -26,8 +26,8 @@ def shr(x, y):
 
 $part wrapped
 def wrapped(x, bits):
-    unused = WIDTH - bits
-    inside = (unused >= 0) & (unused < WIDTH)
+    unused = WIDTH - jnp.clip(bits, 0, WIDTH)
+    inside = unused < WIDTH
     unused = jnp.where(inside, unused, 0)
     return jnp.where(inside, (x << unused) >> unused, 0)
 

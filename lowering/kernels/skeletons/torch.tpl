@@ -34,8 +34,8 @@ def shr(x, y):
 
 $part wrapped
 def wrapped(x, bits):
-    unused = torch.as_tensor(64 - bits)
-    inside = (unused >= 0) & (unused < 64)
+    unused = 64 - torch.as_tensor(bits).clamp(0, 64)
+    inside = unused < 64
     unused = torch.where(inside, unused, 0)
     return torch.where(inside, (x.to(torch.int64) << unused) >> unused, 0)
 

@@ -49,7 +49,8 @@ def shifted_right(x, y):
 
 $part wrapped
 def wrapped(x, bits):
-    return shifted_right(shifted_left(x, 32 - bits), 32 - bits)
+    unused = cute.where(bits < 0, 32, cute.where(bits < 32, 32 - bits, 0))
+    return shifted_right(shifted_left(x, unused), unused)
 
 $part to_int
 def to_int(x):

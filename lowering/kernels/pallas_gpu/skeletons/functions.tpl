@@ -44,7 +44,8 @@ def shr(x, y):
 
 $part wrapped
 def wrapped(x, bits):
-    return shr(shl(x, WIDTH - bits), WIDTH - bits)
+    unused = WIDTH - (min(max(bits, 0), WIDTH) if isinstance(bits, int) else jnp.clip(bits, 0, WIDTH))
+    return shr(shl(x, unused), unused)
 
 $part to_int
 def to_int(x):

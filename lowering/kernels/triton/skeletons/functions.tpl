@@ -94,8 +94,8 @@ def shift_right(x, y):
     return tl.where(inside, x >> tl.minimum(tl.where(inside, y, 0), BITS - 1), 0)
 
 def wrapped(x, bits):
-    unused = BITS - bits
-    inside = (unused >= 0) & (unused < BITS)
+    unused = BITS - tl.minimum(tl.maximum(bits, 0), BITS)
+    inside = unused < BITS
     unused = tl.where(inside, unused, 0)
     return tl.where(inside, (x << unused) >> unused, 0)
 
