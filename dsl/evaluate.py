@@ -285,11 +285,6 @@ def _shl(x: Array, y: Array) -> Array:
     return _shifted(x, y)
 
 
-def _wrap(x: Array, bits: Array) -> Array:
-    unused = 64 - np.clip(bits, 0, 64)
-    return _shr(_shifted(x, unused), unused)
-
-
 def _int(x: Array) -> Array:
     if x.dtype == np.bool_:
         return x.astype(np.int64)
@@ -329,7 +324,8 @@ OPERATORS: dict[str, Callable[..., Array]] = {
     "min": np.minimum, "max": np.maximum, "pow": _pow, "div": np.divide,
     "floordiv": _floordiv, "mod": _mod,
     "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert,
-    "shl": _shl, "shr": _shr, "wrap": _wrap,
+    "shl": _shl, "shr": _shr,
+    "wrap": lambda x, bits: reduce(lambda x, shift: shift(x, 64 - np.clip(bits, 0, 64)), (_shifted, _shr), x),
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "eq": np.equal, "ne": np.not_equal,
     "and": lambda *a: reduce(np.logical_and, a), "or": lambda *a: reduce(np.logical_or, a),

@@ -149,8 +149,8 @@ def magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float:
 
 
 class Widths:
-    """The ends and dtypes of the Ints of one traced function. `values` are its tables by name, whose entries bound what
-    is read from them; `readable`: they have entries."""
+    """The ends and dtypes of the Ints of one traced function. Entries of `values`, its tables by name, bound what is
+    read from them, if they are `readable`."""
 
     def __init__(self, values: Mapping[str, Any], readable: bool = True) -> None:
         self.values, self.readable = values, readable
@@ -178,10 +178,9 @@ class Widths:
         if (info.min <= low and high <= info.max) or info.max >= 2**63:
             return e
         if e.op in RING:  # of sums and products, the outermost alone is reduced
-            reduced = {a: a.args[0] for a in e.args if a.op == "wrap" and a.args[1].name >= info.bits}
-            e = ir.rebuild(
-                e, tuple(a if i and e.op in ("shl", "pow") else reduced.get(a, a) for i, a in enumerate(e.args))
-            )
+            outer = [a.args[0] if a.op == "wrap" and a.args[1].name >= info.bits else a for a in e.args]
+            outer[1:] = e.args[1:] if e.op in ("shl", "pow") else outer[1:]
+            e = ir.rebuild(e, tuple(outer))
         if e.op in RING or info.min < 0:
             e = build("wrap", e, lit(info.bits if info.min < 0 else 64))
         e = e if info.min < 0 else build("bitand", e, lit(int(info.max)))
@@ -199,16 +198,14 @@ class Widths:
         return np.result_type(*dtypes) if dtypes else None
 
     def _ends(self, e: Expr, most: int) -> tuple[float, float]:
-        if (e, most) not in self.ends:
-            self.ends[e, most] = self._ends_of(e, most) if e.type is INT else (0, 1)
-        return self.ends[e, most]
-
-    def _ends_of(self, e: Expr, most: int) -> tuple[float, float]:
-        if e.op in ("lookup", "param") and self.readable and e.name in self.values:
-            entries = np.asarray(entries_of(self.values[e.name]))
-            return (int(entries.min()), int(entries.max())) if entries.size else (0, 0)
+        if (e, most) in self.ends or e.type is not INT:
+            return self.ends.get((e, most), (0, 1))
         args: Any = [self._ends(a, most) for a in e.args]
         low, high = interval_of(e, args)
+        if e.op in ("lookup", "param") and self.readable and e.name in self.values:
+            entries = np.asarray(entries_of(self.values[e.name]))
+            low, high = (int(entries.min()), int(entries.max())) if entries.size else (0, 0)
         size = magnitude(e, [float(max(-a, b)) for a, b in args], dict.fromkeys((*COORDINATES, *SIZES), float(most)))
         size = size * MAX_RANGE if e.op == "reduce" else most if e.op in AS_POSITIONS else size
-        return (-size if low is None else low, size if high is None else high)
+        self.ends[e, most] = (-size if low is None else low, size if high is None else high)
+        return self.ends[e, most]

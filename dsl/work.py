@@ -45,8 +45,7 @@ def modular(*roots: Expr) -> frozenset[Expr]:
 
 
 def wrapping(root: Expr) -> Expr:
-    """An Expr with `wrapping_add` and so on for sums and products that may leave 64 bits, as languages need them whose
-    plain integers may not."""
+    """An Expr with `wrapping_add` and so on for `modular` nodes, for languages whose plain integers may not wrap."""
     ring, done = modular(root), dict[Expr, Expr]()
     for e in walk(root) if ring else ():
         args = tuple(done[a] for a in e.args)

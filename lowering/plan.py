@@ -442,8 +442,7 @@ def _near(ends: Ends | None, limits: Mapping[str, float]) -> Ends | None:
 
 def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float = 2.0**63) -> bool:
     """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits, or `most`, is an error."""
-    size: dict[Expr, float] = {}
-    parts, widest = list(parts), 0.0
+    parts, size, widest = list(parts), dict[Expr, float](), 0.0
     wrapping = modular(*parts)
     for e in walk(*parts):
         if e.type is INT and e not in wrapping:

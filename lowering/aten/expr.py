@@ -49,11 +49,6 @@ def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
     return run
 
 
-def _wrap(x: Tensor, bits: Tensor) -> Tensor:
-    unused = 64 - bits.clamp(0, 64)
-    return OPERATORS["shr"](OPERATORS["shl"](x, unused), unused)
-
-
 def _sign(x: Tensor) -> Tensor:
     return x.sign() if x.dtype == _torch().int64 else _torch().where(x.isnan(), x, x.sign())
 
@@ -105,7 +100,8 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
         "erf": "erf", "isfinite": "isfinite",
     }.items()},
     "sign": _sign,
-    "floordiv": _divided("div", rounding_mode="floor"), "mod": _divided("remainder"), "wrap": _wrap,
+    "floordiv": _divided("div", rounding_mode="floor"), "mod": _divided("remainder"),
+    "wrap": lambda x, bits: reduce(lambda x, op: OPERATORS[op](x, 64 - bits.clamp(0, 64)), ("shl", "shr"), x),
     "shl": _shift("bitwise_left_shift"), "shr": _shift("bitwise_right_shift"),
     "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
     "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,

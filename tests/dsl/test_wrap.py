@@ -143,7 +143,7 @@ def test_compiled_flex_attention_wraps_integers(name):
 
 def test_wrapped_text_is_modulo_any_width():
     for width, dtype in ((8, np.int8), (16, np.int16), (32, np.int32), (64, np.int64)):
-        found = fk.mask(f"wrap((q * 2654435761 - k * 40503) << 40, {width}) >= wrap(-q * 77, {width})").dense(N, N)[0, 0]
-        q, k = np.ogrid[:N, :N]
+        text = f"wrap((q * 2654435761 - k * 40503) << 40, {width}) >= wrap(-q * 77, {width})"
+        found, (q, k) = fk.mask(text).dense(N, N)[0, 0], np.ogrid[:N, :N]
         want = (((q * 2654435761 - k * 40503) << 40).astype(dtype)) >= (-q * 77).astype(dtype)
         np.testing.assert_array_equal(found, want)
