@@ -70,6 +70,7 @@ MEANINGS = {
     "where": ("where(q >= k, 1, 2)", "`a if condition else b`"),
     "pow": ("pow(2.0, 0.5)", "`x ** y`"),
     "random": ("random(7, q, k)", "a uniform number in [0, 1), decided by its arguments alone"),
+    "wrap": ("wrap(q * 100, 8)", "the low bits of x, as a number with a sign; sums and products in x wrap as well"),
     "exp": ("exp(1.0)", ""),
     "exp2": ("exp2(3.0)", "2 ** x"),
     "log": ("log(2.0)", "natural"),

@@ -27,7 +27,7 @@ from .errors import BudgetError, EvaluationError
 from .ir import Expr, build, conj, disj, make, named, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
-from .work import outside, steps
+from .work import modular, outside, steps
 
 Array = NDArray[Any]
 DTYPES: dict[Type, Any] = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}
@@ -61,14 +61,15 @@ class _Evaluation:
         self.spent = 0
 
     def __call__(self, root: Expr, bound: Mapping[Expr, Array]) -> Array:
-        order = outside(root)
+        order, wrapping = outside(root), modular(root)
         last = {a: i for i, node in enumerate(order) for a in node.args}
         values: dict[Expr, Array] = {}
         for i, node in enumerate(order):
             if node.op == "reduce":
                 values[node] = self._reduced(node, [int(values[a]) for a in node.args[:2]], bound)
             else:
-                values[node] = self._value(node, [values[a] for a in node.args], bound)
+                args = [values[a] for a in node.args]
+                values[node] = MODULAR[node.op](*args) if node in wrapping else self._value(node, args, bound)
             for a in node.args:
                 if last[a] == i and a is not root:
                     values.pop(a, None)  # memory follows what is still needed
@@ -216,7 +217,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
 
 def leaves_64_bits(clause: Expr, place: str = "", *whole: Expr) -> EvaluationError:
     """The error for a clause of an expression whose integers leave 64 bits."""
-    remedy = "integers do not wrap: make factors smaller, for example by `%`, or bound them by `min`"
+    remedy = f"bound its factors, for example by `%`; integers wrap as in torch in `wrap({clause!r}, 64)`"
     if clause.op == "shl":
         fields = [e.args for e in walk(clause, *whole) if e.op == "bitand" and clause in e.args]
         bits = next((a for args in fields for a in args if a is not clause), var("x"))
@@ -268,15 +269,20 @@ def _power_of_two(y: Array) -> bool:  # of y above 0
     return bool(y & y - 1 == 0)
 
 
+def _shift(shift: Callable[..., Any]) -> Callable[..., Array]:
+    def run(x: Array, y: Array) -> Array:
+        ok = (y >= 0) & (y < 64)
+        return np.where(ok, shift(x, np.where(ok, y, 0)), 0)
+
+    return run
+
+
+_shifted, _shr = _shift(np.left_shift), _shift(np.right_shift)
+
+
 def _shl(x: Array, y: Array) -> Array:
-    ok = (y >= 0) & (y < 64)
-    _within(np.where(ok, x * np.exp2(np.where(ok, y, 0)), 0))
-    return np.where(ok, np.left_shift(x, np.where(ok, y, 0)), 0)
-
-
-def _shr(x: Array, y: Array) -> Array:
-    ok = (y >= 0) & (y < 64)
-    return np.where(ok, np.right_shift(x, np.where(ok, y, 0)), 0)
+    _within(np.where((y >= 0) & (y < 64), x * np.exp2(np.clip(y, 0, 63)), 0))
+    return _shifted(x, y)
 
 
 def _int(x: Array) -> Array:
@@ -319,6 +325,7 @@ OPERATORS: dict[str, Callable[..., Array]] = {
     "floordiv": _floordiv, "mod": _mod,
     "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert,
     "shl": _shl, "shr": _shr,
+    "wrap": lambda x, bits: reduce(lambda x, shift: shift(x, 64 - np.clip(bits, 0, 64)), (_shifted, _shr), x),
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "eq": np.equal, "ne": np.not_equal,
     "and": lambda *a: reduce(np.logical_and, a), "or": lambda *a: reduce(np.logical_or, a),
@@ -328,4 +335,8 @@ OPERATORS: dict[str, Callable[..., Array]] = {
     "tanh": np.tanh, "sigmoid": lambda x: 0.5 * (1 + np.tanh(0.5 * x)), "sin": np.sin, "cos": np.cos,
     "tan": np.tan, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": lambda x: _erf(x),
     "isfinite": np.isfinite, "random": uniform,
+}  # fmt: skip
+# as OPERATORS, modulo 2**64
+MODULAR: dict[str, Callable[..., Array]] = {
+    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "pow": np.power, "shl": _shifted,
 }  # fmt: skip

@@ -14,7 +14,7 @@ Operators, with the types they take:
 `neg abs sign add sub mul min max`     Int, Int -> Int or Float, Float -> Float
 `pow`                                  Int ** non-negative literal -> Int, or Float ** Float
 `div`                                  Float / Float;  `floordiv mod` Int, rounding to minus infinity
-`bitand bitor bitxor bitnot shl shr`   Int
+`bitand bitor bitxor bitnot shl shr`   Int;  `wrap` Int and a number of bits, see `work.modular`
 `lt le gt ge`                          two Int or two Float -> Bool; `eq ne` two of any type
 `and or`                               two or more Bool, flattened;  `xor not` Bool
 `where`                                Bool, T, T -> T
@@ -193,7 +193,7 @@ def result_type(op: str, types: tuple[Type, ...]) -> Type | None:
         return BOOL if same else None
     if op in ("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "pow"):
         return first if same and numeric else None
-    if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "bitnot", "shl", "shr"):
+    if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "bitnot", "shl", "shr", "wrap"):
         return INT if same and first is INT else None
     if op == "div" or op in FLOAT_FUNCTIONS:
         return FLOAT if same and first is FLOAT else None

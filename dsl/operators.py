@@ -441,9 +441,12 @@ def _float(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
     return ERROR if found is None else Value(ir.to_float(found[0][0]))
 
 
-def _random(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-    ints = c.integers(frame, "`random`", parts)
-    return ERROR if ints is None else Value(ir.random(*ints))
+def _on_ints(name: str, make: Callable[..., Expr]) -> Meaning:
+    def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
+        ints = c.integers(frame, f"`{name}`", parts)
+        return ERROR if ints is None else Value(make(*ints))
+
+    return apply
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -461,7 +464,8 @@ FUNCTIONS: dict[str, Function] = {
     "float": Function("float(x)", 1, 1, _float),
     "where": Function("where(condition, a, b)", 3, 3, lambda c, f, p: c.choose(f, p, "`where`")),
     "pow": Function("pow(x, y)", 2, 2, lambda c, f, p: c.power(f, p)),
-    "random": Function("random(seed, i, ...)", 1, 64, _random),
+    "random": Function("random(seed, i, ...)", 1, 64, _on_ints("random", ir.random)),
+    "wrap": Function("wrap(x, bits)", 2, 2, _on_ints("wrap", lambda x, bits: build("wrap", x, bits))),
 }
 
 # Forms whose arguments are not all values; the checker handles them.

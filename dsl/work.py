@@ -12,12 +12,45 @@ from __future__ import annotations
 
 from frisket.grammar.memo import memo
 
-from .ir import Expr, walk
+from .ir import Expr, make, rebuild, walk
 
 # operators that take as long as several others: divisions by 0 and overflow are looked for, tables searched
 HEAVY: dict[str, int] = {"mod": 4, "floordiv": 4, "pow": 8, "random": 24, "erf": 64, "segment": 8, "lookup": 2}
 _ENDS = [f"{how}_{end}" for how in ("run", "segment", "rank") for end in ("first", "last")]
 HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis searches a table
+
+
+RING = frozenset("neg add sub mul shl pow".split())  # remainders of operands by 2**64 decide that of the result
+
+
+@memo(group="expressions")
+def modular(*roots: Expr) -> frozenset[Expr]:
+    """The nodes below `wrap` that may leave 64 bits: every use of one goes through sums and products into a `wrap`.
+
+    >>> from frisket.dsl.ir import build, lit
+    >>> from frisket.dsl.sugar import q
+    >>> modular(build("wrap", q * 2**62, lit(64)) >> 1)
+    frozenset({q * 4611686018427387904})
+    """
+    order = [*walk(*roots)]
+    if all(e.op != "wrap" for e in order):
+        return frozenset()
+    exact = set(roots)
+    for e in reversed(order):  # users before their arguments
+        for i, a in enumerate(e.args):
+            exponent = i == 1 and e.op in ("shl", "pow", "wrap")
+            if exponent or not (e.op == "wrap" or (e not in exact and (e.op in RING or (e.op == "where" and i)))):
+                exact.add(a)
+    return frozenset(e for e in order if e.op in RING and e not in exact)
+
+
+def wrapping(root: Expr) -> Expr:
+    """An Expr with `wrapping_add` and so on for `modular` nodes, for languages whose plain integers may not wrap."""
+    ring, done = modular(root), dict[Expr, Expr]()
+    for e in walk(root) if ring else ():
+        args = tuple(done[a] for a in e.args)
+        done[e] = make(f"wrapping_{e.op}", args) if e in ring else rebuild(e, args)
+    return done.get(root, root)
 
 
 @memo(group="expressions")

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
+from frisket.dsl.reach import magnitude
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
 from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
@@ -440,47 +442,20 @@ def _near(ends: Ends | None, limits: Mapping[str, float]) -> Ends | None:
 
 def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float = 2.0**63) -> bool:
     """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits, or `most`, is an error."""
-    size: dict[Expr, float] = {}
-    widest = 0.0
+    parts, size, widest = list(parts), dict[Expr, float](), 0.0
+    wrapping = modular(*parts)
     for e in walk(*parts):
-        if e.type is INT:
-            size[e] = _magnitude(e, [size.get(a, 0.0) for a in e.args], limits)
+        if e.type is INT and e not in wrapping:
+            args = [size.get(a, 0.0) for a in e.args]
+            size[e] = float(FAR) if e.op in ENDS_OF_RUNS else magnitude(e, args, limits)
             wide = min(size[e], 2.0**62 if e.op == "lookup" else size[e])
-            if wide >= most:
+            if wide >= most and (e.op in RING or e.op == "abs"):
                 remedy = "bound its parameters, or keep its products and powers smaller"
                 raise LoweringError(f"an integer of this mask may leave 64 bits in `{e!r}`\n  {remedy}")
             widest = max(widest, wide)
         elif e.type is BOOL:
             size[e] = 1.0
     return widest >= 2.0**31
-
-
-def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float:
-    if e.op == "lit":
-        return abs(float(e.name))
-    if e.op in ("var", "param", "lookup"):
-        return limits.get(e.name, 2.0**28)
-    if e.op in ENDS_OF_RUNS:
-        return float(FAR)
-    if e.op in ("add", "sub"):
-        return args[0] + args[1]
-    if e.op in ("neg", "abs"):  # the least number of a dtype has none
-        return args[0] + 1
-    if e.op == "mul":
-        return args[0] * args[1]
-    if e.op == "mod":  # of the sign of the divisor, and smaller
-        return args[1]
-    if e.op in ("floordiv", "shr") and e.args[1].op == "lit":
-        return args[0] / (max(args[1], 1) if e.op == "floordiv" else 2.0 ** min(args[1], 63)) + 1
-    if e.op == "pow":
-        return float(args[0] ** args[1]) if args[0] <= 1 or args[1] * np.log2(args[0]) < 64 else 2.0**64
-    if e.op == "shl":
-        return float(args[0] * 2.0 ** min(args[1], 63))
-    if e.op in ("bitand", "bitor", "bitxor", "bitnot"):
-        return float(2.0 ** np.ceil(np.log2(max(args) + 2)))
-    if e.op in ("int", "floor") and e.args[0].type is not BOOL:
-        return 2.0**30  # a Float turned Int: kernels clamp it to 32 bits
-    return max(args, default=1.0)
 
 
 Array = NDArray[Any]

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,9 @@ from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, line, raised_at
 from frisket.dsl.ir import Expr, build, lit, to_float
 from frisket.dsl.operators import MADE_OF
+from frisket.dsl.reach import Widths
 from frisket.dsl.types import FLOAT, INT, Type
+from frisket.dsl.work import RING
 from frisket.grammar.memo import memo
 
 from .arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
@@ -44,9 +46,10 @@ class Reader:
     """A reader of the equations of a jaxpr. `rewritten` finds the one operator that jnp writes as several."""
 
     def __init__(
-        self, naming: Naming, names: Sequence[tuple[str, Any]] = (), rewritten: Callable[[Expr], Expr] = lambda e: e
-    ) -> None:
-        self.naming, self.names, self.rewritten = naming, names, rewritten
+        self, naming: Naming, names: Sequence[tuple[str, Any]] = (), rewritten: Callable[[Expr], Expr] = lambda e: e,
+        widths: Widths | None = None,
+    ) -> None:  # fmt: skip
+        self.naming, self.names, self.rewritten, self.widths = naming, names, rewritten, widths
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.offsets: dict[tuple[int, int], tuple[Array, Any]] = {}  # for searchsorted, by the id of an array and side
         self.shaped = {**SHAPED, **Reductions(self.shapes).table()}
@@ -78,6 +81,8 @@ class Reader:
         def element(i: tuple[Expr, ...]) -> Expr:
             name = self.naming(source or "table", array)
             self.shapes[name] = shape
+            if self.widths is not None and known is not None:
+                self.widths.values[name] = array
             return ir.lookup(name, i, type) if shape else ir.param(name, type)
 
         known = None if isinstance(array, jax.core.Tracer) else lambda: array if values is None else values
@@ -131,10 +136,17 @@ class Reader:
         for v in eqn.invars:
             type_of(v.aval.dtype)
         if len(inputs) > 0 and not eqn.outvars[0].aval.shape:
-            e = self.rewritten(meaning(*(x.at() for x in inputs)))
+            e = self.result(eqn, meaning(*(x.at() for x in inputs)))
             return lambda _: e
         meaning(*(ir.var(f"operand {n}", type_of(v.aval.dtype)) for n, v in enumerate(eqn.invars)))  # refuse it here
-        return broadcast(lambda *xs: self.rewritten(meaning(*xs)), inputs)
+        return broadcast(lambda *xs: self.result(eqn, meaning(*xs)), inputs)
+
+    def result(self, eqn: Any, e: Expr) -> Expr:
+        """The element that an equation gives, reduced to JAX's dtype where it may leave it."""
+        e, dtype = self.rewritten(e), eqn.outvars[0].aval.dtype
+        casts = eqn.primitive.name in ("not", "convert_element_type") and eqn.invars[0].aval.dtype.kind in "iu"
+        leaves = e.type is INT and dtype.kind in "iu" and (casts or e.op in RING)
+        return self.widths.fitted(e, dtype) if leaves and self.widths is not None else e
 
     def inlined(self, inner: Any, inputs: list[Array]) -> list[Array]:
         jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
@@ -306,17 +318,18 @@ WRITTEN: list[tuple[str, Type, int, Callable[..., Expr]]] = [
 
 
 @memo(group="once")
-def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]]:
-    """The patterns by operator at the root: (jnp's code, holes of the pattern, the operator meant)."""
+def patterns(wide: bool) -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]]:
+    """The patterns by operator at the root: (jnp's code, holes of the pattern, the operator meant). `wide`: those of
+    int64 too."""
     import jax
 
     found: dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]] = {}
-    for where, type, count, meant in WRITTEN:
+    for (where, type, count, meant), whole in product(WRITTEN, ("int32", "int64")[: 1 + wide]):
         module, name = where.split(".")
         function = getattr(getattr(jax, module), name)
         if name == "gelu":
             function = partial(function, approximate=False)
-        kind = argument((), "int32" if type is INT else "float32")
+        kind = argument((), whole if type is INT else "float32")
         closed = jax.make_jaxpr(function)(*[kind] * count)
         holes = tuple(ir.var(n, type) for n in (X, Y)[:count])
         reader = Reader(lambda wish, array: wish)
@@ -327,7 +340,7 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
 
 def replaced(e: Expr) -> Expr:
     """The operator meant by `e`, where `e` is jnp's code for an operator."""
-    for pattern, holes, meant in patterns().get(e.op, ()):
+    for pattern, holes, meant in patterns(sys.modules["jax"].config.jax_enable_x64).get(e.op, ()):
         bound: dict[Expr, Expr] = {}
         if _fits(pattern, e, holes, bound):
             return meant(*(bound[h] for h in holes))
@@ -337,6 +350,7 @@ def replaced(e: Expr) -> Expr:
 def _fits(pattern: Expr, e: Expr, holes: tuple[Expr, ...], bound: dict[Expr, Expr]) -> bool:
     if pattern in holes:
         return e.type is pattern.type and bound.setdefault(pattern, e) is e
+    e = e.args[0] if e.op == "wrap" else e  # patterns have no ends, and so no `wrap`
     if pattern is e:
         return True
     if (pattern.op, pattern.type, pattern.name, len(pattern.args)) != (e.op, e.type, e.name, len(e.args)):
@@ -377,7 +391,8 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     import jax
 
     given = [s.expr for s in (*args, *keywords.values())]
-    kinds = [argument((), "float32" if e.type is FLOAT else "int32") for e in given]
+    whole = "int64" if jax.config.jax_enable_x64 else "int32"
+    kinds = [argument((), "float32" if e.type is FLOAT else whole) for e in given]
 
     def flat(*xs: Any) -> Any:
         return fn(*xs[: len(args)], **dict(zip(keywords, xs[len(args) :])))
@@ -394,7 +409,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
         size = "x".join(map(str, result.shape))
         raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
     arrays = [(n, x) for n, x, _ in reached(fn) if n and hasattr(x, "shape") and hasattr(x, "dtype")]
-    reader = Reader(naming, arrays, replaced)
+    reader = Reader(naming, arrays, replaced, Widths({}))
     consts = [reader.constant(c) for c in closed.consts]
     (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in given])
     return Symbol(out.at())

@@ -1,6 +1,6 @@
 """The meaning of JAX's primitives for one element: Exprs in, an Expr out.
 
-JAX wraps at 32 bits, an Int of the language does not: casts among integers, or among floats, do nothing.
+Casts among floats do nothing. An Int that may leave its dtype in JAX is reduced to the dtype by the caller.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl import ir
+from frisket.dsl.from_python.elements import ON_BOOL, number
 from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -46,13 +47,8 @@ def literal(value: Any, dtype: Any) -> Expr:
     return lit(bool(number_) if type is BOOL else int(number_))
 
 
-def number(e: Expr) -> Expr:
-    return build("int", e) if e.type is BOOL else e
-
-
 # -- arithmetic -------------------------------------------------------------------------------------
 
-ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}
 ON_TRUTH: dict[str, Callable[[Expr, Expr], Expr]] = {
     "lt": lambda x, y: ~x & y, "le": lambda x, y: ~x | y, "gt": lambda x, y: x & ~y, "ge": lambda x, y: x | ~y,
 }  # fmt: skip
@@ -129,6 +125,8 @@ def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
 
 def _shift_right_logical(eqn: Equation, x: Expr, y: Expr) -> Expr:
     bits = eqn.invars[0].aval.dtype.itemsize * 8
+    if bits == 64:
+        return (x >> y) & build("wrap", (ir.ONE << 64 - y) - 1, lit(64))
     return build("shr", x if _unsigned(eqn) else x % (1 << bits), y)
 
 

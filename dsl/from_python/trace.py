@@ -29,6 +29,7 @@ from frisket.dsl.from_jax import callables as from_jax
 from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
 from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.operators import BUILT_IN, RESERVED
+from frisket.dsl.reach import Widths
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
@@ -101,7 +102,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
         else:
             call = tracer.copied(fn)
             with _torch(tracer):
-                e = _result(fn, kind, call(*args, **keywords))
+                e = Widths(tracer.tables, not valueless).wrapped(_result(fn, kind, call(*args, **keywords)))
     except (TraceError, TypeError, IndexError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
         if from_jax.raised_in_jax(error):
             tracer.tables.clear()

@@ -5,7 +5,7 @@
 >>> SCALARS["where"](q >= k, SCALARS["remainder"](q, 4), -1)
 where(q >= k, q % 4, -1)
 
-An entry takes torch's arguments by torch's names. Dtypes count as Bool, Int or Float; widths neither wrap nor round.
+An entry takes torch's arguments by torch's names. Dtypes count as Bool, Int or Float; casts neither wrap nor round.
 
 >>> from frisket.dsl.from_python.symbol import table
 >>> from frisket.dsl.ir import var
@@ -26,6 +26,7 @@ from typing import Any
 from frisket.dsl import ir
 from frisket.dsl.from_python.elements import alike, number, real, truth
 from frisket.dsl.from_python.symbol import (
+    ARITHMETIC,
     Symbol,
     aligned,
     apply_binary,
@@ -149,18 +150,14 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
 }
 ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
     "signbit": _signbit,
-    "abs": abs,
-    "absolute": abs,
-    "fabs": abs,
-    "neg": lambda x: build("neg", x),
-    "negative": lambda x: build("neg", x),
+    **dict.fromkeys(("abs", "absolute", "fabs"), abs),
+    **dict.fromkeys(("neg", "negative"), lambda x: build("neg", x)),
     "positive": lambda x: x,
     "square": lambda x: x * x,
     "relu": lambda x: maximum(x, lit(0) if x.type is INT else lit(0.0)),
     "floor": lambda x: x if x.type is INT else _floor(x),
     "ceil": lambda x: x if x.type is INT else to_float(-build("floor", -x)),
-    "trunc": lambda x: x if x.type is INT else to_float(build("int", x)),
-    "fix": lambda x: x if x.type is INT else to_float(build("int", x)),
+    **dict.fromkeys(("trunc", "fix"), lambda x: x if x.type is INT else to_float(build("int", x))),
     "frac": lambda x: x - to_float(build("int", x)),
     "round": lambda x: x if x.type is INT else _round(x),
 }
@@ -182,10 +179,7 @@ BINARY = {
     "and": "and", "or": "or", "xor": "xor", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
     "lshift": "shl", "rshift": "shr", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
 }  # fmt: skip
-SWAPPED = {
-    "radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtruediv": "div", "rfloordiv": "floordiv",
-    "rmod": "mod", "rpow": "pow", "rand": "and", "ror": "or", "rxor": "xor", "rlshift": "shl", "rrshift": "shr",
-}  # fmt: skip
+SWAPPED = {f"r{name}": op for name, op in {**ARITHMETIC, "div": "div"}.items()}
 
 
 def _two(op: str, swapped: bool = False) -> Function:

@@ -32,16 +32,12 @@ def _torch() -> Any:
 # -- operators ------------------------------------------------------------------------------------
 
 
-def _floordiv(x: Tensor, y: Tensor) -> Tensor:
-    torch = _torch()
-    zero = y == 0
-    return torch.where(zero, 0, torch.div(x, torch.where(zero, 1, y), rounding_mode="floor"))
+def _divided(fn: str, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        torch, zero = _torch(), y == 0
+        return torch.where(zero, 0, getattr(torch, fn)(x, torch.where(zero, 1, y), **options))
 
-
-def _mod(x: Tensor, y: Tensor) -> Tensor:
-    torch = _torch()
-    zero = y == 0
-    return torch.where(zero, 0, torch.remainder(x, torch.where(zero, 1, y)))
+    return run
 
 
 def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -104,8 +100,9 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
         "erf": "erf", "isfinite": "isfinite",
     }.items()},
     "sign": _sign,
-    "floordiv": _floordiv, "mod": _mod, "shl": _shift("bitwise_left_shift"),
-    "shr": _shift("bitwise_right_shift"),
+    "floordiv": _divided("div", rounding_mode="floor"), "mod": _divided("remainder"),
+    "wrap": lambda x, bits: reduce(lambda x, op: OPERATORS[op](x, 64 - bits.clamp(0, 64)), ("shl", "shr"), x),
+    "shl": _shift("bitwise_left_shift"), "shr": _shift("bitwise_right_shift"),
     "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
     "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,
 }  # fmt: skip

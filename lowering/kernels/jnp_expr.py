@@ -26,7 +26,7 @@ JNP: dict[str, str] = SHARED | {
     "abs": "jnp.abs({})", "sign": "sign({})",
     "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
     "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})",
+    "wrap": "wrapped({}, {})", "not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))",
     "exp": "jnp.exp({})", "exp2": "jnp.exp2({})", "log": "jnp.log({})", "log2": "jnp.log2({})",
     "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",
@@ -43,7 +43,7 @@ def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
     used = {n.op for r in roots for n in walk(r)}
     needed = [name for name in PRELUDE if any(f"{name}(" in JNP.get(op, "") for op in used)]
     constants = []
-    if {"shl", "shr"} & set(needed):
+    if {"shl", "shr", "wrapped"} & set(needed):
         constants.append("WIDTH = 32")
     if "to_int" in needed:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")

@@ -34,7 +34,7 @@ TORCH: dict[str, str] = SHARED | {
     "abs": "{}.abs()", "sign": "sign({})",
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "torch.pow({}, {})",
     "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "not": "~{}", "where": "torch.where({}, {}, {})",
+    "wrap": "wrapped({}, {})", "not": "~{}", "where": "torch.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))",
     "exp": "{}.exp()", "exp2": "{}.exp2()", "log": "{}.log()", "log2": "{}.log2()", "log1p": "{}.log1p()",
     "tanh": "{}.tanh()", "sigmoid": "{}.sigmoid()", "sin": "{}.sin()", "cos": "{}.cos()", "tan": "{}.tan()",

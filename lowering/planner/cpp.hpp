@@ -47,7 +47,7 @@ INLINE bool bounded(Real x) { return x - x == 0; }
 INLINE Real power(Real x, Real y) { return pow(x, y); }
 INLINE Int power(Int x, Int n) {
     Int found = 1;
-    for (; n > 0; n--) found *= x;
+    for (; n > 0; n--) found = (Int)((uint64_t)found * (uint64_t)x);
     return found;
 }
 INLINE Real sigmoid(Real x) { return 0.5 * (1 + tanh(0.5 * x)); }
@@ -62,6 +62,14 @@ INLINE Int floordiv(Int x, Int y) {
 INLINE Int modulo(Int x, Int y) { return y == 0 ? 0 : x - floordiv(x, y) * y; }
 INLINE Int shift_left(Int x, Int n) { return n < 0 || n > 63 ? 0 : (Int)((uint64_t)x << n); }
 INLINE Int shift_right(Int x, Int n) { return n < 0 || n > 63 ? 0 : x >> n; }
+INLINE Int wrapping_neg(Int x) { return (Int)-(uint64_t)x; }
+INLINE Int wrapping_add(Int x, Int y) { return (Int)((uint64_t)x + (uint64_t)y); }
+INLINE Int wrapping_sub(Int x, Int y) { return (Int)((uint64_t)x - (uint64_t)y); }
+INLINE Int wrapping_mul(Int x, Int y) { return (Int)((uint64_t)x * (uint64_t)y); }
+INLINE Int wrapped(Int x, Int bits) {
+    const Int unused = 64 - clip(bits, 0, 64);
+    return shift_right(shift_left(x, unused), unused);
+}
 
 // A 24-bit uniform in [0, 1) from counters; see dsl.evaluate.
 INLINE Word mixed_word(Word x) {

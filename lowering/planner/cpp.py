@@ -16,6 +16,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.dsl.work import wrapping
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
 from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine
@@ -81,7 +82,7 @@ class _CppBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
         self.places, self.types = words(plan), table_types(plan)
         names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
-        super().__init__(plan, asked(plan), names, {}, "C++")
+        super().__init__(plan, map(wrapping, asked(plan)), names, {}, "C++")
 
     # -- expressions --------------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class _CppBody(PlannerBody):
         page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
         for name, pairs in (("seen", seen), ("hidden", hidden)):
             for pair in pairs:
-                first, last = (self.lines.values[machine(e)] for e in pair)
+                first, last = (self.lines.values[machine(wrapping(e))] for e in pair)
                 page.line(f"sweep.keys({first}, {last});  // {name}")
         page.line("if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside")
         page.line("if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);")

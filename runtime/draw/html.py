@@ -32,6 +32,7 @@ from frisket.dsl.explain import wording
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, walk
 from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
+from frisket.dsl.work import modular
 from frisket.grammar.memo import memo
 from frisket.runtime.layouts.tiling import Tiling
 
@@ -72,8 +73,11 @@ def program(
     """`nodes`; the `tables` they read; and in `clauses` how each part that can decide a mask is worded."""
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})
+    nodes = [_node(n, index, scalars, tables) for n in index]
+    for n in modular(root):
+        nodes[index[n]][0] = f"wrapping_{n.op}"
     return {
-        "nodes": [_node(n, index, scalars, tables) for n in index],
+        "nodes": nodes,
         "tables": {name: {"shape": list(tables[name].shape), "array": (pack or packed)(tables[name])} for name in read},
         "clauses": {index[e]: _worded(e, index) for e in _deciding(root)},
     }

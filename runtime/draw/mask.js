@@ -57,7 +57,9 @@ const NUMBERS = {
   bitnot: (x) => -1 - x,
   shl: (x, y) => (y < 0 || y > 63 ? 0 : safe(x * 2 ** y)),
   shr: (x, y) => (y < 0 || y > 63 ? 0 : Math.floor(x / 2 ** y)),
+  wrap: (x, n) => (n > 63 ? x : Number(BigInt.asIntN(Math.max(n, 0), BigInt(x)))),
 };
+for (const op of ["neg", "add", "sub", "mul", "shl", "pow"]) NUMBERS[`wrapping_${op}`] = NUMBERS[op];
 
 // numpy looks at the same operation in floating point to see an overflow coming: so does this
 function checked(fn, estimate) {
@@ -98,6 +100,14 @@ const BIGINTS = {
   bitnot: (x) => ~x,
   shl: (x, y) => (y < 0n || y > 63n ? 0n : checked((a, b) => a << b, (a, b) => a * 2 ** b)(x, y)),
   shr: (x, y) => (y < 0n || y > 63n ? 0n : x >> y),
+  wrap: (x, n) => BigInt.asIntN(n > 64n ? 64 : n < 0n ? 0 : Number(n), x),
+  // below `wrap` a BigInt has as many bits as it takes
+  wrapping_neg: (x) => -x,
+  wrapping_add: (x, y) => x + y,
+  wrapping_sub: (x, y) => x - y,
+  wrapping_mul: (x, y) => x * y,
+  wrapping_shl: (x, y) => (y < 0n || y > 63n ? 0n : x << y),
+  wrapping_pow: (x, y) => x ** y,
 };
 
 function erf(x) {

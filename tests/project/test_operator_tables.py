@@ -140,7 +140,7 @@ def without_floats(name: str) -> bool:
     return any(FLOAT not in use for use in uses)
 
 
-UNBOUNDED = frozenset("bitnot bitor bitxor cos erf pow random rsqrt sin tan".split())
+UNBOUNDED = frozenset("bitnot bitor bitxor cos erf pow random rsqrt sin tan wrap".split())
 BITS = frozenset("bitand bitor bitxor bitnot".split())
 CHOSEN = "`&`, `|`, `^` and `~` of Ints are these"
 of_torch = mentioned("dsl/from_torch/", "dsl/from_python/", also=from_torch.ON_FLOAT)

@@ -16,13 +16,16 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.dsl.work import wrapping
 from frisket.lowering.kernels import expr as exprs
 
 CPP: dict[str, str] = exprs.SHARED | {
     "abs": "magnitude({})", "sign": "sign({})",
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "power({}, {})",
     "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    "not": "!{}", "where": "select({}, {}, {})",
+    **{f"wrapping_{op}": f"wrapping_{op}({{}}, {{}})" for op in ("add", "sub", "mul")},
+    "wrapping_neg": "wrapping_neg({})", "wrapping_shl": "shift_left({}, {})", "wrapping_pow": "power({}, {})",
+    "wrap": "wrapped({}, {})", "not": "!{}", "where": "select({}, {}, {})",
     "int": "to_int({})", "float": "to_real({})", "floor": "to_int(floor({}))",
     "exp": "exp({})", "exp2": "exp2({})", "log": "log({})", "log2": "log2({})", "log1p": "log1p({})",
     "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
@@ -46,7 +49,7 @@ def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
     """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, random draws
     a chain of stages, each computed as early as its counter is known, and in float32 a division by a number a product,
     a tenth of its price. `paged` names tables that are read by page and place within: no vector has keys of two."""
-    return transform(root, lambda e: _prepared(e if double else _product(e), paged))
+    return transform(wrapping(root), lambda e: _prepared(e if double else _product(e), paged))
 
 
 def parted(root: Expr) -> Expr:
@@ -233,6 +236,7 @@ class Forms:
             return exprs.Text("true" if value else "false")
         if isinstance(value, int):
             text = f"{value}LL" if abs(value) >= 2**31 else str(value)
+            text = "INT64_MIN" if value == -(2**63) else text
             return exprs.Text(text, exprs.PREFIX if value < 0 else exprs.ATOM)
         if not self.double:
             with np.errstate(over="ignore", under="ignore"):

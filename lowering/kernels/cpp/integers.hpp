@@ -36,9 +36,34 @@ INLINE Ints shift_right(Ints x, Ints n) {
     return (n < 0) | (n >= 64) ? Ints{} : x >> minimum(maximum(n, Ints{}), ints(WIDTH - 1));
 }
 
+// Sums and products that may leave Int wrap: C++ defines that of unsigned numbers.
+#if INT_BYTES == 4
+typedef uint32_t Modular;
+#else
+typedef uint64_t Modular;
+#endif
+typedef Modular Modulars __attribute__((vector_size(LANES * INT_BYTES)));
+INLINE Int wrapping_neg(Int x) { return (Int)-(Modular)x; }
+INLINE Int wrapping_add(Int x, Int y) { return (Int)((Modular)x + (Modular)y); }
+INLINE Int wrapping_sub(Int x, Int y) { return (Int)((Modular)x - (Modular)y); }
+INLINE Int wrapping_mul(Int x, Int y) { return (Int)((Modular)x * (Modular)y); }
+INLINE Ints wrapping_neg(Ints x) { return (Ints)-(Modulars)x; }
+INLINE Ints wrapping_add(Ints x, Ints y) { return (Ints)((Modulars)x + (Modulars)y); }
+INLINE Ints wrapping_sub(Ints x, Ints y) { return (Ints)((Modulars)x - (Modulars)y); }
+INLINE Ints wrapping_mul(Ints x, Ints y) { return (Ints)((Modulars)x * (Modulars)y); }
+// The low bits, as a number with a sign.
+INLINE Int wrapped(Int x, Int bits) {
+    const Int unused = bits < 0 ? WIDTH : bits < WIDTH ? WIDTH - bits : 0;
+    return shift_right(shift_left(x, unused), unused);
+}
+INLINE Ints wrapped(Ints x, Ints bits) {
+    const Ints unused = WIDTH - minimum(maximum(bits, Ints{}), ints(WIDTH));
+    return shift_right(shift_left(x, unused), unused);
+}
+
 INLINE Int power(Int x, Int n) {
     Int y = 1;
-    for (; n > 0; n--) y *= x;
+    for (; n > 0; n--) y = wrapping_mul(y, x);
     return y;
 }
 APART Ints power(Ints x, Ints n) {

@@ -23,7 +23,7 @@ CUTE: dict[str, str] = SHARED | {
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "cute.math.pow({}, {})",
     "floordiv": "quotient({}, {})", "mod": "modulo({}, {})",
     "shl": "shifted_left({}, {})", "shr": "shifted_right({}, {})", "where": "cute.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))",
+    "wrap": "wrapped({}, {})", "int": "to_int({})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))",
     "exp": "cute.math.exp({})", "exp2": "cute.math.exp2({})", "log": "cute.math.log({})",
     "log2": "cute.math.log2({})", "log1p": "cute.math.log1p({})", "tanh": "cute.math.tanh({}, fastmath=True)",
     "sigmoid": "sigmoid({})", "sin": "cute.math.sin({})", "cos": "cute.math.cos({})", "tan": "cute.math.tan({})",
@@ -34,7 +34,7 @@ CUTE: dict[str, str] = SHARED | {
 PRELUDE = parts(__package__, "functions")
 TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # Float32 beside them
 BITS = 32
-TENSORS = frozenset({"pow", "shl", "shr", "random"})  # operators that take no number in the place of a vector
+TENSORS = frozenset({"pow", "shl", "shr", "wrap", "random"})  # operators that take no number in the place of a vector
 
 
 def operator(node: Expr, args: list[Text]) -> Text | None:

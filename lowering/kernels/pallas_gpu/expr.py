@@ -45,7 +45,7 @@ def prelude(source: str) -> list[str]:
     while found := {n for n in PRELUDE if n in words} - needed:
         needed |= found
         words = _words("".join(PRELUDE[n] for n in found))
-    constants = ["WIDTH = 32"] if needed & {"shl", "shr"} else []
+    constants = ["WIDTH = 32"] if needed & {"shl", "shr", "wrapped"} else []
     if needed & {"to_int", "whole"}:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
     definitions = [line for n, text in PRELUDE.items() if n in needed for line in f"\n\n{text.strip()}".splitlines()]

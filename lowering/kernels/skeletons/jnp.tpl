@@ -24,6 +24,13 @@ $part shr
 def shr(x, y):
     return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
 
+$part wrapped
+def wrapped(x, bits):
+    unused = WIDTH - jnp.clip(bits, 0, WIDTH)
+    inside = unused < WIDTH
+    unused = jnp.where(inside, unused, 0)
+    return jnp.where(inside, (x << unused) >> unused, 0)
+
 $part to_int
 def to_int(x):
     if x.dtype == jnp.bool_:

@@ -32,6 +32,13 @@ def shr(x, y):
     inside = (y >= 0) & (y < 64)
     return torch.where(inside, x >> torch.where(inside, y, 0), 0)
 
+$part wrapped
+def wrapped(x, bits):
+    unused = 64 - torch.as_tensor(bits).clamp(0, 64)
+    inside = unused < 64
+    unused = torch.where(inside, unused, 0)
+    return torch.where(inside, (x.to(torch.int64) << unused) >> unused, 0)
+
 $part to_int
 def to_int(x):
     if x.dtype == torch.bool:

@@ -23,7 +23,7 @@ TRITON: dict[str, str] = SHARED | {
     "abs": "tl.abs({})", "sign": "sign({})",
     "min": "tl.minimum({}, {})", "max": "tl.maximum({}, {})", "pow": "power({}, {})",
     "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    "not": "~{}", "where": "tl.where({}, {}, {})",
+    "wrap": "wrapped({}, {})", "not": "~{}", "where": "tl.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))",
     "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
     "log1p": "log1p({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",

@@ -70,6 +70,7 @@ class Terms:
             "mod": lambda: z3.If(y == 0, zero, x - y * self.quotient(x, y)),
             "bitand": lambda: x & y, "bitor": lambda: x | y, "bitxor": lambda: x ^ y,
             "shl": lambda: z3.If(self.shifts(y), x << y, zero), "shr": lambda: z3.If(self.shifts(y), x >> y, zero),
+            "wrap": lambda: (x + 2 ** (e.args[1].name - 1)) % 2 ** e.args[1].name - 2 ** (e.args[1].name - 1),
         }  # fmt: skip
         if e.op == "pow":
             return self.power(x, e.args[1].name)

@@ -100,6 +100,9 @@ def applications(op):
         except TypeError:
             continue
         found += [build(op, *args) for args in itertools.product(*(SAMPLES[t] for t in types))]
+    if op == "wrap":
+        ints = itertools.product("add sub mul shl".split(), SAMPLES[INT], SAMPLES[INT], (8, 32, 64))
+        found += [build(op, build(inner, x, y), lit(bits)) for inner, x, y, bits in ints]
     return found
 
 
@@ -158,7 +161,7 @@ def anything(seed, count):
 
 def test_javascript_of_random_expressions_equals_the_reference():
     cases = list(anything(0, 500))
-    assert {n.op for e, *_ in cases for n in walk(e)} >= set(OPERATORS) - {"rsqrt"}
+    assert {n.op for e, *_ in cases for n in walk(e)} >= set(OPERATORS) - {"rsqrt", "wrap"}
     check(cases)
 
 

@@ -23,7 +23,7 @@ PRODUCT = """an integer leaves 64 bits in `q * w`
   mask 1:1
     q * w >= k * w
     ^^^^^
-  integers do not wrap: make factors smaller, for example by `%`, or bound them by `min`"""
+  bound its factors, for example by `%`; integers wrap as in torch in `wrap(q * w, 64)`"""
 
 
 def message(f):
@@ -66,14 +66,18 @@ def test_scores_whose_integers_leave_64_bits_are_pointed_at():
     assert re.match("an integer of this mask may leave 64 bits in `.*`\n  bound its parameters", found)
 
 
-def test_functions_whose_integers_leave_64_bits_are_advised():
+def test_functions_whose_integers_leave_64_bits_wrap():
     bits, mod = torch.from_numpy(BITS), torch.from_numpy(MOD)
 
     def mask_mod(b, h, q, k):
         return (bits[q] & (1 << mod[k])) != 0
 
-    for f in (
-        lambda: fk.mask(mask_mod).layout(N, N),
-        lambda: create_block_mask(mask_mod, None, None, N, N, "cpu").layout,
-    ):
-        assert message(f).endswith("in `1 << mod[k]`\n  to test a bit write `(bits[q] >> mod[k]) & 1`")
+    want = mask_mod(0, 0, torch.arange(N)[:, None], torch.arange(N))
+    np.testing.assert_array_equal(fk.mask(mask_mod).dense(N, N)[0, 0], want)
+    assert create_block_mask(mask_mod, None, None, N, N, "cpu").layout is not None
+
+
+def test_advice_to_wrap_is_followed():
+    mask = fk.mask("wrap(q * w, 64) >= wrap(k * w, 64)", w=(1 << 62) + 1)
+    q, k = np.ogrid[:N, :N]
+    np.testing.assert_array_equal(mask.dense(N, N)[0, 0], q * np.int64((1 << 62) + 1) >= k * np.int64((1 << 62) + 1))

@@ -74,7 +74,7 @@ def search(table, values, side):
 """
 NAMES = (
     "neg abs sign add sub mul min max pow div floordiv mod bitand bitor bitxor bitnot shl shr lt le gt ge eq ne xor "
-    "not where int float floor exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
+    "not wrap where int float floor exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
 ).split()
 THREE, ONE = (
     {"where"},

@@ -47,6 +47,11 @@ def shifted_right(x, y):
     inside = (y >= 0) & (y < 64)
     return cute.where(inside, cute.TensorSSA(x >> cute.where(inside & (y < 32), y, 31), x.shape, Int32), 0)
 
+$part wrapped
+def wrapped(x, bits):
+    unused = cute.where(bits < 0, 32, cute.where(bits < 32, 32 - bits, 0))
+    return shifted_right(shifted_left(x, unused), unused)
+
 $part to_int
 def to_int(x):
     inside = minimum(maximum(x, -2147483520.0), 2147483520.0)

@@ -42,6 +42,11 @@ def shr(x, y):
     x, y = jnp.broadcast_arrays(x, y)
     return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), jnp.zeros_like(x))
 
+$part wrapped
+def wrapped(x, bits):
+    unused = WIDTH - (min(max(bits, 0), WIDTH) if isinstance(bits, int) else jnp.clip(bits, 0, WIDTH))
+    return shr(shl(x, unused), unused)
+
 $part to_int
 def to_int(x):
     """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""

@@ -93,6 +93,12 @@ def shift_right(x, y):
     inside = (y >= 0) & (y < 64)
     return tl.where(inside, x >> tl.minimum(tl.where(inside, y, 0), BITS - 1), 0)
 
+def wrapped(x, bits):
+    unused = BITS - tl.minimum(tl.maximum(bits, 0), BITS)
+    inside = unused < BITS
+    unused = tl.where(inside, unused, 0)
+    return tl.where(inside, (x << unused) >> unused, 0)
+
 def to_int(x):
     """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0).to(INT)

@@ -20,7 +20,7 @@ KINDS = {
     "neg abs sign": [(INT,), (FLOAT,)],
     "add sub mul min max lt le gt ge eq ne": [(INT, INT), (FLOAT, FLOAT)],
     "pow div": [(FLOAT, FLOAT)],
-    "floordiv mod bitand bitor bitxor shl shr": [(INT, INT)],
+    "floordiv mod bitand bitor bitxor shl shr wrap": [(INT, INT)],
     "and or xor": [(BOOL, BOOL)],
     "bitnot float": [(INT,)],
     "not": [(BOOL,)],

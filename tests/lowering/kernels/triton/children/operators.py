@@ -51,6 +51,8 @@ def _expressions():
     for n in (0, 3, 31, 40, 63, 64):
         yield f"x >> {n}", x >> n
         yield f"x << {n} small", (x - x) << n
+    for n in (8, 31, 32):
+        yield f"wrap to {n} bits", build("wrap", x * 73856093 - (y << 9), lit(n))
     yield "x ** 3", x**3
     yield "x ** 0", x**0 + x
     yield "u ** 2.0", u**2.0
