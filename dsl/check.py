@@ -80,7 +80,7 @@ class Checker(Walk):
         if "score" not in ir.uses(second):
             return self.report(frame, parts[1][0], "what follows `then` does not use `score`", "add: `score + ...`")
         self.charge(second, node, frame)
-        return Value(ir.substitute(second, {ir.SCORE: first}))
+        return Value(ir.then(first, second))
 
     def _colon(self, node: Node, frame: Frame) -> Value:
         return self.report(frame, node, "a whole axis `:` belongs in `dot`", f"write `{FORMS['dot']}`")
@@ -203,11 +203,13 @@ class Checker(Walk):
         self.expanded.add((definition.name, len(definition.params)))
         names: dict[str, Value | str] = {}
         moved: dict[Expr, Expr] = {}
+        args: list[Expr | None] = []
         for param, arg in zip(definition.params, given):
             bare = self._bare(arg, frame)
             value = bare if bare is not None else (yield arg, frame)
             e = value.expr if isinstance(value, Value) else None
-            if coordinates and isinstance(value, Value) and e is not None and e.type is not BOOL and e.op != "lit":
+            args.append(ir.param(value) if isinstance(value, str) else e)
+            if coordinates and isinstance(value, Value) and e is not None and e.type is not BOOL and ir.uses(e):
                 # a number keeps the caller's coordinates: it goes in after they have changed
                 self.fresh += 1
                 place = ir.make("param", (), ("argument", self.fresh), e.type)
@@ -225,17 +227,22 @@ class Checker(Walk):
         for (_, advice), condition in zip(definition.checks, definition.conditions):
             holds = yield condition.body, replace(inner, text=condition.text)
             if holds.expr is not None:
-                self.require(condition, inner.site or node, ir.substitute(holds.expr, moved), advice)
+                self.require(condition, inner.site or node, ir.expanded(ir.substitute(holds.expr, moved)), advice)
         self.changed_meanings |= {definition.changed} - {""}
         body = yield definition.body, inner
         if moves is None or body.expr is None:
             return ERROR
         # arguments may decide conditions such as `left == -1`
-        e = decided(body.expr, {}) if given else body.expr
+        named = definition.library and frame.site is None and None not in args
+        e = ir.expanded(body.expr) if named else body.expr
+        e = decided(e, {}) if given else e
         if coordinates:
             moved |= {LEAVES[c]: x for c, x in zip(coordinates, moves)}
             self.charge(e, node, frame)
             e = ir.substitute(e, moved)
+        if named:
+            places = {c: x for c, x in zip(coordinates, moves) if x is not LEAVES[c]}
+            e = ir.call(definition.name, ir.expanded(e), [a for a in args if a is not None], places)
         return Value(e, body.flex)
 
     def require(self, definition: Definition, place: Node, condition: Expr, advice: str) -> None:
@@ -263,7 +270,7 @@ def _signatures(overloads: Mapping[int, Definition]) -> str:
 
 
 def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
-    """The Exprs of the statements `mask`, `score` or (kind not known) `expr`; raises with every problem of the text."""
+    """The Exprs of the statements `mask`, `score` or (kind not known) `expr`, with calls; raises with every problem."""
     for _ in range(MAX_ROUNDS):
         checker.changed, checker.steps, checker.fresh = False, 0, 0
         checker.problems.clear()
@@ -302,7 +309,7 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
     e = value.expr
     if e is not None and kind == "score":
         e = ir.to_float(e)
-    if e is not None and tree_size(e) > MAX_NODES:
+    if e is not None and max(tree_size(e), tree_size(ir.expanded(e))) > MAX_NODES:
         checker.too_large(node, root)
     return e
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from .errors import BudgetError
 from .evaluate import evaluate
-from .ir import COMPARISONS, Expr, free_names, make
+from .ir import COMPARISONS, Expr, expanded, free_names, make, walk
 from .notebook import sentence
-from .show import show
+from .show import places, show
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +27,7 @@ class Explanation:
 
     >>> import frisket as fk
     >>> fk.mask("causal & window(64)").layout(256, 256).explain(q=200, k=17).because
-    'abs(q - k) < 64 is false: abs(q - k) = 183'
+    'in window(64), abs(q - k) < 64 is false: abs(q - k) = 183'
     """
 
     visible: bool
@@ -42,15 +43,18 @@ class Explanation:
         return sentence("visible" if self.visible else "hidden", self.because, good=self.visible)
 
 
-def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> Explanation:
-    """Explain `mask` at one position: `env` holds b, h, q, k, sizes and parameters."""
+def explain(
+    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, shown: Expr | None = None
+) -> Explanation:
+    """Explain `mask` at one position: `env` holds b, h, q, k, sizes and parameters. `shown` is the mask with calls of
+    the library, which clauses are named with."""
 
     def value(e: Expr) -> Any:
-        return evaluate(e, env, tables).item()
+        return np.asarray(evaluate(e, env, tables))
 
     visible = bool(value(mask))
-    clauses = tuple(_deciding(mask, visible, value))
-    return Explanation(visible, "; ".join(_said(c, value) for c in clauses), clauses)
+    clauses, wording = tuple(_deciding(mask, visible, value)), Wording(mask if shown is None else shown)
+    return Explanation(visible, "; ".join(_reason(c, value, wording) for c in clauses), clauses)
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,8 +78,9 @@ class TileExplanation:
 
 
 def explain_tile(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, *, cut: bool = False
-) -> TileExplanation:
+    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, shown: Expr | None = None, *,
+    cut: bool = False,
+) -> TileExplanation:  # fmt: skip
     """Explain `mask` over a tile: `q` and `k` of `env` are ranges of positions inside the lengths; `cut` says that the
     tile reaches beyond them, where everything counts as hidden."""
     q, k = np.asarray(env["q"]), np.asarray(env["k"])
@@ -94,30 +99,30 @@ def explain_tile(
     if visible_at and hidden_at:
         parts = []
         for at, verb in ((visible_at, "sees"), (hidden_at, "does not see")):
-            why = explain(mask, {**env, **dict(zip("bhqk", at, strict=True))}, tables).because
+            why = explain(mask, {**env, **dict(zip("bhqk", at, strict=True))}, tables, shown).because
             parts.append(f"query {at[2]:,} {verb} key {at[3]:,}, as {why}")
         return TileExplanation("partial", "\n".join(parts), visible_at, hidden_at, ())
-    clauses = tuple(_deciding_all(mask, visible_at is not None, value))
-    because = "; ".join(_said_of_all(c, value) for c in clauses)
+    clauses, wording = tuple(_deciding(mask, visible_at is not None, value)), Wording(mask if shown is None else shown)
+    because = "; ".join(_reason(c, value, wording, " throughout") for c in clauses)
     if visible_at is None:
         return TileExplanation("empty", because, None, hidden_at, clauses)
     if cut:
-        return TileExplanation("partial", f"it reaches past the lengths; inside, {because}", visible_at, None, clauses)
+        return TileExplanation("partial", f"it reaches past the end; within it, {because}", visible_at, None, clauses)
     return TileExplanation("full", because, visible_at, None, clauses)
 
 
-def _deciding_all(e: Expr, truth: bool, value: Any) -> list[Expr]:
-    """The smallest parts of `e` that make `e` equal to `truth` at every position."""
+def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
+    """The smallest parts of `e` that make `e` equal to `truth` at every position of `value`."""
     if e.op == "not":
-        return _deciding_all(e.args[0], not truth, value)
+        return _deciding(e.args[0], not truth, value)
     if e.op in ("and", "or"):
         parts = list(e.args)
         if truth == (e.op == "and"):
-            return [c for a in parts for c in _deciding_all(a, truth, value)]
+            return [c for a in parts for c in _deciding(a, truth, value)]
         held = {a: value(a) == truth for a in parts}
         for a in parts:
             if held[a].all():
-                return _deciding_all(a, truth, value)
+                return _deciding(a, truth, value)
         for a in e.args:  # none alone: those without which it would not hold
             rest = [held[x] for x in parts if x is not a]
             if np.logical_or.reduce(rest).all():
@@ -128,60 +133,51 @@ def _deciding_all(e: Expr, truth: bool, value: Any) -> list[Expr]:
         taken = value(c)
         if taken.all() or not taken.any():
             chosen = x if taken.all() else y
-            return _deciding_all(c, bool(taken.all()), value) + _deciding_all(chosen, truth, value)
+            return _deciding(c, bool(taken.all()), value) + _deciding(chosen, truth, value)
     return [e]
 
 
-def _said_of_all(e: Expr, value: Any) -> str:
-    truth = bool(value(e).flat[0])
+def _reason(e: Expr, value: Any, wording: Wording, extent: str = "") -> str:
+    truth = f"{bool(value(e).flat[0])}".lower()
     if e.op in ("and", "or"):
-        texts = ", ".join(str(wording(a)[0]) for a in e.args)
-        return f"{texts} are never {'false' if truth else 'true'} together here"
+        texts = ", ".join(show(x := wording.calls.get(a, a), _known(x)) for a in e.args)
+        return f"{texts} are never {'false' if truth == 'true' else 'true'} together here"
     text, shown = wording(e)
     if text is None:
-        return f"the constant is {str(truth).lower()}"
-    return f"{text} is {str(truth).lower()} throughout" + (
-        ": " + ", ".join(f"{t} = {_span(value(a))}" for t, a in shown) if shown else ""
-    )
+        return f"the constant is {truth}"
+    values = ", ".join(f"{t} = {_span(value(a))}" for t, a in shown)
+    return f"{text} is {truth}{extent}" + (f": {values}" if shown else "")
 
 
 def _span(values: Any) -> str:
     least, most = values.min(), values.max()
-    return f"{least}" if least == most else f"{least}..{most}"
+    return f"{least}" if values.size == 1 or least == most else f"{least}..{most}"
 
 
-def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
-    """The smallest parts of `e` that decide the value of `e`."""
-    if e.op == "not":
-        return _deciding(e.args[0], not truth, value)
-    if e.op == "where":
-        return _deciding(e.args[0], bool(value(e.args[0])), value) + _deciding(
-            e.args[1] if value(e.args[0]) else e.args[2], truth, value
-        )
-    if e.op in ("and", "or"):
-        if truth == (e.op == "or"):  # one part is enough: the first that decides
-            return _deciding(next(a for a in e.args if bool(value(a)) == truth), truth, value)
-        return [c for a in e.args for c in _deciding(a, truth, value)]
-    return [e]
+def _known(e: Expr) -> set[str]:
+    return {name for names in free_names(e) for name in names}  # which have values: nothing is declared
 
 
-def _said(e: Expr, value: Any) -> str:
-    truth = str(bool(value(e))).lower()
-    text, shown = wording(e)
-    if text is None:
-        return f"the constant is {truth}"
-    return f"{text} is {truth}" + (": " + ", ".join(f"{t} = {value(a)}" for t, a in shown) if shown else "")
+class Wording:
+    """The texts of a mask's clauses, each with the call of the library that holds it."""
 
+    def __init__(self, shown: Expr) -> None:
+        self.calls = {expanded(n): n for n in walk(shown) if n.op == "call"}
+        try:
+            text, found = places(shown, _known(shown)) if self.calls else ("", [])
+        except BudgetError:  # the mask has no text: clauses stand for themselves
+            text, found = "", []
+        self.places = {e: text[span.start : span.stop] for span, e in found}
 
-def wording(e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
-    """The text of a clause (None: a constant), and the texts of the parts whose values give the reason."""
-    if e.op == "lit":
-        return None, []
-    parts: tuple[Expr, ...] = ()
-    if e.op in COMPARISONS:
-        parts = tuple(a for a in e.args if a.op != "lit")
-    elif e.op == "lookup":
-        parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
-    scalars, tables = free_names(e)
-    known = {*scalars, *tables}  # their values are known: no declarations
-    return show(e, known), list({show(a, known): a for a in parts}.items())
+    def __call__(self, e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
+        """The text of a clause (None: a constant), and the texts of the parts whose values give the reason."""
+        if e.op == "lit":
+            return None, []
+        parts: tuple[Expr, ...] = ()
+        if e.op in COMPARISONS:
+            parts = tuple(a for a in e.args if a.op != "lit")
+        elif e.op == "lookup":
+            parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
+        text = show(e, known := _known(e))
+        around = self.places.get(e, text)
+        return text if around == text else f"in {around}, {text}", list({show(a, known): a for a in parts}.items())

@@ -193,7 +193,7 @@ def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> 
         return False
     if any(n.op == "extent" for n in leaves):
         return True
-    low, high = (int(evaluate(e, {})) for e in bounds)
+    low, high = (int(evaluate(ir.expanded(e), {})) for e in bounds)
     if high - low > MAX_RANGE:
         w.report(frame, node, f"`{kind}` runs over {high - low:,} values, more than {MAX_RANGE:,}", "use a table")
     elif high <= low and kind in ("min", "max"):

@@ -22,6 +22,7 @@ Operators, with the types they take:
 `exp exp2 log log2 log1p tanh sigmoid  Float -> Float
 sin cos tan sqrt rsqrt erf`
 `isfinite`                             Float -> Bool
+`call`                                 a call of the library in a text, to print: what it stands for, arguments
 =====================================  ==========================================================
 """
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -55,12 +56,13 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "rank", "settled", "type")
+    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "plain", "rank", "settled", "type")
     op: str
     args: tuple[Expr, ...]
     name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
     type: Type
     depth: int
+    plain: bool  # no `call` in it
     # None before it is asked:
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
     interval: Any  # of `simplify.affine`
@@ -136,6 +138,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
         found = object.__new__(Expr)
         found.op, found.args, found.name, found.type = op, args, name, type
         found.depth = 1 + max([a.depth for a in args], default=0)
+        found.plain = op != "call" and False not in [a.plain for a in args]
         found.leaves = found.interval = found.rank = found.settled = None
         _interned[key] = found
     return found
@@ -306,8 +309,8 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
 # -- walking --------------------------------------------------------------------------------------
 
 
-def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every distinct node below the roots, arguments before their users."""
+def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) -> Iterator[Expr]:
+    """Every distinct node below the roots, arguments before their users; `below` gives those of a node to go to."""
     seen: set[Expr] = set()
     stack: list[Expr | None] = [*reversed(roots)]
     while stack:
@@ -318,8 +321,8 @@ def walk(*roots: Expr) -> Iterator[Expr]:
             yield node
         elif node not in seen:
             seen.add(node)
-            if node.args:
-                stack += (node, None, *node.args[::-1])
+            if args := node.args if below is None else below(node):
+                stack += (node, None, *args[::-1])
             else:
                 yield node
 
@@ -349,20 +352,14 @@ def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
 def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     """Replace leaves (or whole sub-expressions) by others, all at once, capturing nothing."""
     done: dict[Expr, Expr] = {}
-    stack: list[tuple[Expr, bool]] = [(root, False)]
-    while stack:
-        node, ready = stack.pop()
-        if node in done:
-            continue
+    for node in walk(root, below=lambda e: () if e in mapping or e.op == "reduce" else e.args):
         if node in mapping:
             done[node] = mapping[node]
         elif node.op == "reduce":
             done[node] = _substitute_below(node, mapping)
-        elif ready or not node.args:
-            done[node] = rebuild(node, tuple(done[a] for a in node.args))
         else:
-            stack.append((node, True))
-            stack.extend((a, False) for a in node.args)
+            args = tuple(done[a] for a in node.args)
+            done[node] = rebuild(node, args) if node.op != "call" else _call_at(node, args, mapping)
     return done[root]
 
 
@@ -379,6 +376,41 @@ def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     changed = substitute(opened, mapping)
     ends = substitute(lo, mapping), substitute(hi, mapping)
     return reduce(kind, *ends, lambda j: substitute(changed, {own: j}))
+
+
+def _call_at(node: Expr, now: tuple[Expr, ...], mapping: Mapping[Expr, Expr]) -> Expr:
+    """A call with other arguments, which takes coordinates as keywords: `causal` becomes `causal(q = q + 8)`."""
+    (name, read), (formula, *old) = node.name, node.args
+    if now[0] is formula:
+        return node
+    places = {x.name: y for x, y in mapping.items() if x.op == "var" and x.name in COORDINATES}
+    masks = [a for a in old if places and a.type is BOOL and a.op != "lit"]  # which the keywords move, too
+    if masks and len(places) < len(mapping):
+        return now[0]
+    rest = [a if a in masks else b for a, b in zip(old, now[1:])]
+    args = rest[: len(rest) - len(read)]
+    places = {c: y for c, y in places.items() if c in uses(formula)} | dict(zip(read, rest[len(args) :]))
+    return call(name, now[0], args, {} if name == "then" else places)
+
+
+def call(name: str, formula: Expr, args: Iterable[Expr], places: Mapping[str, Expr] = {}) -> Expr:
+    """`name(args, q = place)`, which stands for `formula`. Only texts hold calls: `expanded` takes them out."""
+    return make("call", (formula, *args, *places.values()), (name, tuple(places)), formula.type)
+
+
+def then(first: Expr, second: Expr) -> Expr:
+    """`first then second`: the result of the first score mod is the score of the second one."""
+    return call("then", substitute(expanded(second), {SCORE: expanded(first)}), (first, second))
+
+
+def expanded(root: Expr, done: dict[Expr, Expr] | None = None) -> Expr:
+    """The Expr that `root` stands for: every call is its formula. `done` remembers those of the nodes below."""
+    done = {} if done is None else done
+    for node in walk(root, below=lambda e: () if e.plain or e in done else e.args):
+        if node not in done:
+            args = () if node.plain else tuple(done[a] for a in node.args)
+            done[node] = node if node.plain else args[0] if node.op == "call" else rebuild(node, args)
+    return done[root]
 
 
 def renamed(root: Expr, names: Mapping[str, str]) -> Expr:

@@ -58,6 +58,7 @@ class Parsed:
     sites: list[tuple[Span, Expr]] = field(default_factory=list)  # sub-expressions, outermost first
     needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
     changed: frozenset[str] = frozenset()  # warnings of library entries whose meaning has changed
+    shown: Mapping[str, Expr] = field(default_factory=dict)  # `mask`, `score` and `expr` with calls of the library
 
 
 def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
@@ -81,7 +82,9 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         known[n] = _agreed(n, type_of(n, value), reader.declared.get(n))
     reader.clash(params)
     checker = Checker(text, name, known=known, definitions=reader.definitions)
-    found = _elaborate(checker, roots, list(reader.problems))
+    shown = _elaborate(checker, roots, list(reader.problems))
+    whole: dict[Expr, Expr] = {}
+    found = {kind: ir.expanded(e, whole) for kind, e in shown.items()}
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
     hides = "here and hides the library's"
@@ -90,10 +93,10 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         *(f"`{n}` is a parameter {hides} `{n}`" for n in known if n in library.definitions()),
     ]
     lone = found.get("expr")
-    sites = sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))
+    sites = [(s, ir.expanded(e, whole)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
     return Parsed(
         text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites,
-        dict(checker.needs), frozenset(checker.changed_meanings),
+        dict(checker.needs), frozenset(checker.changed_meanings), shown,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@
 '(q - k) * 2 >= 0'
 
 Conversions of Int to Float are left out where the parser puts them back. A name whose type its use does not
-tell is declared first: `param p: float`, a newline, `p >= x`.
+tell is declared first: `param p: float`, a newline, `p >= x`. A call prints as its formula where a parameter hides it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TypeAlias
 
 from . import library
 from .errors import BudgetError, Span
-from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, walk
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, expanded, walk
 from .types import BOOL, FLOAT, INT, Type
 
 MAX_NODES = 20_000
-OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(11)
+THEN, OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(-1, 11)
 INFIX: dict[str, tuple[str, int]] = {
     "or": ("|", OR), "bitor": ("|", OR), "xor": ("^", XOR), "bitxor": ("^", XOR),
     "and": ("&", AND), "bitand": ("&", AND),
@@ -44,14 +44,15 @@ def show(e: Expr, known: Collection[str] = ()) -> str:
     printer = _Printer(e, known)
     lines = [
         f"param {name}: {str(type).lower()}{_axes(rank)}"
-        for name, (rank, type) in _undetermined(e, printer.flex).items()
+        for name, (rank, type) in _undetermined(expanded(e), printer.flex).items()
         if name not in known
     ]
-    return "\n".join([*lines, printer.text()])
+    return "\n".join([*lines, printer.marked()[0]])
 
 
 def places(e: Expr, known: Collection[str] = ()) -> tuple[str, list[tuple[Span, Expr]]]:
-    """The text of `e` without declarations, and the place in the text of every sub-expression.
+    """The text of `e` without declarations, and the place in the text of every sub-expression; all parts of what a
+    call stands for are at the call.
 
     >>> from frisket.dsl.sugar import q, k
     >>> text, found = places((q >= k) & (k < 4))
@@ -59,7 +60,8 @@ def places(e: Expr, known: Collection[str] = ()) -> tuple[str, list[tuple[Span, 
     ['q', 'k', 'q >= k', 'k', '4', 'k < 4', 'q >= k & k < 4']
     """
     _within_budget(e)
-    return _Printer(e, known).marked()
+    text, marked = _Printer(e, known).marked()
+    return text, [(span, x) for span, n in marked for x in (walk(expanded(n)) if n.op == "call" else (n,))]
 
 
 def _within_budget(e: Expr) -> None:
@@ -71,8 +73,9 @@ def _within_budget(e: Expr) -> None:
 class _Printer:
     def __init__(self, root: Expr, known: Collection[str]) -> None:
         self.root = root
-        self.flex = _flex(root, known)
+        self.flex = _flex((root, expanded(root)), known)
         free = {n.name if n.op != "extent" else n.name[0] for n in walk(root) if n.op != "lit"}
+        self.free = free | set(known)
         heights = {n.name[1] for n in walk(root) if n.op == "reduce"}
         self.bound: dict[int, str] = {}
         for height in sorted(heights):
@@ -81,15 +84,12 @@ class _Printer:
                 name += "_"
             self.bound[height] = name
 
-    def text(self) -> str:
-        return self.marked()[0]
-
     def marked(self) -> tuple[str, list[tuple[Span, Expr]]]:
         """The text of a node, and the places of all nodes in the text, without enclosing parentheses."""
         out: list[str] = []
         at = 0
         places: list[tuple[Span, Expr]] = []
-        stack: list[Piece | tuple[int, Expr, None]] = [(self.root, OR)]
+        stack: list[Piece | tuple[int, Expr, None]] = [(self.root, THEN)]
         while stack:
             piece = stack.pop()
             if isinstance(piece, str):
@@ -116,6 +116,8 @@ class _Printer:
             return ATOM, [str(e.name)]
         if op == "bound":
             return ATOM, [self.bound.get(e.name, str(e.name))]
+        if op == "call":
+            return self.call(e)
         if op in INFIX:
             return self.infix(e)
         if op == "neg":  # `-1` is a literal of its own
@@ -134,6 +136,16 @@ class _Printer:
         elif op in FLOAT_FUNCTIONS or op == "isfinite":
             args = (self.plain(args[0]),)
         return ATOM, [f"{op}(", *_separated(args), ")"]
+
+    def call(self, e: Expr) -> Pieces:
+        (name, read), (formula, *args) = e.name, e.args
+        if name == "then":
+            return THEN, [(args[0], THEN), " then ", (args[1], OR)]
+        if name in self.free:
+            return self.pieces(formula)
+        keywords = ["" for _ in args[len(read) :]] + [f"{c} = " for c in read]
+        inside = [piece for word, a in zip(keywords, args) for piece in (", ", word, (a, OR))]
+        return ATOM, [name, "(", *inside[1:], ")"] if args else [name]
 
     def infix(self, e: Expr) -> Pieces:
         sign, level = INFIX[e.op]
@@ -215,6 +227,8 @@ def _axes(rank: int) -> str:
 
 def _typed_by(e: Expr) -> tuple[Expr, ...]:
     """The arguments whose type is the type of `e`."""
+    if e.op == "call":
+        return e.args[:1]
     if e.op not in SAME:
         return ()
     if e.op == "pow":
@@ -224,10 +238,10 @@ def _typed_by(e: Expr) -> tuple[Expr, ...]:
     return e.args[1:] if e.op == "where" else e.args
 
 
-def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
+def _flex(roots: tuple[Expr, ...], known: Collection[str]) -> dict[Expr, frozenset[str]]:
     """The names that decide the type of each node; empty when the type is fixed."""
     flex: dict[Expr, frozenset[str]] = {}
-    for node in walk(root):
+    for node in walk(*roots):
         sets = [flex[a] for a in _typed_by(node)]
         if node.op in ("param", "lookup"):
             flex[node] = frozenset({node.name}) - set(known)
@@ -295,5 +309,5 @@ def tree_size(root: Expr) -> int:
     """The number of nodes of `root` when shared nodes are written out each time."""
     sizes: dict[Expr, int] = {}
     for node in walk(root):
-        sizes[node] = 1 + sum(sizes[a] for a in node.args)
+        sizes[node] = 1 + sum(sizes[a] for a in node.args[node.op == "call" :])  # no formula of a call
     return sizes[root]

@@ -68,19 +68,4 @@ def steps(root: Expr) -> int:
 
 def outside(*roots: Expr) -> list[Expr]:
     """Every distinct node outside the bodies of reductions, arguments before their users."""
-    nodes = [*walk(*roots)]
-    if not any(e.op == "reduce" for e in nodes):
-        return nodes
-    seen: set[Expr] = set()
-    out: list[Expr] = []
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            out.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            below = node.args[:2] if node.op == "reduce" else node.args
-            stack.extend((a, False) for a in reversed(below))
-    return out
+    return [*walk(*roots, below=lambda e: e.args[:2] if e.op == "reduce" else e.args)]

@@ -120,7 +120,7 @@ class Stages:
     >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
     mask = q >= k & q - k <= 63
     >>> print(fk.compile("causal").stages(q_len=256).text("expr"))
-    mask = q >= k
+    mask = causal
 
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score mod,
     `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the `source` of the

@@ -141,7 +141,7 @@ class TileProgram:
     def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
         self.dtype = dtype
         self.given = dict(known or {})
-        order = list(_walk_to(unroll(root), self.given))
+        order = [*walk(unroll(root), below=lambda e: () if e in self.given else e.args)]
         at = {n: i for i, n in enumerate(order)}
         last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}
         self.code = []
@@ -240,21 +240,6 @@ def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
     if len(inner) > len(outer):
         return False
     return all(a in (1, b) for a, b in zip(reversed(inner), reversed(outer), strict=False))
-
-
-def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
-    """The nodes below `root`, arguments first, without those below nodes in `given`."""
-    order: dict[Expr, None] = {}
-    stack = [(root, False)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order[node] = None
-        elif node not in order:
-            stack.append((node, True))
-            if node not in given:
-                stack.extend((a, False) for a in reversed(node.args))
-    return list(order)
 
 
 # -- translation invariance -----------------------------------------------------------------------

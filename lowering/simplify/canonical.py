@@ -137,7 +137,7 @@ class _Graph:
                 tags[e], edges[e] = _view(e)
                 stack.extend(a for _, a in edges[e])
         self.tags, self.edges = tags, edges
-        self.nodes = _operands_first(roots, edges)
+        self.nodes = [*walk(*roots[::-1], below=lambda e: [a for _, a in edges[e]][::-1])]  # operands first
 
     def refined(self, colours: Colours) -> tuple[Colours, bytes]:
         """Colours refined until no more classes appear, and a digest of the coloured graph."""
@@ -198,19 +198,6 @@ def _name(e: Expr) -> str | None:
 
 def _negated(label: str) -> str:
     return label[1:] if label.startswith("-") else f"-{label}"
-
-
-def _operands_first(roots: list[Expr], edges: Mapping[Expr, list[tuple[str, Expr]]]) -> list[Expr]:
-    out: dict[Expr, None] = {}
-    stack = [(r, False) for r in roots]
-    while stack:
-        e, ready = stack.pop()
-        if ready:
-            out[e] = None
-        elif e not in out:
-            stack.append((e, True))
-            stack.extend((a, False) for _, a in edges[e])
-    return list(out)
 
 
 def _view(e: Expr) -> tuple[str, list[tuple[str, Expr]]]:

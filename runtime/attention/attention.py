@@ -64,7 +64,7 @@ class Attention:
     >>> import frisket as fk
     >>> att = fk.compile("causal & window(256)")
     >>> att
-    Attention(mask = q >= k & abs(q - k) < 256)
+    Attention(mask = causal & window(256))
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 64, 16)
     >>> att(q, k, v).shape, att.check(q, k, v).good
@@ -500,7 +500,7 @@ class Attention:
 
         >>> import frisket as fk
         >>> fk.compile("causal").at(q="q + start[b]")
-        Attention(mask = q + start[b] >= k)
+        Attention(mask = causal(q = q + start[b]))
 
         Place q of the arrays holds the token at the position that the text gives. Mask, score mod and dropout read
         positions. So the result equals that of arrays that are put in order, attended, and put back.
@@ -606,6 +606,7 @@ class Attention:
         found = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),
+            as_written=(getattr(program.mask, "shown", None), getattr(program.score, "shown", None)),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
         return all_stages(found if q is None or chose else found.now())

@@ -38,7 +38,7 @@ def compile(
 
     >>> att = compile("causal & window(w)", "softcap(50)", w=256)
     >>> att
-    Attention(mask = q >= k & abs(q - k) < w; score = 50 * tanh(score / 50))
+    Attention(mask = causal & window(w); score = softcap(50))
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 8, 128, 16)
     >>> att(q, k, v).shape

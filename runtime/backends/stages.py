@@ -38,10 +38,11 @@ class PlanCompilation:
     framework: str = "torch"
     engines: str = ""  # which engine runs, and why the others do not, a line each
     awaits: str = ""  # the backend whose kernel is being compiled, or will be, while this one runs
+    as_written: Exprs | None = None  # by the user of this one: equal ones share a plan
 
     @property
     def written(self) -> Exprs:
-        return self.plan.host_program.exprs
+        return self.as_written or self.plan.host_program.exprs
 
     @cached_property
     def target(self) -> Target:
@@ -112,7 +113,8 @@ def record(att: Any, call: Call, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known."""
     values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
     key = {
-        "mask": str(program.mask), "score": str(program.score), **vars(call.geometry), "dtype": call.given.dtype,
+        **{n: str(getattr(getattr(program, n), "expanded", None)) for n in ("mask", "score")},
+        **vars(call.geometry), "dtype": call.given.dtype,
         "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},

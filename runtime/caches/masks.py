@@ -5,7 +5,7 @@ hold some of them, in an order of their own. `placed` gives the same attention i
 
 >>> import frisket as fk
 >>> placed(fk.compile("causal & window(64)"), APPENDED)
-Attention(mask = q + cache_start[b] >= k & abs(q + cache_start[b] - k) < 64 & k < cache_end[b])
+Attention(mask = causal(q = q + cache_start[b]) & window(64, q = q + cache_start[b]) & k < cache_end[b])
 
 Tables of a call with it, Int [batch]: `cache_start`, the position of the first query of every sequence, and
 `cache_end`, how many tokens of it are stored. Other values do not recompile.

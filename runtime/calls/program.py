@@ -159,8 +159,12 @@ class CallProgram:
             p.require_bound()
 
     def __str__(self) -> str:
-        lines = [] if self.mask is None else [f"mask = {self.mask}"]
-        return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
+        return str(Program(self.mask, self.score))
+
+    @property
+    def expanded(self) -> str:
+        """The text in which calls of the library are written out: equal programs have one text."""
+        return "\n".join(f"{p.what.split()[0]} = {p.expanded}" for p in (self.mask, self.score) if p is not None)
 
 
 def program_of(
@@ -236,7 +240,8 @@ def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
         names = parameters.names_of(e)
-        return type(p)(e, {n: x for n, x in values.items() if n in names}, origin.renamed({n: n for n in names}))
+        known = replace(origin.renamed({n: n for n in names}), shown=substitute(p.shown, change))
+        return type(p)(e, {n: x for n, x in values.items() if n in names}, known)
 
     places = program.places or ()
     places = (*(parameters.BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)

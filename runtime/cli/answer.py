@@ -180,8 +180,8 @@ def examples(p: argparse.ArgumentParser, *lines: str) -> None:
     p.epilog = "examples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128, 128)) -> None:
-    """`block` is the tile where none is given; None: the backend's choice."""
+def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128, 128), expand: bool = True) -> None:
+    """`block` is the tile where none is given; None: the backend's choice. `expand`: the command prints the mask."""
     group = p.add_argument_group("what")
     group.add_argument("expr", metavar="EXPR", help="a mask or a score mod, a .frisket file, or - for standard input")
     group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
@@ -189,6 +189,8 @@ def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128
     group.add_argument(
         "--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy, or doc=[0,0,1,1]"
     )
+    if expand:
+        group.add_argument("--expand", action="store_true", help="write calls of the library out as formulas")
     said = "default: the backend's choice" if block is None else "default: {}x{}".format(*block)
     group.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help=f"tile in tokens; {said}")
 

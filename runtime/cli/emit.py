@@ -22,7 +22,7 @@ from .input import compiled, read_program, shapes
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:
-    add_subject(p, block=None)
+    add_subject(p, block=None, expand=False)
     add_sizes(p)
     kernel = p.add_argument_group("the kernel")
     kernel.add_argument("--backend", default="cpp", help=f"{', '.join(printed())}; default: %(default)s")

@@ -21,7 +21,7 @@ from .show import counted
 
 
 def add_explore(p: argparse.ArgumentParser) -> None:
-    add_subject(p)
+    add_subject(p, expand=False)
     add_sizes(p)
     served = p.add_argument_group("the server")
     served.add_argument("--port", type=natural, default=0, metavar="N", help="on 127.0.0.1; default: one that is free")

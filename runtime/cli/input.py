@@ -18,7 +18,7 @@ from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout
-from frisket.runtime.masks.mask import Mask, Program, mask, program
+from frisket.runtime.masks.mask import Mask, Program, mask, program, score
 
 Scalar = bool | int | float
 LENGTH = 2048  # of queries, where nobody says
@@ -30,9 +30,13 @@ def read_program(args: argparse.Namespace, **more: Any) -> Program:
     text, name = source(args.expr, args.score)
     given = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
     parsed = read(text, params=given, name=name)
-    if parsed.expr is not None and parsed.expr.type is not FLOAT:
-        return Program(mask(text, **given, **chosen(more, given, parsed)))
-    return program(text, name, **given, **chosen(more, given, parsed))
+    values = {**given, **chosen(more, given, parsed)}
+    lone = parsed.expr is not None and parsed.expr.type is not FLOAT
+    whole = Program(mask(text, **values)) if lone else program(text, name, **values)
+    if getattr(args, "expand", False):  # the same, read from its formulas
+        parts = (whole.mask, mask), (whole.score, score)
+        return Program(*(p if p is None else make(p.expanded, **p.params) for p, make in parts), name)
+    return whole
 
 
 def require_bound(program: Program) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError
-from frisket.dsl.explain import wording
+from frisket.dsl.explain import Wording
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, walk
 from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
@@ -50,36 +50,39 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     tables = {name: table.array for name, table in layout.tables.items()}
     scalars = {**layout.params, **dict(zip(SIZES, layout.sizes, strict=True))}
     try:
-        text, found = places(layout.written, {**layout.params, **tables})
-        made = program(layout.written, scalars, tables, pack)
+        text, found = places(layout.shown, {**layout.params, **tables})
+        made = program(layout.written, scalars, tables, pack, layout.shown)
         size = sum(sum(map(len, table["array"].values())) for table in made["tables"].values())
         if size > TABLES:
             raise BudgetError(
                 f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
             )
     except BudgetError as error:
-        return {"text": " ".join(repr(layout.written).split()), "spans": {}, "program": None, "why": str(error)}
+        return {"text": " ".join(repr(layout.shown).split()), "spans": {}, "program": None, "why": str(error)}
     index = {node: i for i, node in enumerate(walk(layout.written))}
     spans: dict[int, list[list[int]]] = {}
     for span, node in found:
-        if index[node] in made["clauses"]:
+        if index.get(node) in made["clauses"]:  # an argument of a call need not be part of the mask
             spans.setdefault(index[node], []).append([span.start, span.stop])
     return {"text": text, "spans": spans, "program": made, "why": ""}
 
 
 def program(
-    root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], pack: Pack | None = None
-) -> dict[str, Any]:
+    root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], pack: Pack | None = None,
+    shown: Expr | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`nodes`; the `tables` they read; and in `clauses` how each part that can decide a mask is worded."""
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})
     nodes = [_node(n, index, scalars, tables) for n in index]
     for n in modular(root):
         nodes[index[n]][0] = f"wrapping_{n.op}"
+    wording = Wording(root if shown is None else shown)
+    worded = {index[e]: wording(e) for e in _deciding(root)}
     return {
         "nodes": nodes,
         "tables": {name: {"shape": list(tables[name].shape), "array": (pack or packed)(tables[name])} for name in read},
-        "clauses": {index[e]: _worded(e, index) for e in _deciding(root)},
+        "clauses": {i: [text, [[name, index[x]] for name, x in parts]] for i, (text, parts) in worded.items()},
     }
 
 
@@ -106,22 +109,8 @@ def _literal(value: Any, floating: bool) -> Any:
 
 def _deciding(root: Expr) -> list[Expr]:
     """The parts of a mask that can decide: below `and or not where`."""
-    found: dict[Expr, None] = {}
-    seen, stack = {root}, [root]
-    while stack:
-        e = stack.pop()
-        if e.op not in ("and", "or", "not", "where"):
-            found[e] = None
-            continue
-        below = [a for a in e.args if a not in seen]
-        seen.update(below)
-        stack += below
-    return list(found)
-
-
-def _worded(e: Expr, index: Mapping[Expr, int]) -> list[Any]:
-    text, parts = wording(e)
-    return [text, [[name, index[part]] for name, part in parts]]
+    joins = ("and", "or", "not", "where")
+    return [e for e in walk(root, below=lambda e: e.args if e.op in joins else ()) if e.op not in joins]
 
 
 def runs(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
@@ -182,7 +171,7 @@ def to_html(layout: Tiling, path: str | Path | None = None) -> str:
         raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
     found = data(layout)
     page = filled(
-        policy=POLICY, title=escape(short(found["mask"]["text"], 80)), data=script(found), start=START,
+        policy=POLICY, title=escape(found["mask"]["text"]), data=script(found), start=START,
         still=notebook(layout), **captions(layout),
     )  # fmt: skip
     if where is not None:
@@ -237,7 +226,7 @@ def notebook(layout: Tiling) -> str:
     longest = max(layout.q_len, layout.kv_len)
     width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
     source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
-    text = short(" ".join(repr(layout.written).split()), 160)
+    text = " ".join(repr(layout.shown).split())
     note = (
         "" if panel.tiles == (1, 1) else "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
     )
@@ -257,10 +246,6 @@ def notebook(layout: Tiling) -> str:
 def _starts(origin: Any) -> list[int]:
     """The first positions of the batch entries; one number where all begin alike."""
     return [start(origin, b) for b in range(len(np.atleast_1d(origin)))]
-
-
-def short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _variables(palette: Palette) -> str:

@@ -233,10 +233,10 @@ def _label(panel: Panel, layout: Tiling) -> str:
 
 def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:
     """Lines above the picture and below it."""
-    text = style.title if style.title is not None else " ".join(repr(layout.written).split())
+    text = style.title if style.title is not None else " ".join(repr(layout.shown).split())
     text = "".join(c if c.isprintable() else " " for c in text)  # SVG has no control characters
     wide = int(pixels / style.points(5.8))
-    above = textwrap.wrap(text, wide, max_lines=3, placeholder=" …", break_on_hyphens=False) if text else []
+    above = textwrap.wrap(text, wide, break_on_hyphens=False)
     (bq, bk), c = layout.block, layout.counts
     above.append(f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}")
     if layout.batch * layout.heads > 1:

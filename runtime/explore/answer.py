@@ -37,7 +37,6 @@ from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, var, walk
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
-from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.runtime.draw import html
 from frisket.runtime.machine.parameters import names_of
@@ -143,7 +142,7 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     read_ = [n for n in files if any(n in part.tables for part in parts)]
     return {
         "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **said,
-        "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
+        "title": " ".join(request.text.split()), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
         "command": command(request, scalars, [*read_, *made]), "python": python(request, what, scalars, made, read_),
@@ -266,7 +265,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
-    out: dict[str, Any] = {"text": show(mod.expr, mod.params)}
+    out: dict[str, Any] = {"text": str(mod)}
     with np.errstate(all="ignore"):
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))

@@ -280,7 +280,7 @@ def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
     program, planned = source.program, () if isinstance(source, Plan) else source.given
     lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
-    return str(program), values, planned, lengths, tuple(map(digest, source.origin))
+    return program.expanded, values, planned, lengths, tuple(map(digest, source.origin))
 
 
 class _BackendRun:

@@ -80,7 +80,7 @@ def _planned(
     seen, mod = prepare(parts[0], parts[1], sane)
     limits = limits_of((FAR, g.heads, FAR, FAR), program.scalars, program.tables)
     made = make_plan(
-        seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
+        seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
         dropout=dropout, **program.beside(values),
     )  # fmt: skip
     return made, None if seen is None else _intervals(seen, traced, limits)

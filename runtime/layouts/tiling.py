@@ -53,9 +53,10 @@ class Tiling:
     def __init__(
         self, mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table], q_len: int, kv_len: int, batch: int,
         heads: int, block: tuple[int, int], origin: Origin, sizes: Sizes | None, exact: bool, written: Expr,
-        budget: int = WORK,
+        budget: int = WORK, shown: Expr | None = None,
     ) -> None:  # fmt: skip
-        self.mask, self.written = mask, written  # simplified, and as the user wrote it
+        self.mask, self.written = mask, written  # simplified, and not
+        self.shown = written if shown is None else shown  # with calls of the library, as the user wrote it
         self.params, self.tables = params, tables
         self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
         self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
@@ -265,13 +266,13 @@ class Tiling:
             for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
                 if not placed(at) or np.ndim(at) or at >= size:
                     raise ShapeError(f"{name} = {at} is outside 0..{size - 1}\n  positions are global")
-            return explain(self.written, {**values, "q": q, "k": k}, tables)
+            return explain(self.written, {**values, "q": q, "k": k}, tables, self.shown)
         if tile is None or q is not None or k is not None:
             raise ParameterError("explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))")
         if np.shape(tile) != (2,) or np.asarray(tile).dtype.kind not in "iu":  # -1 is refused below
             raise ShapeError(f"tile is {tile}\n  it is (row, column), counted in tiles of this layout")
         (rows, columns), cut = self._tile(tile, b, h)
-        return explain_tile(self.written, {**values, "q": rows, "k": columns}, tables, cut=cut)
+        return explain_tile(self.written, {**values, "q": rows, "k": columns}, tables, self.shown, cut=cut)
 
     def _tile(self, tile: tuple[int, int], b: int, h: int) -> tuple[tuple[Array, Array], bool]:
         """The positions of a tile that are inside the lengths, and whether that is not all of it."""

@@ -323,11 +323,12 @@ class Origin:
     paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)  # to those arrays; none to one out of reach
     inside: tuple[tuple[Any, tuple[Path, ...]], ...] = ()  # arrays whose values are in the expression
     needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
+    shown: Expr | None = None  # the expression with calls of the library, as it prints
 
     @property
     def names(self) -> Origin:
         """Facts known of the names, for an expression made of this one."""
-        return replace(self, source=None, sites=(), notes=())
+        return replace(self, source=None, sites=(), notes=(), shown=None)
 
     def renamed(self, names: Mapping[str, str]) -> Origin:
         """Facts known of those names that are keys, under their new names."""
@@ -376,10 +377,12 @@ class BoundExpr:
     expr: Expr
     params: Mapping[str, Any]
     origin: Origin
+    shown: Expr  # with calls of the library, as it prints
 
     def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
         self.expr = expr
         self.origin = origin or Origin()
+        self.shown = expr if self.origin.shown is None else self.origin.shown
         if learned := {n: x for n, x in (params or {}).items() if learns(x)}:
             self.origin = replace(self.origin, captured={**self.origin.captured, **learned})
         wanted = names_of(expr)
@@ -479,11 +482,22 @@ class BoundExpr:
         raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
 
     def _brief(self) -> str:
-        text = show(self.expr)
+        text = show(self.shown)
         return text if len(text) <= 60 else text[:57] + "..."
 
-    def __str__(self) -> str:
+    @property
+    def expanded(self) -> str:
+        """The text in which calls of the library are written out as their formulas.
+
+        >>> import frisket as fk
+        >>> mask = fk.mask("causal & window(w)", w=8)
+        >>> str(mask), mask.expanded
+        ('causal & window(w)', 'q >= k & abs(q - k) < w')
+        """
         return show(self.expr, self.params)
+
+    def __str__(self) -> str:
+        return show(self.shown, self.params)
 
     def __repr__(self) -> str:
         values = "".join(f", {n}={summary(v)}" for n, v in self.params.items())
@@ -508,7 +522,7 @@ class BoundExpr:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold copies of arrays. Learned tensors stay the ones of their module, and are read from it again."""
         o = self.origin
-        rows = _flattened((self.expr, *(e for _, e in o.sites), *o.needs))
+        rows = _flattened((self.expr, *(e for _, e in o.sites), *o.needs, self.shown))
         learned = {n: x for n, x in o.captured.items() if learns(x)}
         spans, advice = tuple(s for s, _ in o.sites), tuple(o.needs.values())
         origin = (o.source, spans, dict(o.declared), o.notes, o.paths_in_copies({}), advice)
@@ -517,8 +531,9 @@ class BoundExpr:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         rows, params, (source, spans, declared, notes, ways, advice) = state
         root, *more = _unflattened(rows)
-        sites, needs = tuple(zip(spans, more, strict=False)), dict(zip(more[len(spans) :], advice, strict=True))
-        origin = Origin(source, sites, declared, notes, {n: params[n] for n in ways}, ways, needs=needs)
+        sites, needs = tuple(zip(spans, more, strict=False)), dict(zip(more[len(spans) :], advice, strict=False))
+        shown = next(iter(more[len(spans) + len(advice) :]), None)  # pickles of earlier versions have none
+        origin = Origin(source, sites, declared, notes, {n: params[n] for n in ways}, ways, needs=needs, shown=shown)
         BoundExpr.__init__(self, root, params, origin)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
@@ -533,7 +548,12 @@ class BoundExpr:
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
         """One expression made of both, with different bindings of one name kept apart."""
         left, right = separated(self, other)
-        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, right.origin | left.origin)
+        params = {**right.params, **left.params}
+        return left._as_shown(join(left.shown, right.shown), params, right.origin | left.origin)
+
+    def _as_shown(self: Self, shown: Expr, params: Mapping[str, Any], origin: Origin) -> Self:
+        """One of this class that prints as `shown`, an expression with calls of the library."""
+        return type(self)(ir.expanded(shown), params, replace(origin, shown=shown))
 
     def at(self: Self, **coordinates: Any) -> Self:
         """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
@@ -545,7 +565,7 @@ class BoundExpr:
                 moved[ir.var(name)] = position(name, coordinates[name], params)
         if coordinates and not moved:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-        return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
+        return self._as_shown(ir.substitute(self.shown, moved), params, self.origin.names)
 
 
 def part_of_expression(path: Path) -> str:
@@ -583,7 +603,7 @@ def separated(left: Self, right: Self) -> tuple[Self, Self]:
 def renamed(one: Self, old: str, new: str) -> Self:
     names = {n: new if n == old else n for n in (*names_of(one.expr), *one.origin.declared)}
     params = {names[n]: x for n, x in one.params.items()}
-    return type(one)(ir.renamed(one.expr, {old: new}), params, one.origin.renamed(names))
+    return one._as_shown(ir.renamed(one.shown, {old: new}), params, one.origin.renamed(names))
 
 
 def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from frisket.dsl.errors import ExportError
 from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import TRUE
-from frisket.dsl.show import show
 from frisket.lowering.analysis.layout import bind_in_part
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK
@@ -62,7 +61,7 @@ class Layout(Tiling):
     >>> layout.runs.row_ptr[..., :3], layout.transposed.spans.count.shape, layout.facts.contiguous
     (array([0, 1, 3]), (1, 8), True)
     >>> print(layout.explain(q=300, k=17))
-    hidden: abs(q - k) < 256 is false: abs(q - k) = 283
+    hidden: in window(256), abs(q - k) < 256 is false: abs(q - k) = 283
     >>> layout.to_varlen().window_size, layout.to_bsr().shape, layout.to_slices().attn_type_map.tolist()
     ((255, 0), (1024, 1024), [1, 3])
     >>> layout.to_flashmask().startend_row_indices.shape, layout.to_splash().block
@@ -164,7 +163,7 @@ class Layout(Tiling):
     def __repr__(self) -> str:
         shape = f"{self.q_len} x {self.kv_len}, block {self.block[0]} x {self.block[1]}"
         c = self.counts
-        return f"Layout({show(self.mask)!r}, {shape}: {c.full} full, {c.partial} partial, {c.empty} empty)"
+        return f"Layout({repr(self.shown)!r}, {shape}: {c.full} full, {c.partial} partial, {c.empty} empty)"
 
 
 def make_layout(
@@ -188,6 +187,7 @@ def make_layout(
     made = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
+        mask.shown,
     )  # fmt: skip
     made.analysis  # noqa: B018 - errors are raised here
     return made

@@ -2,9 +2,9 @@
 
 >>> m = mask("causal & window(w)", w=256)
 >>> str(m), dict(m.params)
-('q >= k & abs(q - k) < w', {'w': 256})
+('causal & window(w)', {'w': 256})
 >>> mask("causal") & ~mask("sinks(4)")
-Mask('q >= k & ~(k < 4)')
+Mask('causal & ~sinks(4)')
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Mask(parameters.BoundExpr):
 
     >>> m = mask("causal & window(w)", w=256) | "k < 4"
     >>> m
-    Mask('q >= k & abs(q - k) < w | k < 4', w=256)
+    Mask('causal & window(w) | k < 4', w=256)
     >>> m == mask(str(m), w=256), m.bind(w=64).params["w"], m.unbound
     (True, 64, ())
     >>> m.at(q="q + 8")  # of a block of queries that begins at position 8
-    Mask('q + 8 >= k & abs(q + 8 - k) < w | k < 4', w=256)
+    Mask('causal(q = q + 8) & window(w, q = q + 8) | k < 4', w=256)
     >>> m.require_bound(), m.check_tables(512, 512)  # nothing is raised: every parameter has a value
     (None, None)
 
@@ -85,7 +85,7 @@ class Mask(parameters.BoundExpr):
     # fmt: on
 
     def __invert__(self) -> Mask:
-        return Mask(ir.build("not", self.expr), self.params, self.origin.names)
+        return self._as_shown(ir.build("not", self.shown), self.params, self.origin.names)
 
     def __bool__(self) -> bool:
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
@@ -208,7 +208,7 @@ class ScoreMod(parameters.BoundExpr):
     >>> s.unbound, dict(s.params)
     (('bias',), {'c': 50.0})
     >>> s.at(q="q + 8").bind(c=30.0)
-    ScoreMod('c * tanh((score + bias[h, q + 8 - k]) / c)', c=30.0)
+    ScoreMod('score + bias[h, q + 8 - k] then softcap(c)', c=30.0)
     >>> s.require_bound()
     Traceback (most recent call last):
     frisket.dsl.errors.ParameterError: ...
@@ -225,17 +225,18 @@ class ScoreMod(parameters.BoundExpr):
         if expr.type is BOOL:
             raise ParameterError(f"a score mod is a number, `{expr!r}` is a Bool")
         super().__init__(ir.to_float(expr), params, origin)
+        self.shown = ir.to_float(self.shown)
 
     def then(self, other: ScoreLike) -> ScoreMod:
         """Give the result of this score mod to the next one as `score`.
 
         >>> score("score + slope * (k - q)", slope=0.5).then("softcap(50)")
-        ScoreMod('50 * tanh((score + slope * (k - q)) / 50)', slope=0.5)
+        ScoreMod('score + slope * (k - q) then softcap(50)', slope=0.5)
         """
         second = score(other)
         if "score" not in ir.uses(second.expr):
             raise ParameterError(f"`{second._brief()}` does not use `score`, so nothing can be fed to it")
-        return self._combined(second, lambda x, y: ir.substitute(y, {ir.SCORE: x}))
+        return self._combined(second, ir.then)
 
     @counting
     def lookups(self, q_len: int, kv_len: int, mask: MaskLike | None = None, **where: Any) -> tuple[Lookup, ...]:
@@ -261,7 +262,7 @@ class Program:
 
     >>> import frisket as fk
     >>> fk.compile(fk.Program(mask=fk.mask("causal"), score=fk.score("softcap(50)")))
-    Attention(mask = q >= k; score = 50 * tanh(score / 50))
+    Attention(mask = causal; score = softcap(50))
     """
 
     mask: Mask | None = None
@@ -290,7 +291,7 @@ class Program:
         r"""The mask that attention reads: the mask, and what the score mod hides. None where both hide nothing.
 
         >>> program("mask = causal\nscore = where(q - k < 4, score, -inf)").visible
-        Mask('q >= k & q - k <= 3')
+        Mask('causal & q - k <= 3')
         """
         hidden = self.hidden_by_score
         if hidden is None or self.mask is None:
@@ -307,7 +308,7 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
     """A mask from text, a function, an Expr, or a mask to bind more of.
 
     >>> mask("causal & window(w)", w=256)
-    Mask('q >= k & abs(q - k) < w', w=256)
+    Mask('causal & window(w)', w=256)
     >>> mask(lambda q, k: (q >= k) & (abs(q - k) < 256)) == mask("causal & window(256)")
     True
 
@@ -345,7 +346,7 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
     """A score mod from text, a function with `score`, an Expr, or a score mod to bind more of.
 
     >>> score("softcap(c)", c=50.0)
-    ScoreMod('c * tanh(score / c)', c=50.0)
+    ScoreMod('softcap(c)', c=50.0)
     >>> score(lambda score, q, k: score + 0.5 * (k - q))
     ScoreMod('score + 0.5 * (k - q)')
 
@@ -389,7 +390,7 @@ def load(path: str | Path, **params: Any) -> Program:
     >>> import pathlib, tempfile
     >>> file = pathlib.Path(tempfile.mkdtemp(), "local.frisket")
     >>> file.write_text("param w: int = 64\\nmask = causal & window(w)\\n") and load(file, w=256).mask
-    Mask('q >= k & abs(q - k) < w', w=256)
+    Mask('causal & window(w)', w=256)
 
     `params` are values of its parameters, where those have no default or another is wanted. Raises
     `MaskSyntaxError` with every problem of the file, `ParameterError` where it cannot be read.
@@ -418,8 +419,8 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
     return Program(
-        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(found)),
-        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(found)),
+        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(found, "mask")),
+        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(found, "score")),
         name,
     )
 
@@ -430,5 +431,7 @@ def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n in names}
 
 
-def _origin(found: Parsed) -> parameters.Origin:
-    return parameters.Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes), needs=found.needs)
+def _origin(found: Parsed, kind: str) -> parameters.Origin:
+    shown = found.shown.get(kind, found.shown.get("expr"))
+    notes, sites = tuple(found.notes), tuple(found.sites)
+    return parameters.Origin(found.source, sites, found.declared, notes, needs=found.needs, shown=shown)

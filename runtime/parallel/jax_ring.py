@@ -173,7 +173,7 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
     held = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.given}.items())
     return {
-        "attention": str(program), "values of parameters": held, "arrays": given, "variant": variant,
+        "attention": program.expanded, "values of parameters": held, "arrays": given, "variant": variant,
         "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
         "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
     }  # fmt: skip

@@ -49,7 +49,6 @@ class CompiledProgram:
     scalars: Mapping[str, Any]
     arrays: Mapping[str, Array]
     tables: Mapping[str, Table]  # the mask's
-    text: str
 
     def layout(self, place: Place) -> Layout:
         known = {n: x for n, x in self.scalars.items() if n in self.names}
@@ -103,7 +102,7 @@ class CompiledProgram:
     def inputs(self, bounds: Bounds | None, nonempty: bool, limits: Mapping[str, float], dropout: bool) -> KernelInputs:
         seen, mod = self.simplified
         plan = make_plan(
-            seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
+            seen, mod, self.program.expanded, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
             rows_nonempty=nonempty, limits=limits, dropout=dropout, facts=self.facts,
             **self.program.beside(self.arrays),
         )  # fmt: skip
@@ -241,7 +240,7 @@ def compiled_program(program: CallProgram) -> CompiledProgram:
     seen, mod = _with_numbers(parts, program.scalars)
     seen, mod, analysed, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
-    return CompiledProgram(program, (seen, mod), analysed, rules, sane, program.scalars, arrays, tables, str(program))
+    return CompiledProgram(program, (seen, mod), analysed, rules, sane, program.scalars, arrays, tables)
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots

@@ -466,7 +466,7 @@ def static_plan(key: PlanKey) -> StaticPlan:
         if (fact == "segment" or name in key.facts if name in given else holds(tables, fact, name))
     )  # fmt: skip
     plan = make_plan(
-        seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane),
+        seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane),
         rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, facts=facts,
         **program.beside(known),
     )  # fmt: skip

@@ -95,7 +95,7 @@ def test_compile_holds_a_program():
     arrays = qkv()
     want, _ = reference(arrays, "causal", "softcap(5)", scale=0.5)
     np.testing.assert_allclose(att(*arrays).numpy(), want, rtol=1e-5, atol=1e-5)
-    assert repr(att) == "Attention(mask = q >= k; score = 5 * tanh(score / 5))"
+    assert repr(att) == "Attention(mask = causal; score = softcap(5))"
 
 
 def test_parameters_given_at_the_call():

@@ -18,9 +18,9 @@ def attention():
 
 
 SENTENCES = {  # what the REPL prints
-    "hidden: q >= k is false: q = 3, k = 9": lambda: LAYOUT.explain(3, 9),
-    "visible: q >= k is true: q = 9, k = 3": lambda: LAYOUT.explain(9, 3),
-    "full: q >= k is true throughout: q = 128..255, k = 0..127": lambda: LAYOUT.explain(tile=(1, 0)),
+    "hidden: in causal, q >= k is false: q = 3, k = 9": lambda: LAYOUT.explain(3, 9),
+    "visible: in causal, q >= k is true: q = 9, k = 3": lambda: LAYOUT.explain(9, 3),
+    "full: in causal, q >= k is true throughout: q = 128..255, k = 0..127": lambda: LAYOUT.explain(tile=(1, 0)),
     "no: query 3 sees key 0 under the first mask and not under the second (b 0, h 0)": lambda: fk.mask(
         "causal"
     ).implies("window(3)", 9, 9),
@@ -70,9 +70,9 @@ def shown(what):
 
 def test_masks_and_attention_show_their_text_and_values():
     m = fk.mask("causal & same(doc) & window(w)", w=256, doc=np.zeros(100, np.int32))
-    assert shown(m) == "maskq >= k & doc[q] == doc[k] & abs(q - k) < wdocint32[100]w256"
-    assert shown(fk.score("softcap(c)", c=3.0)) == "score modc * tanh(score / c)c3.0"
-    assert shown(attention()) == ("maskq >= k & abs(q - k) < wscore mod50 * tanh(score / 50)w8dropout0.25sinks2 logits")
+    assert shown(m) == "maskcausal & same(doc) & window(w)docint32[100]w256"
+    assert shown(fk.score("softcap(c)", c=3.0)) == "score modsoftcap(c)c3.0"
+    assert shown(attention()) == ("maskcausal & window(w)score modsoftcap(50)w8dropout0.25sinks2 logits")
     assert shown(fk.compile()) == "maskeverything visible"
 
 

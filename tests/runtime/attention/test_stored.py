@@ -471,11 +471,11 @@ def gradients(framework: str, att: Any, qkv: Any, to: np.ndarray, **how: Any) ->
 
 def test_names_of_positions_are_kept_apart():
     att = fk.compile("same(doc)", doc=DOC)
-    assert str(att.at(q="doc[q]").mask) == "doc[doc[q]] == doc[k]"  # its own
+    assert str(att.at(q="doc[q]").mask) == "same(doc, q = doc[q])"  # its own
     other = att.at(q="doc[q]", doc=ORDER)
-    assert str(other.mask) == "doc[doc_2[q]] == doc[k]"
+    assert str(other.mask) == "same(doc, q = doc_2[q])"
     np.testing.assert_array_equal(other.mask.params["doc_2"], ORDER)
-    assert str(att.at(q="q + 1").at(q="2 * q").mask) == "doc[2 * q + 1] == doc[k]"
+    assert str(att.at(q="q + 1").at(q="2 * q").mask) == "same(doc, q = 2 * q + 1)"
     assert att.at(q="q + s[b]") is att.at(q="q + s[b]")
     first, *_ = [att.at(q=n) for n in range(40)]  # another number at every step: the oldest are let go
     assert att.at(q=39) is att.at(q=39)
@@ -484,7 +484,7 @@ def test_names_of_positions_are_kept_apart():
         att.at(q="q + 1", pos=ORDER)
     with pytest.raises(ParameterError, match=r"at\(\) takes coordinates"):
         att.at(pos=ORDER)
-    assert str(att.at().mask) == "doc[q] == doc[k]"  # the coordinates of an order that moves nothing
+    assert str(att.at().mask) == "same(doc)"  # the coordinates of an order that moves nothing
 
 
 def test_a_plan_is_for_its_positions():

@@ -112,7 +112,8 @@ def test_show_a_file(run, tmp_path):
 def test_explain_a_point(run):
     assert run("explain", "causal & window(w)", "--set", "w=256", "--q", 300, "--k", 17) == (
         0,
-        "position  query 300, key 17\nanswer    hidden\nbecause   abs(q - k) < w is false: abs(q - k) = 283, w = 256\n"
+        "position  query 300, key 17\nanswer    hidden\n"
+        "because   in window(w), abs(q - k) < w is false: abs(q - k) = 283, w = 256\n"
         "mask      causal & window(w)\n                   ^^^^^^^^^\n",
         "",
     )
@@ -125,7 +126,7 @@ def test_explain_a_tile(run):
     assert run("explain", "causal & window(w)", "--set", "w=256", "--tile", "8,2") == (
         0,
         "tile      queries 1,024..1,151, keys 256..383\nanswer    empty\n"
-        "because   abs(q - k) < w is false throughout: abs(q - k) = 641..895, w = 256\n"
+        "because   in window(w), abs(q - k) < w is false throughout: abs(q - k) = 641..895, w = 256\n"
         "mask      causal & window(w)\n                   ^^^^^^^^^\n",
         "",
     )
@@ -134,6 +135,24 @@ def test_explain_a_tile(run):
     assert (status, data["kind"], data["tile"]) == (0, "partial", [5, 5])
     assert data["visible_at"] == {"b": 0, "h": 0, "q": 640, "k": 640}
     assert data["hidden_at"] == {"b": 0, "h": 0, "q": 640, "k": 641}
+
+
+def test_expand_writes_calls_out_as_formulas(run):
+    text, formula = "causal & window(w) | sinks(4)", "q >= k & abs(q - k) < w | k < 4"
+    argv = [text, "--set", "w=256"]
+    assert run("show", *argv)[1].startswith(f"mask      {text}\n")
+    assert run("show", *argv, "--expand")[1].startswith(f"mask      {formula}\n")
+    point = run("explain", *argv, "--q", 300, "--k", 17, "--expand")[1].splitlines()
+    assert point[2:5] == [
+        "because   abs(q - k) < w is false: abs(q - k) = 283, w = 256",
+        "          k < 4 is false: k = 17",
+        f"mask      {formula}",
+    ]
+    stages = run("explain", "causal", "--score", "alibi then softcap(5)", "--expand", "--json")[1]
+    assert json.loads(stages)["expr"].splitlines()[0] == "mask = q >= k"
+    assert "softcap" not in json.loads(stages)["expr"]
+    kept = run("explain", "causal", "--score", "alibi then softcap(5)", "--json")[1]
+    assert json.loads(kept)["expr"] == "mask = causal\nscore = alibi then softcap(5)"
 
 
 def test_show_says_where_lookups_leave_their_tables(run, tmp_path):

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from html import escape
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -100,7 +101,7 @@ def test_plot_states_mask_sizes_and_counts(tmp_path):
     figure = WINDOW.layout(1024, 1024).plot()
     assert words(figure) == "\n".join(
         [
-            "q >= k & abs(q - k) < w",
+            "causal & window(w)",
             "1,024 × 1,024 tokens in tiles of 128 × 128",
             "full tile",
             "partial: visible",
@@ -115,6 +116,19 @@ def test_plot_states_mask_sizes_and_counts(tmp_path):
     assert [t.get_text() for t in axes.get_xticklabels()] == [str(128 * i) for i in range(8)]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("keys", "queries")
     assert "my mask" in words(WINDOW.layout(1024, 1024).plot(title="my mask"))
+
+
+def test_long_title_wraps_and_is_never_cut():
+    mask = fk.mask("causal | natten3d(8, 24, 32, 3, 5, 5)")
+    assert words(mask.layout(256, 256).plot()).startswith(f"{mask}\n256 × 256 tokens")
+    formula = fk.mask(mask.expanded).layout(256, 256)
+    for said in (words(formula.plot()), words(mask.layout(256, 256).plot(title=mask.expanded))):
+        title = said.partition("\n256 × 256 tokens")[0]
+        assert title.count("\n") >= 6
+        assert title.replace("\n", " ") == mask.expanded
+    page = formula.to_html()
+    assert page.count(escape(mask.expanded)) >= 2  # its title, and the still picture
+    assert "…" not in page.partition("<script")[0]
 
 
 def test_axes_are_global_positions():

@@ -166,13 +166,14 @@ def test_varlen_aligns_to_the_last_key():
         (
             "prefix(5) | causal",
             "query 1 of the layout sees keys 0..4, and a window of -1 to the left and 4 to the right shows it 0..5",
-            "at b = 0, h = 0, q = 1, k = 5 the mask is hidden: k < 5 is false: k = 5; q >= k is false: q = 1, k = 5",
+            "at b = 0, h = 0, q = 1, k = 5 the mask is hidden: in prefix(5), k < 5 is false: k = 5; "
+            "in causal, q >= k is false: q = 1, k = 5",
         ),
         (
             "causal & (window(5) | sinks(2))",
             "varlen attention shows a query one run of keys, and query 7 of the layout sees 2: 0..1, 3..7",
-            "at b = 0, h = 0, q = 7, k = 2 the mask is hidden: abs(q - k) < 5 is false: abs(q - k) = 5; "
-            "k < 2 is false: k = 2",
+            "at b = 0, h = 0, q = 7, k = 2 the mask is hidden: in window(5), abs(q - k) < 5 is false: abs(q - k) = 5; "
+            "in sinks(2), k < 2 is false: k = 2",
         ),
         (
             "q < 9 & k >= 30 | q >= 9 & k < 30",
@@ -256,7 +257,7 @@ def test_heads_that_differ():
             f"{name} has one mask for all heads, and heads 0 and 1 of the layout differ\n"
             "  at b = 0, h = 0, q = 4, k = 0 the mask is hidden: q - k < 4 * (h + 1) is false: "
             "q - k = 4, 4 * (h + 1) = 4\n"
-            "  at b = 0, h = 1, q = 4, k = 0 the mask is visible: q >= k is true: q = 4, k = 0; "
+            "  at b = 0, h = 1, q = 4, k = 0 the mask is visible: in causal, q >= k is true: q = 4, k = 0; "
             "q - k < 4 * (h + 1) is true: q - k = 4, 4 * (h + 1) = 8\n"
             "  lay heads out one by one, or: to_block_mask(), to_fa4() and to_bsr() hold any mask"
         )

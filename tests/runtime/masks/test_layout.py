@@ -97,11 +97,11 @@ def test_a_crop_is_part_of_the_whole():
 def test_explain_names_the_clause():
     mask = fk.mask("causal & (window(4) | sinks(2)) & same(doc)", doc=np.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 1]))
     made = mask.layout(10, 10, block=4)
-    assert str(made.explain(2, 5)) == "hidden: q >= k is false: q = 2, k = 5"
+    assert str(made.explain(2, 5)) == "hidden: in causal, q >= k is false: q = 2, k = 5"
     assert str(made.explain(9, 3)) == (
-        "hidden: abs(q - k) < 4 is false: abs(q - k) = 6; k < 2 is false: k = 3"
+        "hidden: in window(4), abs(q - k) < 4 is false: abs(q - k) = 6; in sinks(2), k < 2 is false: k = 3"
     )  # fmt: skip
-    assert str(made.explain(4, 1)) == "hidden: doc[q] == doc[k] is false: doc[q] = 1, doc[k] = 0"
+    assert str(made.explain(4, 1)) == "hidden: in same(doc), doc[q] == doc[k] is false: doc[q] = 1, doc[k] = 0"
     assert made.explain(5, 4).visible
     for q in range(10):
         for k in range(10):
@@ -123,22 +123,27 @@ def test_a_tile_is_explained():
     made = fk.mask("causal & (window(256) | sinks(4)) & same(doc)", doc=doc).layout(1100, 1100)
     ahead = made.explain(tile=(0, 3))
     assert (ahead.kind, ahead.visible_at) == ("empty", None)
-    assert str(ahead) == "empty: q >= k is false throughout: q = 0..127, k = 384..511"
-    assert str(made.explain(tile=(5, 0))) == "empty: doc[q] == doc[k] is false throughout: doc[q] = 2, doc[k] = 0"
+    assert str(ahead) == "empty: in causal, q >= k is false throughout: q = 0..127, k = 384..511"
+    assert str(made.explain(tile=(5, 0))) == (
+        "empty: in same(doc), doc[q] == doc[k] is false throughout: doc[q] = 2, doc[k] = 0"
+    )
     assert made.explain(tile=(8, 2)).because == (
-        "abs(q - k) < 256 is false throughout: abs(q - k) = 641..843; k < 4 is false throughout: k = 256..383"
+        "in window(256), abs(q - k) < 256 is false throughout: abs(q - k) = 641..843; "
+        "in sinks(4), k < 4 is false throughout: k = 256..383"
     )
     mixed = made.explain(tile=(4, 2))
     assert (mixed.kind, mixed.visible_at, mixed.hidden_at) == ("partial", (0, 0, 512, 300), (0, 0, 512, 256))
     assert mixed.because == (
-        "query 512 sees key 300, as q >= k is true: q = 512, k = 300; abs(q - k) < 256 is true: abs(q - k) = 212; "
-        "doc[q] == doc[k] is true: doc[q] = 1, doc[k] = 1\n"
-        "query 512 does not see key 256, as abs(q - k) < 256 is false: abs(q - k) = 256; k < 4 is false: k = 256"
+        "query 512 sees key 300, as in causal, q >= k is true: q = 512, k = 300; "
+        "in window(256), abs(q - k) < 256 is true: abs(q - k) = 212; "
+        "in same(doc), doc[q] == doc[k] is true: doc[q] = 1, doc[k] = 1\n"
+        "query 512 does not see key 256, as in window(256), abs(q - k) < 256 is false: abs(q - k) = 256; "
+        "in sinks(4), k < 4 is false: k = 256"
     )
     full = fk.mask("causal").layout(300, 300)
-    assert str(full.explain(tile=(1, 0))) == "full: q >= k is true throughout: q = 128..255, k = 0..127"
+    assert str(full.explain(tile=(1, 0))) == "full: in causal, q >= k is true throughout: q = 128..255, k = 0..127"
     assert str(full.explain(tile=(2, 0))) == (
-        "partial: it reaches past the lengths; inside, q >= k is true throughout: q = 256..299, k = 0..127"
+        "partial: it reaches past the end; within it, in causal, q >= k is true throughout: q = 256..299, k = 0..127"
     )
     together = fk.mask("q < k & k < 129 - q & k >= h").layout(256, 256, heads=2, block=64).explain(tile=(1, 1), h=1)
     assert str(together) == "empty: q < k, k < 129 - q are never true together here"
@@ -260,5 +265,5 @@ def test_layouts_are_drawn():
     text = str(fk.mask("causal & window(256)").layout(1024, 1024))
     assert "█" in text
     assert repr(fk.mask("causal").layout(256, 256)) == (
-        "Layout('q >= k', 256 x 256, block 128 x 128: 1 full, 2 partial, 1 empty)"
+        "Layout('causal', 256 x 256, block 128 x 128: 1 full, 2 partial, 1 empty)"
     )

@@ -117,7 +117,7 @@ def test_plans_are_pytrees():
     att = fk.compile("causal & same(doc)")
     planned = jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))
     plan = planned(DOCS[3])
-    assert repr(plan) == "FlatPlan(mask = q >= k & doc[q] == doc[k], 300 x 300, batch 2, 2 heads)"
+    assert repr(plan) == "FlatPlan(mask = causal & same(doc), 300 x 300, batch 2, 2 heads)"
     assert not plan.overflow
     attend = jax.jit(lambda q, plan: att(q, K, V, plan=plan))
     close(attend(Q, plan), dense("causal & same(doc)", doc=DOCS[3]))
