@@ -152,7 +152,7 @@ class Widths:
     """The ends and dtypes of the Ints of one traced function. Entries of `values`, its tables by name, bound what is
     read from them, if they are `readable`."""
 
-    def __init__(self, values: Mapping[str, Any], readable: bool = True) -> None:
+    def __init__(self, values: dict[str, Any], readable: bool = True) -> None:
         self.values, self.readable = values, readable
         self.ends: dict[tuple[Expr, int], tuple[float, float]] = {}  # by what positions stay below
         self.dtypes: dict[Expr, Any] = {}

@@ -391,7 +391,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     import jax
 
     given = [s.expr for s in (*args, *keywords.values())]
-    whole = "int64" if jax.config.jax_enable_x64 else "int32"
+    whole = str(jax.dtypes.canonicalize_dtype(np.int64))
     kinds = [argument((), "float32" if e.type is FLOAT else whole) for e in given]
 
     def flat(*xs: Any) -> Any:
