@@ -56,7 +56,7 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "plain", "rank", "settled", "type")
+    __slots__ = tuple("__weakref__ args depth formula interval leaves name op plain rank settled type".split())
     op: str
     args: tuple[Expr, ...]
     name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
@@ -64,6 +64,7 @@ class Expr:
     depth: int
     plain: bool  # no `call` in it
     # None before it is asked:
+    formula: Expr | None  # without calls; of a plain node None
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
     interval: Any  # of `simplify.affine`
     rank: Any  # of `simplify.affine`
@@ -139,7 +140,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
         found.op, found.args, found.name, found.type = op, args, name, type
         found.depth = 1 + max([a.depth for a in args], default=0)
         found.plain = op != "call" and False not in [a.plain for a in args]
-        found.leaves = found.interval = found.rank = found.settled = None
+        found.formula = found.leaves = found.interval = found.rank = found.settled = None
         _interned[key] = found
     return found
 
@@ -403,14 +404,16 @@ def then(first: Expr, second: Expr) -> Expr:
     return call("then", substitute(expanded(second), {SCORE: expanded(first)}), (first, second))
 
 
-def expanded(root: Expr, done: dict[Expr, Expr] | None = None) -> Expr:
-    """The Expr that `root` stands for: every call is its formula. `done` remembers those of the nodes below."""
-    done = {} if done is None else done
-    for node in walk(root, below=lambda e: () if e.plain or e in done else e.args):
-        if node not in done:
-            args = () if node.plain else tuple(done[a] for a in node.args)
-            done[node] = node if node.plain else args[0] if node.op == "call" else rebuild(node, args)
-    return done[root]
+def expanded(root: Expr) -> Expr:
+    """The Expr that `root` stands for: every call is its formula."""
+    if root.plain:
+        return root
+    for node in walk(root, below=lambda e: () if e.plain or e.formula is not None else e.args):
+        if not node.plain and node.formula is None:
+            args = tuple(a if a.formula is None else a.formula for a in node.args)
+            node.formula = args[0] if node.op == "call" else rebuild(node, args)
+    assert root.formula is not None
+    return root.formula
 
 
 def renamed(root: Expr, names: Mapping[str, str]) -> Expr:

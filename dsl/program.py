@@ -83,8 +83,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     reader.clash(params)
     checker = Checker(text, name, known=known, definitions=reader.definitions)
     shown = _elaborate(checker, roots, list(reader.problems))
-    whole: dict[Expr, Expr] = {}
-    found = {kind: ir.expanded(e, whole) for kind, e in shown.items()}
+    found = {kind: ir.expanded(e) for kind, e in shown.items()}
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
     hides = "here and hides the library's"
@@ -93,7 +92,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         *(f"`{n}` is a parameter {hides} `{n}`" for n in known if n in library.definitions()),
     ]
     lone = found.get("expr")
-    sites = [(s, ir.expanded(e, whole)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
+    sites = [(s, ir.expanded(e)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
     return Parsed(
         text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites,
         dict(checker.needs), frozenset(checker.changed_meanings), shown,

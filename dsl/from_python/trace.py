@@ -102,7 +102,8 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
         else:
             call = tracer.copied(fn)
             with _torch(tracer):
-                e = Widths(tracer.tables, not valueless).wrapped(_result(fn, kind, call(*args, **keywords)))
+                e = _result(fn, kind, call(*args, **keywords))
+            e = Widths(tracer.tables, not valueless).wrapped(e)  # which reads entries: the trace must not see that
     except (TraceError, TypeError, IndexError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
         if from_jax.raised_in_jax(error):
             tracer.tables.clear()

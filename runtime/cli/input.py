@@ -34,8 +34,9 @@ def read_program(args: argparse.Namespace, **more: Any) -> Program:
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)
     if getattr(args, "expand", False):  # the same, read from its formulas
-        parts = (whole.mask, mask), (whole.score, score)
-        return Program(*(p if p is None else make(p.expanded, **p.params) for p, make in parts), name)
+        shown, scored = whole.mask, whole.score
+        shown = None if shown is None else mask(shown.expanded, **shown.params)
+        return Program(shown, None if scored is None else score(scored.expanded, **scored.params), name)
     return whole
 
 

@@ -265,7 +265,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
-    out: dict[str, Any] = {"text": str(mod)}
+    out: dict[str, Any] = {"text": mod.expanded}
     with np.errstate(all="ignore"):
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))

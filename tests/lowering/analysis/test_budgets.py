@@ -154,8 +154,8 @@ def test_masks_joined_one_by_one():
             mask = ~(mask | f"k == {i}")
 
     joined(3)
-    with at_most(400_000):  # 11 million where every step walks through all before it
-        joined(400)
+    with at_most(400_000):  # 6 million where every step walks through all before it
+        joined(300)
 
 
 def test_long_chains_are_simplified():

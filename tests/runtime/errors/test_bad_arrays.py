@@ -123,13 +123,13 @@ BAD = {
     ),
     "plan of another mask": (
         lambda: fk.compile("causal")(Q, K, K, plan=fk.compile("window(3)").plan(8, 8, 1, 4)), fk.ParameterError,
-        "the plan is for another mask or score mod:\n  mask = abs(q - k) < 3\n"
+        "the plan is for another mask or score mod:\n  mask = window(3)\n"
         "  make it with this attention's own `plan`",
     ),
     "plan without the score mod": (
         lambda: fk.compile("causal", "softcap(5)")(Q, K, K, plan=fk.compile("causal").plan(8, 8, 1, 4)),
         fk.ParameterError,
-        "the plan is for another mask or score mod:\n  mask = q >= k\n  make it with this attention's own `plan`",
+        "the plan is for another mask or score mod:\n  mask = causal\n  make it with this attention's own `plan`",
     ),
     "no plan": (
         lambda: fk.compile("causal")(Q, K, K, plan=3), fk.ParameterError,

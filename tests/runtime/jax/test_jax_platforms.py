@@ -265,6 +265,6 @@ def test_errors_under_jit_say_under_which_mask():
     with pytest.raises(fk.ParameterError, match="table `doc` has 10 entries") as caught:
         lowered("cpu", args=(Q, K, V, DOC[:10]))
     assert caught.value.__notes__[0] == (
-        "in attention under mask = q >= k & doc[q] == doc[k]\n"
+        "in attention under mask = causal & same(doc)\n"
         "  of q bfloat16[1, 200, 4, 64], k bfloat16[1, 200, 2, 64], v bfloat16[1, 200, 2, 64]"
     )

@@ -8,8 +8,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frisket.runtime.attention import attention, entry
+from frisket.runtime.attention import entry
 from frisket.runtime.backends.cpp import decode as torch_decode
+from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.plans import device as flat_plan
 from frisket.runtime.plans import run as flat_triton
 from frisket.runtime.torch import op as torch_op
@@ -41,7 +42,7 @@ class Watch(TorchDispatchMode):
     """Sees the operators of calls as they are without anybody who watches: under a mode of torch's dispatcher, a call
     of attention is one operator."""
 
-    WATCHED = (attention, entry, torch_decode)
+    WATCHED = (call_arrays, entry, torch_decode)
 
     def __enter__(self) -> Any:
         self.kept = [(module, module.in_graph) for module in self.WATCHED]
