@@ -46,8 +46,8 @@ class Explanation:
 def explain(
     mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, shown: Expr | None = None
 ) -> Explanation:
-    """Explain `mask` at one position: `env` holds b, h, q, k, sizes and parameters. `shown` is the mask with calls of
-    the library, which clauses are named with."""
+    """Explain `mask` at one position: `env` holds b, h, q, k, sizes and parameters. `shown` is the same mask with
+    calls of the library: a clause is named together with the call that holds it."""
 
     def value(e: Expr) -> Any:
         return np.asarray(evaluate(e, env, tables))
@@ -107,7 +107,8 @@ def explain_tile(
     if visible_at is None:
         return TileExplanation("empty", because, None, hidden_at, clauses)
     if cut:
-        return TileExplanation("partial", f"it reaches past the end; within it, {because}", visible_at, None, clauses)
+        because = f"it reaches past the last query or key; before that, {because}"
+        return TileExplanation("partial", because, visible_at, None, clauses)
     return TileExplanation("full", because, visible_at, None, clauses)
 
 

@@ -22,7 +22,7 @@ Operators, with the types they take:
 `exp exp2 log log2 log1p tanh sigmoid  Float -> Float
 sin cos tan sqrt rsqrt erf`
 `isfinite`                             Float -> Bool
-`call`                                 a call of the library in a text, to print: what it stands for, arguments
+`call`                                 a call of the library, for printing alone: its formula, then its arguments
 =====================================  ==========================================================
 """
 
@@ -311,7 +311,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
 
 
 def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) -> Iterator[Expr]:
-    """Every distinct node below the roots, arguments before their users; `below` gives those of a node to go to."""
+    """Every distinct node below the roots, arguments before their users; `below` gives the nodes to visit next."""
     seen: set[Expr] = set()
     stack: list[Expr | None] = [*reversed(roots)]
     while stack:
@@ -395,7 +395,7 @@ def _call_at(node: Expr, now: tuple[Expr, ...], mapping: Mapping[Expr, Expr]) ->
 
 
 def call(name: str, formula: Expr, args: Iterable[Expr], places: Mapping[str, Expr] = {}) -> Expr:
-    """`name(args, q = place)`, which stands for `formula`. Only texts hold calls: `expanded` takes them out."""
+    """`name(args, q = place)`, which stands for `formula`. Calls are for printing: `expanded` takes them out."""
     return make("call", (formula, *args, *places.values()), (name, tuple(places)), formula.type)
 
 

@@ -22,7 +22,7 @@ from .program import entries_of
 from .types import BOOL, INT
 from .work import RING
 
-# A position counts as less than this next to another position, and next to a number: longer sequences are rare.
+# Positions are assumed to stay below FAR in products and shifts with a number, below NEAR elsewhere.
 NEAR, FAR = 1 << 14, 1 << 20
 AS_POSITIONS = frozenset({"bound", "extent", "floor", "int"})  # operators with values as large as positions
 

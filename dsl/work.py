@@ -25,7 +25,7 @@ RING = frozenset("neg add sub mul shl pow".split())  # remainders of operands by
 
 @memo(group="expressions")
 def modular(*roots: Expr) -> frozenset[Expr]:
-    """The nodes below `wrap` that may leave 64 bits: every use of one goes through sums and products into a `wrap`.
+    """The nodes that are allowed to overflow 64 bits: all their uses are sums, products or choices that end in `wrap`.
 
     >>> from frisket.dsl.ir import build, lit
     >>> from frisket.dsl.sugar import q

@@ -143,7 +143,8 @@ def test_a_tile_is_explained():
     full = fk.mask("causal").layout(300, 300)
     assert str(full.explain(tile=(1, 0))) == "full: in causal, q >= k is true throughout: q = 128..255, k = 0..127"
     assert str(full.explain(tile=(2, 0))) == (
-        "partial: it reaches past the end; within it, in causal, q >= k is true throughout: q = 256..299, k = 0..127"
+        "partial: it reaches past the last query or key; before that, "
+        "in causal, q >= k is true throughout: q = 256..299, k = 0..127"
     )
     together = fk.mask("q < k & k < 129 - q & k >= h").layout(256, 256, heads=2, block=64).explain(tile=(1, 1), h=1)
     assert str(together) == "empty: q < k, k < 129 - q are never true together here"

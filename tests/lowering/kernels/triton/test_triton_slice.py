@@ -81,9 +81,7 @@ LONG = {  # that take seconds: for mutants, and exhaustive with all others of th
         "tables_by_distance[gqa-bfloat16]",
         "gradients_by_distance[factor, NaN where hidden]",
     ),
-    "runtime/backends/children/triton_rows_interpreted.py": (
-        "gradients_of_long_rows[BY_HEAD-longest-of-all-first]",
-    ),
+    "runtime/backends/children/triton_rows_interpreted.py": ("gradients_of_long_rows[BY_HEAD-longest-of-all-first]",),
     "runtime/bench/test_numerics.py": (
         "errors_keep_their_bound[triton-scores of 100-bfloat16]",
         "errors_keep_their_bound[triton-scores past 65504-float16]",
