@@ -52,7 +52,7 @@ MASKS = [
     (lambda q, k: (small[k] // 2 + small[q] % jnp.uint8(2)).astype(jnp.int32) > 1, None),
     (lambda q, k: jnp.sign(q - k) + jnp.abs(q - k) - (-k) > 5, None),
     (lambda q, k: (q**2 + k**0 + jnp.square(k) > 20), "q * q + k * k >= 20"),
-    (lambda q, k: 2**q > k, "1 << q > k"),
+    (lambda q, k: 2**q > k, "wrap(1 << q, 64) > k"),
     (lambda q, k: (q << 2 >> 1) + lax.shift_right_logical(k, 1) > 9, None),
     (lambda q, k: lax.shift_right_logical(q - 9, 28) == 15, "(q - 9) % 4294967296 >> 28 == 15"),
     (lambda q, k: (q & 5 | k ^ 3) == ~(-q - 1) | 1, None),
