@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import MismatchError, ParameterError
+from frisket.dsl.errors import BackendError, MismatchError, ParameterError
 from frisket.dsl.ir import Expr, lit
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
@@ -18,6 +18,7 @@ from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, meant, rounding, to_numpy, turn
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.machine.parameters import traced
 from frisket.runtime.plans.device import Call, checked_program, dropout_terms
 
 Array = NDArray[Any]
@@ -239,6 +240,10 @@ def oracle(
 
 def interpreted(call: Call) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
+    if any(map(traced, call.given.qkv)):
+        raise BackendError(
+            "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
+        )
     given = call.given
     out, *rows = oracle(given, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.live)
     real = "float64" if given.dtype == "float64" else "float32"

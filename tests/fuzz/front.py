@@ -158,7 +158,8 @@ def front(p: Problem) -> str:
         read = fk.mask(function(name, body, p))
         found = read.dense(*p.lengths, **p.where)
         assert (found == p.seen).all(), f"{name}, dense: {np.argwhere(found != p.seen)[0]}"
-        assert form(read, p) is form(m, p), f"{name}, canonical: {read}"
+        if all(e.op != "wrap" for e in ir.walk(read.expr)):  # integers of functions may wrap where a text is exact
+            assert form(read, p) is form(m, p), f"{name}, canonical: {read}"
     return str(m)
 
 
