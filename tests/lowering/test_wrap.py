@@ -61,7 +61,8 @@ JAX: dict[str, Callable[..., Any]] = {
     "cast to int8": lambda b, h, q, k: jnp.asarray(q).astype(jnp.int8) * 3 <= k,
     "not of uint32": lambda b, h, q, k: (~jnp.asarray(q).astype(jnp.uint32)) % jnp.uint32(3) == jnp.uint32(1),
 }
-# which XLA computes with 64-bit integers alone: products for whole rows, 2**32, and the least number's magnitude
+# what XLA refuses without 64-bit integers, though JAX computes it in 32: rules for exact integers make factors of a
+# shift one literal past 32 bits, or move a term to the other side of a comparison; a logical shift takes % 2**32
 WIDE = ("xorshift", "quotient", "logical shift", "least int32")
 EXACT = [
     lambda b, h, q, k: (q >= k) & (q - k < 256),
