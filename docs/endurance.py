@@ -132,27 +132,6 @@ and JAX, native kernels and library calls, that memory grows with tokens and not
 that 24 threads do not each take memory of the query's size."""
 
 
-def versions() -> str:
-    found = json.loads((PAGE.parents[1] / "tests" / "versions.json").read_text(encoding="utf-8"))
-    shown = ("python", "numpy", "torch", "jax", "triton")
-    rows = []
-    for name, row in found.items():
-        outcome = row.get("why") or f"{row.get('passed', 0):,} passed, {row.get('failed', 0)} failed"
-        have = row.get("versions", {})
-        others = [f"{x} {have[x]}" for x in ("matplotlib", "flax", "qwix", "transformers") if x in have]
-        rows.append([name, *(have.get(x, "") for x in shown), ", ".join(others), outcome])
-    failed = "".join(f"\n- {name}: `{x}`" for name, row in found.items() for x in row.get("failures", []))
-    return f"""\
-A slice of the tests on a CPU, in environments made for it: `python tests/versions.py`. The oldest versions have wheels
-for Python 3.12 too, and for 3.13 with numpy 2.1.0. numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for
-numpy 2, and environments with frameworks have JAX. The newest torch of the table asks for Triton 3.8, so Triton 3.9 is
-not in it; `constraints.txt` names 3.9 with torch's build for CPUs, and the default tests run there. The last rows
-have the oldest versions of other extras, and the tests that need them. flax 0.12.0 cannot be imported with JAX 0.10.
-Continuous batching fails with transformers before 5.19, so `register` refuses these versions.
-
-{table(["environment", *shown, "others", "tests"], rows)}""" + (f"\n\nFailed:\n{failed}" if failed else "")
-
-
 ON_CPU = ("dense", "sdpa", "flex", "cpp", "aten", "xla")
 INTERPRETED = ("triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -282,7 +261,6 @@ In JAX, frisket's distance as a share of the larger one of `third` and `fifth` i
 
 SECTIONS = {
     "explorer": explorer, "calls": calls, "plans": plans, "kernels": kernels, "numbers": numbers, "training": training,
-    "versions": versions,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The oldest and the newest versions that frisket's extras allow: `python tests/versions.py [NAME ...] [--list]`.
 
 Each environment is made in a temporary folder, with packages from PyPI, runs a slice of the tests on the CPU, and is
-deleted. Outcomes go to tests/versions.json, which `python docs/endurance.py` writes on docs/reliability.md. Pythons are
+deleted. Results go to tests/versions.json, which `python docs/compatibility.py` puts on a page. Pythons are
 found on the PATH, or with pyenv. `--python FOLDER/bin/python` runs the slice in an environment that is there.
 """
 
@@ -55,6 +55,9 @@ ENVIRONMENTS = {
     "3.11, oldest flax, quantized": (
         "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "flax==0.12.1", "qwix==0.1.8"], FLAX,
     ),
+    "3.13, newest flax, quantized, transformers": (
+        "3.13", [*NEWEST, "flax", "qwix", "transformers", "psutil"], [*FLAX, *TRANSFORMERS],
+    ),
     "3.11, oldest transformers": (
         "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "transformers==5.19.0", "psutil"], TRANSFORMERS,
     ),
@@ -94,8 +97,8 @@ def run(name: str, python: str, files: list[str]) -> dict[str, object]:
     return {"versions": versions, **counts, "failures": failed, "seconds": round(time.monotonic() - start)}
 
 
-def made(name: str) -> dict[str, object]:
-    """An environment made, tried and deleted; why not, where it cannot be made."""
+def environment(name: str) -> dict[str, object]:
+    """Makes an environment, runs its slice and deletes it; `why` says what was missing where it cannot be made."""
     version, packages, files = ENVIRONMENTS[name]
     python = interpreter(version)
     if python is None:
@@ -114,14 +117,14 @@ def main() -> None:
     options.add_argument("names", nargs="*", metavar="NAME", help="environments; all of them unless named")
     options.add_argument("--list", action="store_true", help="print the environments")
     options.add_argument("--python", help="of an environment that is there, for the one NAME")
-    given = options.parse_args()
-    if given.list:
+    arguments = options.parse_args()
+    if arguments.list:
         raise SystemExit("\n".join(f"{n}: {' '.join(p)}" for n, (_, p, _) in ENVIRONMENTS.items()))
-    for name in given.names or ENVIRONMENTS:
-        there = run(name, given.python, ENVIRONMENTS[name][2]) if given.python else made(name)
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        known[name] = {"date": str(datetime.date.today()), **there}
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    for name in arguments.names or ENVIRONMENTS:
+        result = run(name, arguments.python, ENVIRONMENTS[name][2]) if arguments.python else environment(name)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        results[name] = {"date": str(datetime.date.today()), **result}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
