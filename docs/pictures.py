@@ -1,7 +1,7 @@
-"""Pictures of README and of pages: `python docs/pictures.py` writes docs/plot.png, docs/assets/chart.svg, the five
-pictures of docs/block-sparsity.md, and docs/assets/long-run.svg.
+"""Pictures of README and of pages: `python docs/pictures.py` writes masks.svg, h100.svg, chart.svg and long-run.svg in
+docs/assets, and the five pictures of docs/block-sparsity.md.
 
-Masks are drawn by `Layout.plot`, charts from benchmarks/results.
+Charts are drawn from benchmarks/results.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import frisket as fk
-from frisket.runtime.draw.pixels import LIGHT
+from frisket.runtime.draw.pixels import LIGHT, of_tokens
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "cpu-torch.json"
+H100 = RESULTS.with_name("gpu.json")
 DOC = [i for i, n in enumerate((150, 210, 60, 92)) for _ in range(n)]  # four documents of 512 tokens
 # the five pictures: (mask, tokens, tile)
 FIVE = {
@@ -26,7 +30,27 @@ FIVE = {
     "documents": ("causal & same(doc)", 512, 32),
     "smaller": ("causal & same(doc)", 512, 64),
 }
-# rows of the chart, and its bars: (name in the results, what is written beside the bar, colour)
+# masks of the first picture, each the lines of its title
+MASKS = (
+    ("causal & window(96)",),
+    ("causal & same(doc)",),
+    ("causal & (same(doc) & window(96)", "          | sinks(8))"),
+)
+# rows of the chart of an H100, its bars and the columns of bars
+ROWS_H100 = {
+    "causal": "causal",
+    "full": "no mask",
+    "window 1024": "causal & window(1024)",
+    "12 documents": "causal & same(doc)",
+    "softcap, causal": "causal, softcap(50)",
+}
+BARS_H100 = (
+    ("frisket", "frisket", LIGHT.full),
+    ("flex", "flex_attention, compiled", LIGHT.partial),
+    ("SDPA cudnn", "cuDNN, by SDPA: causal and no mask alone", LIGHT.dim),
+)
+COLUMNS = (("forward", 190), ("backward", 500))
+# rows of the chart of CPUs, and its bars: (name in the results, what is written beside the bar, colour)
 ROWS = {
     "causal": "causal",
     "causal & window(256)": "causal & window(256)",
@@ -57,16 +81,94 @@ def mask(text: str) -> fk.Mask:
 def draw(folder: Path) -> None:
     """Write every picture under `folder`, which stands for docs/."""
     (folder / "assets").mkdir(parents=True, exist_ok=True)
-    (folder / "assets" / "chart.svg").write_text(chart(), encoding="utf-8")
-    (folder / "assets" / "long-run.svg").write_text(long_run(), encoding="utf-8")
-    readme = fk.mask("causal & (same(doc) & window(w) | sinks(8))", w=96, doc=DOC)
-    readme.layout(512, 512, block=32).plot(folder / "plot.png")
+    for name, write in (("masks", masks), ("h100", h100), ("chart", chart), ("long-run", long_run)):
+        (folder / "assets" / f"{name}.svg").write_text(write(), encoding="utf-8")
     for name, (text, tokens, tile) in FIVE.items():
         mask(text).layout(tokens, tokens, block=tile).plot(folder / "assets" / f"sparsity-{name}.png", title=text)
 
 
+def masks() -> str:
+    """Three masks of 512 tokens, side by side, as SVG: the tiles, and the inside of partial ones."""
+    side, top, cell = 192, 46, 4
+    lines = []
+    for i, title in enumerate(MASKS):
+        left = 16 + i * 272
+        layout = mask("".join(title)).layout(512, 512, block=32)
+        colours = of_tokens(layout, LIGHT, step=cell).colours
+        counts = layout.counts
+        read = (counts.full + counts.partial) / (counts.full + counts.partial + counts.empty)
+        for line, words in enumerate(title):
+            y = top - 10 - 16 * (len(title) - 1 - line)
+            lines.append(text(left, y, words, LIGHT.ink, 'font-family="monospace" font-size="12"', exact=True))
+        lines.append(text(left, top + side + 18, f"{read:.0%} of the tiles are read", LIGHT.dim))
+        lines.append(f'<g transform="translate({left} {top}) scale({side / len(colours):g})">')
+        lines += painted(colours)
+        lines.append("</g>")
+        steps = [top + side * n / 16 for n in range(1, 16)], [left + side * n / 16 for n in range(1, 16)]
+        grid = [f"M{left} {y:g}h{side}" for y in steps[0]] + [f"M{x:g} {top}v{side}" for x in steps[1]]
+        lines.append(f'<path d="{"".join(grid)}" stroke="{LIGHT.dim}" stroke-opacity=".3" stroke-width=".6"/>')
+    y = top + side + 44
+    for x, colour, words in (
+        (16, LIGHT.full, "full tile: runs without the mask"),
+        (250, LIGHT.partial, "partial tile: applies the mask;"),
+        (462, LIGHT.tint, "hidden there"),
+        (584, LIGHT.empty, "empty tile: never read"),
+    ):
+        lines += [square(x, y - 10, colour), text(x + 17, y, words, LIGHT.ink)]
+    return svg(y + 10, lines)
+
+
+def painted(colours: np.ndarray[Any, Any]) -> list[str]:
+    """A path for each colour, of the rectangles with equal cells; a rectangle is as high as its rows are equal."""
+    paths: dict[str, list[str]] = {}
+    open_: dict[tuple[int, int, str], int] = {}  # (left, right, colour) -> the first row
+    for y, row in enumerate([*colours, None]):
+        runs = set()
+        if row is not None:
+            ends = [0, *(np.flatnonzero((row[1:] != row[:-1]).any(1)) + 1).tolist(), len(row)]
+            runs = {(a, b, "#" + bytes(row[a]).hex()) for a, b in pairwise(ends)}
+        for a, b, colour in sorted(open_.keys() - runs):
+            first = open_.pop((a, b, colour))
+            paths.setdefault(colour, []).append(f"M{a} {first}h{b - a}v{y - first}h{a - b}z")
+        open_ |= dict.fromkeys(runs - open_.keys(), y)
+    return [f'<path fill="{colour}" d="{"".join(d)}"/>' for colour, d in sorted(paths.items())]
+
+
+def h100() -> str:
+    """The chart of an H100, as SVG: TFLOP/s of both directions."""
+    part: Any = json.loads(H100.read_text(encoding="utf-8"))["parts"]["speed"]
+    machine, most = part["machine"], 700.0
+    lines, y, x, large = [], 112, 16.0, 'font-size="14"'
+    for _, label, colour in BARS_H100:
+        lines += [square(x, 60, colour), text(x + 17, 70, label, LIGHT.ink, large)]
+        x += 40 + 7.2 * len(label)
+    lines += [text(left, 98, way, LIGHT.ink, large) for way, left in COLUMNS]
+    for name, shown in ROWS_H100.items():
+        high = 0
+        for way, left in COLUMNS:
+            rates = part["rows"][f"{way}: {name}, D 128"]["rows"]["8192"]["figures"]["tflops"]
+            bars = [(rates[key], colour) for key, _, colour in BARS_H100 if key in rates]
+            high = max(high, len(bars) * BAR)
+            for n, (rate, colour) in enumerate(bars):
+                long = 240 * rate / most
+                place = f'x="{left}" y="{y + n * BAR}" width="{long:.1f}" height="{BAR - 3}"'
+                lines += [
+                    f'<rect {place} fill="{colour}"/>',
+                    text(left + long + 6, y + n * BAR + 12, f"{rate:.0f}", LIGHT.ink, large),
+                ]
+        lines.append(text(COLUMNS[0][1] - 10, y + high / 2 + 3, shown, LIGHT.ink, large + ' text-anchor="end"'))
+        y += high + GAP - 4
+    gpu = re.sub(r"NVIDIA | \d+GB.*", "", machine["gpu"])
+    head = [
+        text(16, 26, f"Attention on an {gpu}: TFLOP/s, longer is better", LIGHT.ink, 'font-size="16"'),
+        text(16, 46, f"8,192 tokens, batch 4, 16 heads of 128, {part['settings']['dtype']}; torch {machine['torch']}, "
+             f"Triton {machine['triton']}, {machine['date']}; visible pairs alone count as work", LIGHT.dim),
+    ]  # fmt: skip
+    return svg(y, head + lines)
+
+
 def chart() -> str:
-    """The chart of README, as SVG: milliseconds of a forward on the CPU, the fastest bar in front."""
+    """The chart of CPUs in README, as SVG: milliseconds of a forward on the CPU, the fastest bar in front."""
     part: Any = json.loads(RESULTS.read_text(encoding="utf-8"))["parts"]["forward"]
     machine, most = part["machine"], 300.0
     lines, y = [], 66
@@ -90,11 +192,15 @@ def chart() -> str:
         text(16, 46, f"4,096 tokens, 8 heads of 64, float32; {machine['cores']} cores of an {machine['cpu']}, torch "
              f"{torch}, {machine['date']}", LIGHT.dim),
     ]  # fmt: skip
-    body = "\n".join([*head, *lines])
+    return svg(y, head + lines)
+
+
+def svg(height: int, lines: list[str]) -> str:
+    body = "\n".join(lines)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="12.5" role="img">\n'
-        f'<rect width="{WIDTH}" height="{y}" fill="{LIGHT.paper}"/>\n{body}\n</svg>\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="{LIGHT.paper}"/>\n{body}\n</svg>\n'
     )
 
 
@@ -130,9 +236,15 @@ def long_run() -> str:
     return out.getvalue()
 
 
-def text(x: float, y: float, words: str, colour: str, more: str = "") -> str:
+def square(x: float, y: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="11" height="11" fill="{colour}" stroke="{LIGHT.dim}" stroke-width=".5"/>'
+
+
+def text(x: float, y: float, words: str, colour: str, more: str = "", exact: bool = False) -> str:
+    """A line of text; several spaces in it are as wide as two, or exactly as many."""
     place = f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {more}'.rstrip()
-    return f"{place}>{re.sub(' {2,}', '&#160;&#160;', escape(words))}</text>"
+    spaces = (lambda m: "&#160;" * len(m[0])) if exact else "&#160;&#160;"
+    return f"{place}>{re.sub(' {2,}', spaces, escape(words))}</text>"
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def fenced(path: Path = README) -> list[tuple[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """`first`, the command that installs, and `tests`, the last one."""
+    """`first`, the command that installs in a clone, and `tests`, the last one."""
     shell = [block.strip() for block in blocks("bash")]
-    return {"first": shell[0], "tests": shell[-1]}
+    return {"first": shell[0].splitlines()[-1], "tests": shell[-1]}
 
 
 def bash(command: str) -> None:

