@@ -1,7 +1,8 @@
 """README as PyPI shows it, and the links beside it: `REPOSITORY_URL=https://github.com/OWNER/NAME python -m build`.
 
 PyPI has README without the files beside it. With the address of the repository, links and pictures of README lead to
-the files of this version's tag there. Without an address they stay relative. All else stands in pyproject.toml.
+the files of this version's tag there, and the address stands in the command that clones. Without an address README
+stays as it is. All else stands in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ RELATIVE = re.compile(r'(\]\(|\bsrc=")(?!https?:|#)([^)"]+)')
 
 
 def described(readme: str, url: str, version: str) -> str:
-    """README with the addresses of pages and pictures under the tag of a version."""
+    """README with the address of the repository, and those of pages and pictures under the tag of a version."""
 
     def absolute(found: re.Match[str]) -> str:
         return f"{found[1]}{url}/{'raw' if found[2].endswith(PICTURES) else 'blob'}/v{version}/{found[2]}"
 
     # the even parts are prose, the odd ones blocks of code
     parts = re.split(r"(^```.*?^```$)", readme, flags=re.M | re.S)
-    return "".join(x if i % 2 else RELATIVE.sub(absolute, x) for i, x in enumerate(parts))
+    page = "".join(x if i % 2 else RELATIVE.sub(absolute, x) for i, x in enumerate(parts))
+    return page.replace("REPOSITORY_URL", url)
 
 
 def dynamic(url: str) -> dict[str, object]:

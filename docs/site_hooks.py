@@ -93,6 +93,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         to = f"notebooks/{posixpath.basename(name)[:-6]}.md" if notebook else ROOT_PAGES.get(name, f"source/{name}.md")
         return f"]({top}{to}{found[2] or ''})"
 
+    if page.file.src_uri == "index.md" and config["repo_url"]:
+        markdown = markdown.replace("REPOSITORY_URL", config["repo_url"])
     markdown = re.sub(r"^\|.*", bare, LINK.sub(moved, markdown), flags=re.M)
     return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.M)
 

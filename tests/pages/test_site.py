@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -82,6 +83,16 @@ def test_edit_links_are_for_a_known_repository(address, left):
     config = {"repo_url": address, "edit_uri": "edit/main/docs/", "extra": {}}
     script("site_hooks").on_config(config)
     assert config == {"repo_url": address, "edit_uri": left, "extra": {}}
+
+
+@needs_mkdocs
+@pytest.mark.parametrize(("address", "clone"), [(None, "REPOSITORY_URL"), ("https://a.b/c/d", "https://a.b/c/d")])
+def test_first_page_of_the_site_has_the_address(address, clone):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    shown = script("site_hooks").on_page_markdown(text, page, {"repo_url": address}, None)
+    assert f"\ngit clone {clone} frisket && cd frisket\n" in shown
+    assert shown.count("REPOSITORY_URL") == (0 if address else text.count("REPOSITORY_URL"))
 
 
 @needs_mkdocs
