@@ -53,7 +53,7 @@ ENVIRONMENTS = {
     "3.13, newest": ("3.13", NEWEST, ALL),
     "3.11, oldest plot": ("3.11", [*OLDEST, "numpy==1.26.0", "matplotlib==3.8.0"], PLOT),
     "3.11, oldest flax, quantized": (
-        "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "flax==0.12.1", "qwix==0.1.8"], FLAX,
+        "3.11", [*OLDEST, "numpy==2.0.0", "torch==2.11.0", "jax==0.10.0", "flax==0.12.2", "qwix==0.1.8"], FLAX,
     ),
     "3.13, newest flax, quantized, transformers": (
         "3.13", [*NEWEST, "flax", "qwix", "transformers", "psutil"], [*FLAX, *TRANSFORMERS],
