@@ -408,9 +408,9 @@ class BlockMask(theirs.BlockMask):
         return (self._kinds() > 0).to(torch.int32)
 
     @outside
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+    def to_string(self, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
         """A picture of the tiles for each batch entry and head, at most `limit` of them, of at most `grid_size`
-        (rows, columns) cells; -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where every
+        (rows, columns) cells; None or -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where every
         one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
         partial tiles alike.)"""
         return to_string(self._kinds(), grid_size, limit)
@@ -511,11 +511,11 @@ for _name in TENSORS:
 LEGEND = "█ full, ▒ partial (█ or ▒: every tile of the cell is computed), ░ some of the cell, blank none"
 
 
-def to_string(kinds: Tensor, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+def to_string(kinds: Tensor, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
     """`kinds` uint8 [..., rows, columns]: 0 empty, 1 partial, 2 full. A cell stands for the tiles of a rectangle, as
-    many as make the picture fit `grid_size` = (rows, columns); -1 draws every tile."""
+    many as make the picture fit `grid_size` = (rows, columns); None or -1 draws every tile."""
     *batch, rows, columns = kinds.shape
-    fit = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+    fit = (-1, -1) if grid_size is None else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     step = tuple(max(1, -(-n // m)) if m > 0 else 1 for n, m in zip((rows, columns), fit, strict=True))
     found = []
     for index in islice(product(*map(range, batch)), limit):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.registry import platform_of
+from frisket.runtime.machine.once import warn_once
 from frisket.runtime.modeling.rotary import repeat_kv_bsnh
 from frisket.runtime.sharding.names import MODE_DECODE, MODE_TRAIN
 from frisket.runtime.sharding.partition import names_of
@@ -37,8 +38,15 @@ class BaseOperation(ABC):
     `forward_cuda` and `forward_rocm` call `forward_gpu`. The platform is `metadata.backend`, or JAX's default device.
     """
 
+    metadata: AttentionMetadata | None = None
+
     def __init__(self, metadata: AttentionMetadata | None = None) -> None:
         self.metadata = metadata
+
+    @property
+    def EasyDeLBackends(self) -> type[Backend]:
+        """The devices that `metadata.backend` is one of, under EasyDeL's name for them."""
+        return Backend
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
@@ -117,21 +125,22 @@ class OperationRegistry:
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}
 
     @classmethod
-    def register(cls, operation: Made) -> Made:
-        """A class decorator: the class under all of its names. Raises `ParameterError` where one is taken.
+    def register(cls, impl_cls: Made) -> Made:
+        """A class decorator: the class under all of its names. A name of another class gives a warning, then changes.
 
         >>> OperationRegistry.register(int)
         Traceback (most recent call last):
         frisket.dsl.errors.ParameterError: <class 'int'> is no subclass of BaseOperation
         """
-        if not (isinstance(operation, type) and issubclass(operation, BaseOperation)):
-            raise ParameterError(f"{operation!r} is no subclass of BaseOperation")
-        names = operation.get_impl_name()
-        names = (names,) if isinstance(names, str) else tuple(names)
-        for name in (n for n in names if n in cls._known):
-            raise ParameterError(f"there is an operation {name!r} already, {cls._known[name].__qualname__}")
-        cls._known.update(dict.fromkeys(names, operation))
-        return operation
+        if not (isinstance(impl_cls, type) and issubclass(impl_cls, BaseOperation)):
+            raise ParameterError(f"{impl_cls!r} is no subclass of BaseOperation")
+        names = impl_cls.get_impl_name()
+        for name in (names,) if isinstance(names, str) else names:
+            if (before := cls._known.get(name, impl_cls)) is not impl_cls:
+                text = f"operation {name!r} was {before.__qualname__}; it is now {impl_cls.__qualname__}"
+                warn_once(text, (name, impl_cls))  # both registries have the names of attention
+            cls._known[name] = impl_cls
+        return impl_cls
 
     @classmethod
     def get(cls, impl_name: str) -> type[BaseOperation]:
@@ -166,7 +175,7 @@ class AttentionRegistry(OperationRegistry):
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}
 
     @classmethod
-    def register(cls, operation: Made) -> Made:
+    def register(cls, impl_cls: Made) -> Made:
         """A class decorator: the class under all of its names, among all operations too.
 
         >>> @AttentionRegistry.register
@@ -177,7 +186,7 @@ class AttentionRegistry(OperationRegistry):
         >>> AttentionRegistry.create("ours"), OperationRegistry.get("ours") is Ours
         (Ours(), True)
         """
-        return super().register(OperationRegistry.register(operation))
+        return super().register(OperationRegistry.register(impl_cls))
 
 
 _spec: Any = PartitionSpec
@@ -203,7 +212,7 @@ class AttentionImpl(BaseOperation, ABC):
     True
     """
 
-    metadata: AttentionMetadata
+    metadata: Any  # None in a subclass whose constructor sets none
 
     def __init__(self, metadata: AttentionMetadata | None = None) -> None:
         self.metadata = AttentionMetadata() if metadata is None else metadata
@@ -246,10 +255,12 @@ class AttentionImpl(BaseOperation, ABC):
             return None
         if preserved_indices is not None:
             source = (*(state_ps if clone_ps is None else clone_ps),)
-            wrong = [i for i in preserved_indices if not 0 <= i < min(len(state_ps), len(source))]
+            rank = len(state_ps)
+            keep = {i: i + rank if i < 0 else i for i in preserved_indices}  # as in a list, -1 is the last axis
+            wrong = [i for i, axis in keep.items() if not 0 <= axis < min(rank, len(source))]
             if wrong:
                 raise ShapeError(f"index {wrong[0]} is no axis of {state_ps}{f' and {clone_ps}' if clone_ps else ''}")
-            state_ps = _spec(*(source[i] if i in preserved_indices else None for i in range(len(state_ps))))
+            state_ps = _spec(*(source[i] if i in keep.values() else None for i in range(rank)))
         if tensor is None or self.metadata.mesh is None:
             return state_ps
         return self.metadata.partition_manager.fit(state_ps, tensor.shape, self.metadata.mesh)

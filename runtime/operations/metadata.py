@@ -52,24 +52,24 @@ class Record:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """A record from the result of `to_dict`, or some of it: fields that are missing have their defaults."""
-        cls._check(values)
-        return cls(**values)
+        cls._check(data)
+        return cls(**data)
 
     def to_json(self, **kwargs: Any) -> str:
         """A text that `from_json` reads, in another process too; `kwargs` as for `json.dumps`: `indent=2`."""
         return json.dumps({n: self._coded(n, x, 0) for n, x in self.to_dict().items()}, **kwargs)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, json_str: str) -> Self:
         """The record in a text of `to_json`."""
         try:
-            values = json.loads(text)
+            values = json.loads(json_str)
         except json.JSONDecodeError:
             values = None
         if not isinstance(values, dict):
-            raise ParameterError(f"this is no {cls.__name__}: {text[:80]!r}")
+            raise ParameterError(f"this is no {cls.__name__}: {json_str[:80]!r}")
         cls._check(values)
         return cls(**{n: cls._coded(n, x, 1) for n, x in values.items()})
 
@@ -136,7 +136,7 @@ class Platform(StrEnum):
 
 
 DEFAULTS: dict[str, Any] = {  # of fields that are not None where nobody gives a value
-    "runtime_softmax_dtype": jnp.dtype("float32"), "sequence_axis_name": "sp", "scan_ring_attention": True,
+    "sequence_axis_name": "sp", "scan_ring_attention": True,
     "dropout_prob": 0.0, "blocksize_b": 1,
 }  # fmt: skip
 IN_CONFIG = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}  # other names of fields
@@ -161,11 +161,11 @@ class AttentionMetadata(Record):
     >>> query, key == out
     (P(('fsdp', 'dp'), 'sp', 'tp', None), True)
 
-    Fields that are not given are taken from `base_config`, any object with attributes of these names (`attn_dtype`
+    Fields that are not given, or `...`, are taken from `base_config`, any object with attributes of these names (`attn_dtype`
     and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
 
     - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
-    - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits; float64 for float64.
+    - `runtime_softmax_dtype` None: float32, no kernel of frisket has a softmax of fewer bits; float64 for float64.
     - `mesh` that of `partition_manager`, or the current one, or None: arrays are not split. `partition_axis`, or the
       axis of `partition_manager`, says how arrays are split over a mesh. `sequence_axis_name` "sp" is the axis of ring
       attention, which passes keys round the ring, or gathers them where `scan_ring_attention` is False.
@@ -207,6 +207,9 @@ class AttentionMetadata(Record):
     }
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            if getattr(self, f.name) is ...:
+                setattr(self, f.name, f.default)
         if isinstance(self.base_config, dict):
             raise ParameterError("base_config is a dict; it is an object whose attributes are read")
         if self.partition_axis not in (EMPTY_VAL, None) and self.partition_manager is EMPTY_VAL:
@@ -227,7 +230,8 @@ class AttentionMetadata(Record):
             setattr(self, name, _dtype(name, getattr(self, name)))
         self.platform = _member(Platform, "platform", self.platform)
         self.backend = _member(Backend, "backend", self.backend)
-        self.dropout_prob = rate_of(self.dropout_prob)
+        rate_of(self.dropout_prob)  # checks it; kernels round it to float32
+        self.dropout_prob = float(self.dropout_prob)
         self.softmax_scale = scale_of(self.softmax_scale, "softmax_scale", known=True)
         if (self.blocksize_q is None) != (self.blocksize_k is None):
             raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
@@ -256,15 +260,16 @@ class AttentionMetadata(Record):
         name = attr if attr_name is EMPTY_VAL else attr_name
         if name is EMPTY_VAL or default is EMPTY_VAL:
             raise ParameterError('give a name and a default: set_attrs_carefully("softmax_scale", 1.0)')
-        if getattr(self, name, EMPTY_VAL) is not EMPTY_VAL:
+        if not _unset(getattr(self, name, ...)):
             return
         config = self.base_config if use_base_config else None
-        setattr(self, name, getattr(config, pickup_name or name, default))
+        value = getattr(config, pickup_name or name, default)
+        setattr(self, name, default if _unset(value) else value)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values; another `partition_axis` or `mesh` is that of the partition manager too."""
         manager = changes.get("partition_manager")
-        if manager is not None:
+        if manager not in (None, ...):
             changes = {"partition_axis": None, "mesh": manager.mesh or self.mesh} | changes
         elif "partition_axis" in changes:
             changes["partition_manager"] = None
@@ -301,6 +306,11 @@ class AttentionMetadata(Record):
             for h in (n.BIAS_HEAD_SEQ, None)
         )
         return query, key, key, bias, mask, query
+
+
+def _unset(x: Any) -> bool:
+    """Whether it says that no value is given, here or in EasyDeL."""
+    return x is EMPTY_VAL or x is ...
 
 
 def _dtype(name: str, x: Any) -> Any:

@@ -16,6 +16,6 @@ Shape = Sequence[int]
 AxisIdxes = tuple[int, ...]
 AxisNames = tuple[str, ...]
 AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
-RUNTIME_MODE_TYPES = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
+RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 __all__ = ["RUNTIME_MODE_TYPES", "Array", "AxisIdxes", "AxisNames", "AxisType", "DType", "Mesh", "PRNGKey", "Shape"]

@@ -154,7 +154,7 @@ def test_a_picture_tells_full_from_partial():
     ]
     assert made.to_string(grid_size=(2, 3), limit=2).splitlines()[1:3] == ["░░    ", "▒▒░░  "]
     assert made.to_string(grid_size=2).splitlines()[1:3] == ["░░  ", "▒▒░░"]
-    assert made.to_string(-1) == made.to_string()
+    assert made.to_string(-1) == made.to_string(None) == made.to_string()
     joined = ours.create_block_mask(causal, None, None, 32, 32, "cpu", 16, separate_full_blocks=False)
     assert joined.to_string() == "(0, 0)\n▒▒  \n▒▒▒▒\n"
     assert repr(made) == (
