@@ -7,12 +7,14 @@
 (1, 16, 8, 64)
 """
 
+from typing import Any
+
 from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.modeling.kv_cache import concatenate_to_cache
 
-from frisket.runtime.modeling.dot_general import get_dot_general_by_bits
+from frisket.runtime.modeling.dot_general import EasyMethod, get_dot_general_by_bits
 from frisket.runtime.modeling.kv_cache import init_cache
 from frisket.runtime.modeling.meshes import (
     add_start_docstrings,
@@ -32,7 +34,16 @@ from frisket.runtime.modeling.rotary import (
 )
 
 __all__ = [
-    "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache", "create_mesh",
-    "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec", "get_ranks_and_size",
-    "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables", "rotate_half",
+    "EasyMethod", "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache",
+    "create_mesh", "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec",
+    "get_ranks_and_size", "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables",
+    "rotate_half",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BaseJAXAttentionModule":  # a module of flax, which the others do not need
+        with extras():
+            from frisket.runtime.modeling.linen_cache import BaseJAXAttentionModule
+        return BaseJAXAttentionModule
+    raise AttributeError(f"module 'frisket.modeling' has no attribute {name!r}")

@@ -410,8 +410,8 @@ class BlockMask(theirs.BlockMask):
     @outside
     def to_string(self, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
         """A picture of the tiles for each batch entry and head, at most `limit` of them, of at most `grid_size`
-        (rows, columns) cells; None or -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where every
-        one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
+        (rows, columns) cells; None or -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where
+        every one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
         partial tiles alike.)"""
         return to_string(self._kinds(), grid_size, limit)
 

@@ -7,8 +7,18 @@ from typing import Any
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.machine.extras import extras
 
-MODES = ("train", "serve", "convert")
+MODES = {"train": "train", "serve": "serve", "convert": "convert", "eval": "serve"}
 BITS = range(2, 9)
+
+
+class EasyMethod:
+    """EasyDeL's names for the modes of `get_dot_general_by_bits`: `EasyMethod.TRAIN`.
+
+    >>> EasyMethod.TRAIN, EasyMethod.SERVE, EasyMethod.EVAL, EasyMethod.CONVERT
+    ('train', 'serve', 'serve', 'convert')
+    """
+
+    TRAIN, SERVE, EVAL, CONVERT = "train", "serve", "serve", "convert"
 
 
 class Keywords(dict[str, Any]):
@@ -20,8 +30,11 @@ class Keywords(dict[str, Any]):
             return lambda: self["dot_general"]
         raise KeyError(key)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() or (key == "dot_general_cls" and "dot_general" in self.keys())
+
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self or (key == "dot_general_cls" and self) else default
+        return self[key] if key in self else default  # noqa: SIM401 (dict.get calls no __missing__)
 
 
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
@@ -42,7 +55,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     - "convert": like "serve", and the right side, the weights, is kept as integers and scales in `rhs`. Run the model
       once, then `model.set_attributes(mode="serve")`.
     - "serve": takes the weights in `rhs`, or those it is called with where there are none, or a `qwix.QArray`. No
-      gradients.
+      gradients. "eval" is the same.
 
     `get_dot_general_by_bits(8)["dot_general_cls"]` is a function without arguments that gives the product, for layers
     that take it so, as `flax.linen.Dense`.
@@ -50,7 +63,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     Needs qwix: `pip install 'frisket-attention[quantized]'`.
     """
     if mode not in MODES:
-        raise ParameterError(f"mode is {mode!r}; it is {', '.join(map(repr, MODES[:2]))} or {MODES[2]!r}")
+        raise ParameterError(f"mode is {mode!r}; it is one of {', '.join(map(repr, MODES))}")
     if bits is None:
         return {}
     if bits not in BITS:
@@ -58,4 +71,4 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     with extras():
         from .quantized import DotGeneral
 
-    return Keywords(dot_general=DotGeneral(bits, mode))
+    return Keywords(dot_general=DotGeneral(bits, MODES[mode]))

@@ -46,24 +46,24 @@ def create_mesh(
 
 
 def names_in_mesh(*names: str) -> bool:
-    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all these axes; False without a mesh.
+    """Whether the current mesh (`jax.set_mesh(mesh)`, `with mesh:`) has all these axes; without a mesh there are none.
 
     >>> with jax.set_mesh(create_mesh((1, -1), ("dp", "tp"))):
     ...     names_in_mesh("dp", "tp"), names_in_mesh("sp")
     (True, False)
     """
     mesh = current_mesh()
-    return mesh is not None and {*names} <= {*mesh.axis_names}
+    return {*names} <= {*(() if mesh is None else mesh.axis_names)}
 
 
-def get_names_from_partition_spec(specs: Any) -> list[str]:
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     """The mesh axes in a spec, or in dicts and sequences of specs, each once, in the order they are met in.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> get_names_from_partition_spec({"w": P(("fsdp", "sp"), "tp"), "b": [P("tp"), P(None)]})
     ['fsdp', 'sp', 'tp']
     """
-    return list(dict.fromkeys(_names(specs)))
+    return list(dict.fromkeys(_names(partition_specs)))
 
 
 def _names(specs: Any) -> Iterable[str]:

@@ -42,14 +42,13 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
 
 
 def rotate_half(x: Any) -> Any:
-    """The halves of the last axis exchanged, the second one negated: (a, b) becomes (-b, a).
+    """The halves of the last axis exchanged, the second one negated: (a, b) becomes (-b, a). Of an odd length b is the
+    longer half.
 
     >>> import torch
     >>> rotate_half(torch.arange(1, 5)).tolist()
     [-3, -4, 1, 2]
     """
-    if x.shape[-1] % 2:
-        raise ShapeError(f"x is {list(x.shape)}; the last axis has two halves, so its length is even")
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     if framework_of(x) == "torch":
@@ -73,7 +72,8 @@ def apply_rotary_pos_emb(
 
     `layout` "bhsd" is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `sin` and `cos` are
     [length, head_dim], [batch, length, head_dim], or have an axis of heads where the layout has it, of length 1 or one
-    table for each head. Tables of more positions than `tensor` has are cut. `sin_` and `cos_` are EasyDeL's names.
+    table for each head. In place of head_dim they may have 1. Tables of more positions than `tensor` has are cut.
+    `sin_` and `cos_` are EasyDeL's names.
     """
     if (sin is None) == (sin_ is None) or (cos is None) == (cos_ is None):
         raise ParameterError("give sin and cos once each: apply_rotary_pos_emb(tensor, sin, cos), or sin_= and cos_=")
@@ -98,7 +98,7 @@ def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
     if len(table.shape) == 3:
         table = table[None]
     right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
-    if not (right and table.shape[-1] == tensor.shape[-1] and table.shape[0] in (1, tensor.shape[0])):
+    if not (right and table.shape[-1] in (1, tensor.shape[-1]) and table.shape[0] in (1, tensor.shape[0])):
         raise ShapeError(
             f"{name} is {given} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
             f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with at "

@@ -44,8 +44,8 @@ class BaseOperation(ABC):
         self.metadata = metadata
 
     @property
-    def EasyDeLBackends(self) -> type[Backend]:
-        """The devices that `metadata.backend` is one of, under EasyDeL's name for them."""
+    def EasyDeLBackends(self) -> type[Backend]:  # noqa: N802 (EasyDeL's name)
+        """`Backend`, for comparisons with `metadata.backend`."""
         return Backend
 
     @classmethod

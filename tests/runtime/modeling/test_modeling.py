@@ -125,6 +125,20 @@ def test_rotate_half_swaps_and_negates():
     wanted = np.concatenate((-x[:, 3:], x[:, :3]), 1)
     np.testing.assert_array_equal(jax.jit(m.rotate_half)(x), wanted)
     np.testing.assert_array_equal(m.rotate_half(torch.from_numpy(x)), wanted)
+    odd = np.concatenate((-x[:, 2:5], x[:, :2]), 1)
+    np.testing.assert_array_equal(m.rotate_half(jnp.asarray(x[:, :5])), odd)
+    np.testing.assert_array_equal(m.rotate_half(torch.from_numpy(x[:, :5])), odd)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rotary_tables_may_have_one_entry_for_a_head(world, layout):
+    make, x, (sin, cos) = WORLDS[world], rng.standard_normal((1, 3, 3, 8)).astype("f"), rng.standard_normal((2, 3, 1))
+    axes = (None, None) if layout == "bhsd" else (None, slice(None), None)
+    spread = (np.repeat(t, 8, -1)[axes] for t in (sin, cos))
+    wanted = m.apply_rotary_pos_emb(make(x), *map(make, spread), layout)
+    for short in ((sin, cos), (sin[axes], cos[axes])):
+        np.testing.assert_array_equal(m.apply_rotary_pos_emb(make(x), *map(make, short), layout), wanted)
 
 
 def test_create_mesh_has_the_named_axes():
@@ -133,6 +147,7 @@ def test_create_mesh_has_the_named_axes():
     assert dict(mesh.shape) == {"dp": 1, "fsdp": len(jax.devices()), "tp": 1, "sp": 1}
     assert m.create_mesh((1, -1), ("a", "b"), "cpu").axis_names == ("a", "b")
     assert not m.names_in_mesh("dp")
+    assert m.names_in_mesh()
     with jax.set_mesh(mesh):
         assert m.names_in_mesh("dp", "sp")
         assert not m.names_in_mesh("dp", "ep")
@@ -265,6 +280,18 @@ def test_converted_weights_serve():
 
 def test_layers_of_their_own_product():
     assert m.get_dot_general_by_bits() == {} == m.get_dot_general_by_bits(None, "serve")
+    assert "dot_general_cls" not in m.get_dot_general_by_bits()
+
+
+def test_modes_have_easydels_names():
+    names = {n: x for n, x in vars(m.EasyMethod).items() if n.isupper()}
+    assert names == {"TRAIN": "train", "SERVE": "serve", "EVAL": "serve", "CONVERT": "convert"}
+
+
+@quantized
+def test_eval_is_the_mode_of_serving():
+    made = {mode: m.get_dot_general_by_bits(bits=8, mode=mode)["dot_general"].mode for mode in ("train", "eval")}
+    assert made == {"train": "train", "eval": m.EasyMethod.EVAL}
 
 
 def test_quantized_product_works_in_linen_layers():
@@ -272,6 +299,10 @@ def test_quantized_product_works_in_linen_layers():
     pytest.importorskip("qwix")
     given = m.get_dot_general_by_bits(8)
     assert [*given] == ["dot_general"]  # what layers of nnx take, by **
+    assert "dot_general_cls" in given
+    assert "dot_general" in given
+    assert "nothing" not in given
+    assert {**given} == dict(given) == {"dot_general": given["dot_general"]}
     assert given["dot_general_cls"]() is given.get("dot_general_cls")() is given["dot_general"]
     x = jnp.asarray(rng.standard_normal((3, 64)).astype(np.float32))
     layer, plain = nn.Dense(4, dot_general_cls=given["dot_general_cls"]), nn.Dense(4)
@@ -309,7 +340,6 @@ BAD = {
     ),
     "rank": (lambda: m.apply_rotary_pos_emb(ONES[0], ONES, ONES), "it has 4 axes"),
     "odd": (lambda: m.rotary_tables(torch.arange(4), 7), "head_dim is 7"),
-    "odd halves": (lambda: m.rotate_half(torch.ones(3)), "its length is even"),
     "repeats": (lambda: m.repeat_kv_bnsh(ONES, 0), "n_rep is 0"),
     "repeats of a Bool": (lambda: m.repeat_kv_bnsh(ONES, True), "n_rep is True"),
     "repeats rank": (lambda: m.repeat_kv_bsnh(ONES[0], 2), "4 axes, the heads being axis 2"),
@@ -322,7 +352,10 @@ BAD = {
     "no arrays": (lambda: m.canonicalize_dtype(None), "no array to tell the dtype by"),
     "policy": (lambda: m.get_gradient_checkpoint_policy("dot_saveable"), "did you mean 'dots_saveable'"),
     "bits": (lambda: m.get_dot_general_by_bits(9), "bits is 9; there are products of 2 to 8 bits"),
-    "mode": (lambda: m.get_dot_general_by_bits(8, "eval"), "mode is 'eval'; it is 'train', 'serve' or 'convert'"),
+    "mode": (
+        lambda: m.get_dot_general_by_bits(8, "test"),
+        "mode is 'test'; it is one of 'train', 'serve', 'convert', ",
+    ),
 }
 
 

@@ -15,7 +15,7 @@ USUAL = ["managers", "modes", "rings", "explicit", "inside shard map"]
     ("which", "checks"),
     [
         pytest.param("usual", USUAL, marks=pytest.mark.exhaustive),
-        pytest.param("all", [*USUAL, "gradients", "partial fit"], marks=pytest.mark.slow),
+        pytest.param("all", [*USUAL, "gradients", "partial fit", "linen cache"], marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh(which, checks):

@@ -1,6 +1,7 @@
 """Operators on eight CPU devices: `python operations_on_a_mesh.py [all]` prints a line for every check that holds."""
 
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +206,27 @@ def inside_shard_map():
             close((found[0], *(np.asarray(x).reshape(4, LENGTH, 2, 2, 8).sum(3) for x in found[1:])), wanted, 1e-4)
 
 
+def linen_cache():
+    """Each device writes the positions that it owns, in the collection of a linen module."""
+    mesh = m.create_mesh(USUAL)
+
+    class Layer(m.BaseJAXAttentionModule):
+        def __call__(self, key, value):
+            return self._concatenate_to_cache(key, value, key, None)
+
+    for few in (False, True):
+        config = SimpleNamespace(use_sharded_kv_caching=True, quantize_kv_cache=few, jax_mesh=lambda: mesh)
+        key, value = (jnp.asarray(x) for x in arrays()[1:])
+        state = Layer(config).init(jax.random.key(0), key, value)
+        step = jax.jit(lambda state, *new, config=config: Layer(config).apply(state, *new, mutable="cache"))
+        for at in (slice(0, 40), slice(40, 41), slice(41, 42)):
+            found, state = step(state, key[:, at], value[:, at])
+        for n, x in (("key", key), ("value", value)):
+            sharded_as(state["cache"][f"cached_{n}"], mesh, P("fsdp", "sp", "tp", None))
+            close(found[n == "value"][:, :42], x[:, :42], 0.02 if few else 0)
+        close(found[2], np.broadcast_to(np.arange(LENGTH) < 42, (4, 1, 1, LENGTH)), 0)
+
+
 def partial_fit():
     """Six heads over four devices of an axis of two and one of three: the axis that divides is kept."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -215,6 +237,13 @@ def partial_fit():
 
 
 if __name__ == "__main__":
-    for check in (managers, modes, rings, explicit, inside_shard_map, *((gradients, partial_fit) if ALL else ())):
+    for check in (
+        managers,
+        modes,
+        rings,
+        explicit,
+        inside_shard_map,
+        *((gradients, partial_fit, linen_cache) if ALL else ()),
+    ):
         check()
         print(check.__name__.replace("_", " "))
