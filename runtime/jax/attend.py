@@ -11,7 +11,7 @@ from frisket.dsl.ir import COORDINATES, SIZES, uses
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.request import Request
-from frisket.runtime.machine.parameters import traced
+from frisket.runtime.machine.parameters import stacked, traced
 
 
 @usual_promotion()
@@ -22,7 +22,7 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
             from .symbolic import attend
 
             return attend(att, request)
-        att, request = _at_traced_origin(att, request)
+        att, request = _at_traced_origin(att, request._replace(sinks=stacked("sinks", request.sinks)))
         call = att.call(request)
     except FrisketError as error:
         error.add_note(_asked(att, request))
