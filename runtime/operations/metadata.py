@@ -161,8 +161,8 @@ class AttentionMetadata(Record):
     >>> query, key == out
     (P(('fsdp', 'dp'), 'sp', 'tp', None), True)
 
-    Fields that are not given, or `...`, are taken from `base_config`, any object with attributes of these names
-    (`attn_dtype` and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
+    A field that is not given, or `...`, is taken from `base_config`, an object with attributes of these names. Those
+    of the dtypes are `attn_dtype` and `attn_softmax_dtype`. Without one the field is:
 
     - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
     - `runtime_softmax_dtype` None: float32, no kernel of frisket has a softmax of fewer bits; float64 for float64.

@@ -14,9 +14,9 @@ CALLS = {
     "sinks": lambda x: fk.attention(Q, Q, Q, "causal", sinks=x),
     "a table": lambda x: fk.attention(Q, Q, Q, "causal", "score + s[h] * (k - q)", s=x),
     "a table of a compiled one": lambda x: fk.compile("causal", "score + s[h] * (k - q)")(Q, Q, Q, s=x),
-    "an operator's table": lambda x: AttentionRegistry.create("frisket")(
-        Q, Q, Q, "causal", score="score + s[h] * (k - q)", s=x
-    ).attention_outputs,
+    "an operator's table": lambda x: (
+        AttentionRegistry.create("frisket")(Q, Q, Q, "causal", score="score + s[h] * (k - q)", s=x).attention_outputs
+    ),
     "an operator's sinks": lambda x: AttentionRegistry.create("frisket")(Q, Q, Q, softmax_aux=x).attention_outputs,
 }
 
