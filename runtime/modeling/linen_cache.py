@@ -46,9 +46,9 @@ class BaseJAXAttentionModule(nn.Module):
         self, key: Any, value: Any, query_states: Any, attention_mask: Any
     ) -> tuple[Any, Any, Any]:
         few = getattr(self.config, "quantize_kv_cache", False)
-        has_cache, new = self.has_variable("cache", "cached_key"), {"key": key, "value": value}
-        variables: dict[str, Any] = {f"{n[0]}_scale": None for n in new}
-        for n, x in new.items():
+        has_cache = self.has_variable("cache", "cached_key")
+        variables = {}  # by the name that a KVCache has for them
+        for n, x in (("key", key), ("value", value)):
             variables[n[0]] = self.variable("cache", f"cached_{n}", jnp.zeros, x.shape, jnp.int8 if few else x.dtype)
             if few:
                 scale = self.variable("cache", f"cached_{n}_scale", jnp.zeros, x.shape[:-1], jnp.float32)
@@ -56,19 +56,17 @@ class BaseJAXAttentionModule(nn.Module):
         index = self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32)
         if not has_cache:
             return key, value, attention_mask
-        rows = {"lengths": jnp.full(len(key), index.value), "overflowed": jnp.zeros(len(key), bool)}
-        rows |= {n: None if x is None else x.value for n, x in variables.items()}
-        cache: Any = KVCache
+        kind: Any = KVCache
+        fields: dict[str, Any] = {"k_scale": None, "v_scale": None} | {n: x.value for n, x in variables.items()}
+        fields |= {"lengths": jnp.full(len(key), index.value), "overflowed": jnp.zeros(len(key), bool)}
         if getattr(self.config, "use_sharded_kv_caching", False):
-            cache = ShardedKVCache
-            rows |= {"mesh": self.config.jax_mesh(), "axis": "sp", "batch_axis": ("dp", "fsdp"), "head_axis": "tp"}
-        cache, mask = concatenate_to_cache(cache(**rows), key, value, attention_mask)
-        for n, x in variables.items():
-            if x is not None:
-                x.value = getattr(cache, n)
+            kind = ShardedKVCache
+            fields |= {"mesh": self.config.jax_mesh(), "axis": "sp", "batch_axis": ("dp", "fsdp"), "head_axis": "tp"}
+        cache, mask = concatenate_to_cache(kind(**fields), key, value, attention_mask)
+        for n, variable in variables.items():
+            variable.value = getattr(cache, n)
         index.value += key.shape[1]
-        if few:
-            key, value = ((x * s[..., None]).astype(y.dtype) for x, s, y in (
-                (cache.k, cache.k_scale, key), (cache.v, cache.v_scale, value)))  # fmt: skip
-            return key, value, mask
-        return cache.k, cache.v, mask
+        if not few:
+            return cache.k, cache.v, mask
+        key = (cache.k * cache.k_scale[..., None]).astype(key.dtype)
+        return key, (cache.v * cache.v_scale[..., None]).astype(value.dtype), mask

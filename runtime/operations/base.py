@@ -212,7 +212,7 @@ class AttentionImpl(BaseOperation, ABC):
     True
     """
 
-    metadata: Any  # None in a subclass whose constructor sets none
+    metadata: AttentionMetadata
 
     def __init__(self, metadata: AttentionMetadata | None = None) -> None:
         self.metadata = AttentionMetadata() if metadata is None else metadata
