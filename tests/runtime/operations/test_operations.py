@@ -236,6 +236,24 @@ def test_partition_manager_follows_mesh_and_axes():
         AttentionMetadata(partition_manager=mine, partition_axis=by_head)
 
 
+def test_partition_managers_of_other_classes_are_read():
+    """As eformer has them: no mesh, and a PartitionAxis of its own class."""
+    axis, mesh = s.PartitionAxis(head_axis="x"), create_mesh((1, 1), ("x", "y"))
+    foreign = SimpleNamespace(**vars(axis))
+    manager = SimpleNamespace(paxis=foreign)
+    for settings in (
+        {"partition_axis": foreign}, {"partition_manager": manager},
+        {"partition_axis": foreign, "partition_manager": manager},
+        {"base_config": SimpleNamespace(partition_axis=foreign, partition_manager=manager)},
+    ):  # fmt: skip
+        metadata = AttentionMetadata(mesh=mesh, **settings)
+        assert metadata.partition_manager == s.PartitionManager(axis, mesh)
+        assert metadata.partition_axis == axis
+        assert AttentionMetadata.from_json(metadata.to_json()) == metadata
+    with pytest.raises(fk.ParameterError, match="paxis is 3; it is a PartitionAxis, or has its fields"):
+        AttentionMetadata(partition_manager=3)
+
+
 def test_numbers_of_libraries_go_through_json():
     given = {"softmax_scale": jnp.float32(0.5), "dropout_prob": np.float32(0.25), "blocksize_q": np.int64(32)}
     found = AttentionMetadata.from_json(AttentionMetadata(**given, blocksize_k=64).to_json())
@@ -251,7 +269,7 @@ def test_metadata_gives_the_sharding_of_each_mode(mode, bthd, mni):
     paxis = s.PartitionAxis(kv_head_axis="ep", bias_head_sequence_axis="tp", bias_key_sequence_axis="sp",
                             decode_key_sequence_axis="fsdp", batch_axis="dp")  # fmt: skip
     found = AttentionMetadata(partition_axis=paxis).get_shardings(mode, bthd, mni)
-    length, keys = (None, "fsdp") if mode in s.GENERATION_MODES else ("sp", "sp")
+    length, keys = "sp", "fsdp" if mode in s.GENERATION_MODES else "sp"
 
     def four(length, heads):
         return P("dp", length, heads, None) if bthd else P("dp", heads, length, None)
