@@ -127,7 +127,7 @@ def problem(
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
-    return OpCall(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths))
+    return OpCall(whole, chain, {**values, **tables}, sinks_of_heads(softmax_aux, lengths))
 
 
 def _flags(causal: bool, window: Any) -> list[Mask]:
@@ -194,7 +194,7 @@ def _check_place(what: str, moved: bool) -> None:
         )
 
 
-def _sinks(x: Any, lengths: Lengths) -> Any:
+def sinks_of_heads(x: Any, lengths: Lengths) -> Any:
     """Sinks [heads]: several of a head are one, whose weight is theirs together."""
     x, heads, kv_heads = jnp.asarray(x) if isinstance(x, list | tuple) else x, lengths.heads, lengths.kv_heads
     if getattr(x, "ndim", 0) == 0 or x.shape == (heads,):
