@@ -147,9 +147,7 @@ def _sides(window: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _by_place(
-    tables: dict[str, Any], what: str, given: Any, lengths: Lengths, moved: bool
-) -> dict[str, str]:
+def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: Lengths, moved: bool) -> dict[str, str]:
     """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
     rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # one array, [batch, length]
     pair = given if isinstance(given, tuple | list) and len(given) == 2 and not rows else (given, given)
