@@ -167,8 +167,9 @@ class AttentionMetadata(Record):
     - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
     - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits; float64 for float64.
     - `mesh` that of `partition_manager`, or the current one, or None: arrays are not split. `partition_axis`, or the
-      axis of `partition_manager`, says how arrays are split over a mesh; those of eformer are taken too. `sequence_axis_name` "sp" is the axis of ring
-      attention, which passes keys round the ring, or gathers them where `scan_ring_attention` is False.
+      axis of `partition_manager`, says how arrays are split over a mesh; those of eformer are taken too.
+      `sequence_axis_name` "sp" is the axis of ring attention, which passes keys round the ring, or gathers them where
+      `scan_ring_attention` is False.
     - `backend` None: the platform of the arrays. `platform` None: the first kernels that can run the call.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
     - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask; both or none.

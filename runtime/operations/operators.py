@@ -177,8 +177,8 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: Lengths, moved: b
     index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
     if not axes or None in index:
         raise ShapeError(
-            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; it "
-            "has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1; heads may be "
+            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; "
+            "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1; heads may be "
             f"the {lengths.kv_heads} key heads"
         )
     tables[name] = x

@@ -203,6 +203,6 @@ __all__ = [
     "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH", "SEQUENCE_PARALLEL", "SP",
     "TENSOR_PARALLEL", "TP", "VOCAB", "AttnKVSharding", "AttnQSharding", "ColumnWise", "DynamicShardingAxes",
     "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise", "ExpertColumnWiseAlt", "ExpertRowWise",
-    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise", "SRowWise",
-    "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
+    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise",
+    "SRowWise", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
 ]  # fmt: skip

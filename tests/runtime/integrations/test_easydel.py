@@ -1,6 +1,6 @@
 """Without EasyDeL; tests/real/easydel runs inside it."""
 
-import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -8,7 +8,9 @@ import frisket as fk
 from frisket.integrations import easydel
 
 
-def test_easydel_that_is_absent_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "easydel", None)
+@pytest.mark.skipif(find_spec("easydel") is not None, reason="EasyDeL is installed")
+def test_easydel_that_is_absent_is_named():
     with pytest.raises(fk.MissingPackageError, match="easydel is not installed: pip install easydel"):
         easydel.register()
+    with pytest.raises(fk.ParameterError, match="there is no operation 'frisked'; did you mean 'frisket'"):
+        easydel.register(operator="frisked")
