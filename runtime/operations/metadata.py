@@ -22,7 +22,7 @@ from frisket.runtime.calls.options import rate_of
 from frisket.runtime.modeling.meshes import create_mesh
 from frisket.runtime.sharding import names as n
 from frisket.runtime.sharding.names import EMPTY_VAL
-from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager, current_mesh
+from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager, as_partition_axis, current_mesh
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, and back
 
@@ -167,8 +167,9 @@ class AttentionMetadata(Record):
     - `runtime_dtype` None: the dtype that q, k and v are cast to, and of the result; None keeps their dtype.
     - `runtime_softmax_dtype` None: float32, no kernel of frisket has a softmax of fewer bits; float64 for float64.
     - `mesh` that of `partition_manager`, or the current one, or None: arrays are not split. `partition_axis`, or the
-      axis of `partition_manager`, says how arrays are split over a mesh. `sequence_axis_name` "sp" is the axis of ring
-      attention, which passes keys round the ring, or gathers them where `scan_ring_attention` is False.
+      axis of `partition_manager`, says how arrays are split over a mesh; those of eformer are taken too.
+      `sequence_axis_name` "sp" is the axis of ring attention, which passes keys round the ring, or gathers them where
+      `scan_ring_attention` is False.
     - `backend` None: the platform of the arrays. `platform` None: the first kernels that can run the call.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
     - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask; both or none.
@@ -220,8 +221,10 @@ class AttentionMetadata(Record):
             self.set_attrs_carefully(f.name, DEFAULTS.get(f.name), IN_CONFIG.get(f.name))
         if self.partition_axis is None or isinstance(self.partition_axis, dict):
             self.partition_axis = PartitionAxis(**(self.partition_axis or {}))
-        manager = self.partition_manager or PartitionManager(self.partition_axis)
-        if given and manager.paxis != self.partition_axis:
+        manager: Any = self.partition_manager or PartitionManager(self.partition_axis)
+        if not isinstance(manager, PartitionManager):  # another library's, as eformer's, which has no mesh
+            manager = PartitionManager(getattr(manager, "paxis", manager), getattr(manager, "mesh", None))
+        if given and manager.paxis != as_partition_axis(self.partition_axis):
             raise ParameterError("partition_axis is not that of partition_manager; give one of them")
         if self.mesh is None:
             self.mesh = current_mesh() if manager.mesh is None else manager.mesh

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from inspect import signature
 from operator import and_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,16 @@ TABLES = (  # names of what comes as arrays
 )  # fmt: skip
 
 
+class Lengths(NamedTuple):
+    """Of the arrays of a call."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    kv_heads: int
+
+
 @dataclass(frozen=True)
 class OpCall:
     """Attention of one call, beside its q, k and v. `params` are the values of the names without one."""
@@ -57,12 +67,11 @@ class OpCall:
 
 
 def problem(
-    lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
-    causal: bool, window: Any, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+    lengths: Lengths, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
+    align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
     called: Sequence[str],
 ) -> OpCall:  # fmt: skip
-    """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
-    are, `causal` and `window` have the last query at the last key. `called` are the operator's keywords."""
+    """What a call means. `moved`: `origin` says where the queries are. `called` are the operator's keywords."""
     values = {n: call_value(n, x) for n, x in params.items()}
     if taken := next((n for n in values if n in TABLES), None):
         raise ParameterError(
@@ -76,21 +85,36 @@ def problem(
     made = made.without(values)
     masks, flags = [m for m in (made.mask,) if m is not None], _flags(causal, window)
     scores = [s for s in (made.score,) if s is not None]
+    if align not in (None, "end", "start") or (align and (positions is not None or moved)):
+        raise ParameterError(
+            f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, without "
+            "positions and origin"
+        )
     if positions is not None:
         at = _by_place(tables, "positions", positions, lengths, moved)
         masks = [m.at(**at) for m in masks]
         scores = [s.at(**at) for s in scores]
         flags = [m.at(**at) for m in flags]
-    elif lengths[2] != lengths[3] and not moved:
-        flags = [m.at(q=f"q + {lengths[3] - lengths[2]}") for m in flags]
+    elif not moved and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
+        reach = [n for n in (*([0] if causal else []), *_sides(window)[1:]) if n >= 0]  # keys after a query
+        if align is None and reach and ahead + min(reach) < 0:
+            raise ParameterError(
+                f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query at "
+                f"the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
+                "  align='start' places query 0 at key 0; align='end' says that it is meant"
+            )
+        flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
     if segment_ids is not None:
         at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            array = array != 0
         if array.dtype != bool:
             raise ParameterError(
-                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask"
+                f"the mask is an array of {array.dtype}; True, or an integer other than 0, is what is seen: mask != 0; "
+                "or bias=mask"
             )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
     if not isinstance(scale, float | None):
@@ -103,32 +127,32 @@ def problem(
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
-    return OpCall(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
+    return OpCall(whole, chain, {**values, **tables}, sinks_of_heads(softmax_aux, lengths))
 
 
 def _flags(causal: bool, window: Any) -> list[Mask]:
     if not isinstance(causal, bool):
         raise ParameterError(f"causal is {causal!r}; it is True or False")
-    found = [as_mask("causal")] if causal else []
-    if window is not None:
-        sides = window if isinstance(window, tuple | list) else (window, window)
-        if len(sides) != 2 or not all(isinstance(n, int | np.integer) for n in sides):
-            raise ParameterError(f"sliding_window is {window!r}; it is an int, or (before, after) in tokens")
-        if any(n < -1 for n in sides):
-            raise ParameterError(f"sliding_window is {window!r}; a side is a number of tokens, or -1 for no limit")
-        ends = [f"{distance} <= {n}" for distance, n in zip(("q - k", "k - q"), sides, strict=True) if n >= 0]
-        found += [as_mask(" & ".join(ends))] if ends else []
-    return found
+    ends = [f"{d} <= {n}" for d, n in zip(("q - k", "k - q"), _sides(window), strict=True) if n >= 0]
+    return [as_mask(text) for text in (*(["causal"] if causal else []), " & ".join(ends)) if text]
 
 
-def _by_place(
-    tables: dict[str, Any], what: str, given: Any, lengths: tuple[int, int, int, int], moved: bool
-) -> dict[str, str]:
+def _sides(window: Any) -> tuple[int, int]:
+    """Tokens before and after a query; -1 is no limit."""
+    sides = (-1, -1) if window is None else window if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2 or not all(isinstance(n, int | np.integer) for n in sides):
+        raise ParameterError(f"sliding_window is {window!r}; it is an int, or (before, after) in tokens")
+    if any(n < -1 for n in sides):
+        raise ParameterError(f"sliding_window is {window!r}; a side is a number of tokens, or -1 for no limit")
+    return sides[0], sides[1]
+
+
+def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: Lengths, moved: bool) -> dict[str, str]:
     """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
     rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # one array, [batch, length]
     pair = given if isinstance(given, tuple | list) and len(given) == 2 and not rows else (given, given)
     texts = {}
-    for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:], strict=True):
+    for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:4], strict=True):
         _check_place(f"{side} {what}", moved)
         x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
         if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
@@ -141,19 +165,24 @@ def _by_place(
     return texts
 
 
-def _table(tables: dict[str, Any], name: str, x: Any, lengths: tuple[int, int, int, int], moved: bool) -> str:
-    """A lookup that reads an array [batch, heads, q_len, kv_len], with axes of length 1 for all, [batch, q_len,
-    kv_len], or [batch, kv_len], of keys."""
+def _table(tables: dict[str, Any], name: str, x: Any, lengths: Lengths, moved: bool) -> str:
+    """A lookup that reads an array [batch, heads, q_len, kv_len], [batch, q_len, kv_len], or [batch, kv_len], of keys.
+
+    Axes of length 1 are for all, and heads may be the key heads, each for its group.
+    """
     _check_place(name.replace("_", " "), moved)
-    axes = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, "")
-    wanted = [lengths["bhqk".index(a)] for a in axes]
-    if not axes or any(have not in (1, want) for have, want in zip(x.shape, wanted, strict=True)):
+    axes, group = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, ""), lengths.heads // lengths.kv_heads
+    places = {**{(a, n): a for a, n in zip("bhqk", lengths, strict=False)}, **{(a, 1): "0" for a in "bhqk"}}
+    places.setdefault(("h", lengths.kv_heads), f"h // {group}")
+    index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
+    if not axes or None in index:
         raise ShapeError(
-            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {lengths}; it has "
-            "these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1"
+            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; "
+            "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1; heads may be "
+            f"the {lengths.kv_heads} key heads"
         )
     tables[name] = x
-    return f"{name}[{', '.join('0' if have == 1 else a for a, have in zip(axes, x.shape, strict=True))}]"
+    return f"{name}[{', '.join(map(str, index))}]"
 
 
 def _check_place(what: str, moved: bool) -> None:
@@ -163,14 +192,19 @@ def _check_place(what: str, moved: bool) -> None:
         )
 
 
-def _sinks(x: Any, heads: int) -> Any:
+def sinks_of_heads(x: Any, lengths: Lengths) -> Any:
     """Sinks [heads]: several of a head are one, whose weight is theirs together."""
-    x = jnp.asarray(x) if isinstance(x, list | tuple) else x
-    if x is None or getattr(x, "ndim", 0) < 2:
+    x, heads, kv_heads = jnp.asarray(x) if isinstance(x, list | tuple) else x, lengths.heads, lengths.kv_heads
+    if getattr(x, "ndim", 0) == 0 or x.shape == (heads,):
         return x
-    if x.ndim != 2 or x.shape[0] not in (1, heads):
-        raise ShapeError(f"softmax_aux is {list(x.shape)}; it is [{heads}], or [{heads}, sinks of a head]")
-    return jnp.broadcast_to(jax.nn.logsumexp(jnp.asarray(x, jnp.float32), axis=1), (heads,))
+    if x.ndim == 1:
+        x = x[:, None] if len(x) == kv_heads else x[None]
+    if x.ndim != 2 or x.shape[0] not in (1, kv_heads, heads):
+        raise ShapeError(
+            f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
+            "second axis of sinks, or [sinks], of all heads"
+        )
+    return jnp.repeat(jax.nn.logsumexp(jnp.asarray(x, jnp.float32), axis=1), heads // x.shape[0])
 
 
 @AttentionRegistry.register
@@ -192,25 +226,29 @@ class FrisketAttention(AttentionImpl):
     def forward_native(
         self, query: Any, key: Any, value: Any, mask: Any = None, *, bias: Any = None, init_bias: Any = None,
         score: Any = None, causal: bool = False, sliding_window: int | tuple[int, int] | None = None,
-        segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None, softmax_scale: Any = None,
-        logits_soft_cap: Any = None, dropout_prob: float | None = None, deterministic: bool = True,
-        dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
+        align: str | None = None, segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None,
+        softmax_scale: Any = None, logits_soft_cap: Any = None, dropout_prob: float | None = None,
+        deterministic: bool = True, dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
     ) -> AttentionOutput:  # fmt: skip
         """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
 
-        `mask` is a text, a function, an `fk.Mask`, or a Bool array [batch, heads, q_len, kv_len] (an axis may have
-        length 1), [batch, q_len, kv_len] or [batch, kv_len]; True is what is seen. `score` and `params` are a score
-        mod and values of names, as in `fk.attention`. What more is given is joined to that:
+        `mask` is a text, a function, an `fk.Mask`, or an array [batch, heads, q_len, kv_len] (an axis may have length
+        1, heads be the key heads), [batch, q_len, kv_len] or [batch, kv_len]: Bool, True is what is seen, or integers,
+        0 is what is not. `score` and `params` are a score mod and values of names, as in `fk.attention`. What more is
+        given is joined to that:
 
-        - `causal`, and `sliding_window=w` or `(left, right)`: keys at most so far before and after a query. Where q
-          and k differ in length the last query is at the last key, unless `positions` or `origin` say otherwise.
+        - `causal`, and `sliding_window=w` or `(left, right)`: keys at most so far before and after a query.
+        - `align`: where q and k differ in length, `causal` and the window place the last query at the last key,
+          "end", the default, or query 0 at key 0, "start", as EasyDeL does. More queries than keys without it are an
+          error where queries would see no key. Or `positions` or `origin` say where the queries are.
         - `segment_ids`, integers [batch, length], or a pair, of queries and of keys: equal ones see one another,
           negative ones are padding.
         - `positions`, likewise: where places of the arrays are in the sequence, for mask, score, causal and window.
         - `logits_soft_cap` after `score`, then `bias`, like an array mask; `init_bias()` makes it, where there is
           neither mask nor bias.
         - `softmax_scale` and `logits_soft_cap` are numbers or arrays of one, traced too, with gradients.
-        - `softmax_aux` [heads] or [heads, n]: sinks, logits of every query that have no value.
+        - `softmax_aux` [heads], [kv_heads], either with a second axis, or [n], for all heads: sinks, logits of every
+          query that have no value.
         - with `deterministic=False` dropout, of `dropout_prob` or the metadata's, drawn from the key `dropout_rng`.
         - `origin` and `sizes` as in `fk.attention`.
 
@@ -223,8 +261,8 @@ class FrisketAttention(AttentionImpl):
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
         found = problem(
-            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, scale,
-            logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
+            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, align,
+            scale, logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
         )  # fmt: skip
         scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
@@ -236,9 +274,8 @@ class FrisketAttention(AttentionImpl):
         options = Options(self.metadata.softmax_scale, True, self.chosen(), self.metadata.tile)
         return attention_for(mask, score, options, {})
 
-    def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
-        """(batch, heads, q_len, kv_len)."""
-        return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+    def lengths(self, query: Any, key: Any) -> Lengths:
+        return Lengths(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
 
     def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         return call.attention(options)(query, key, value, sinks=call.sinks, layout="bshd", **how, **call.params)
@@ -348,9 +385,9 @@ class _Dealt(FrisketAttention):
         if places != len(deal.order):
             raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 
-    def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
+    def lengths(self, query: Any, key: Any) -> Lengths:
         length = query.shape[1] if self.deal is None else self.deal.length
-        return query.shape[0], query.shape[2], length, length
+        return Lengths(query.shape[0], query.shape[2], length, length, key.shape[2])
 
     def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         arrays, deal = (query, key, value), self.deal
@@ -359,7 +396,7 @@ class _Dealt(FrisketAttention):
             out = super().attend(call, options, q, k, v, how)
             return out if deal is None else deal.permute(out, 1)
         if deal is None:
-            batch, heads, length, _ = self.lengths(query, key)
+            batch, heads, length, *_ = self.lengths(query, key)
             known, values = _known(call)
             tile = options.tile[0] if options.tile else _tile(length, self.ranks)
             deal = make_deal(known, length, self.ranks, tile=tile, batch=batch, heads=heads, **values)

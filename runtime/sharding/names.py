@@ -183,6 +183,10 @@ class UnifiedExpertRowWise(DynamicShardingAxes):
     form = [[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN
 
 
+class ExpertTensorParallel(DynamicShardingAxes):
+    form = [TP, EMPTY, EMPTY], MODE_TRAIN
+
+
 # Activations of experts: [batch, length, experts, size], and [batch, length, size] of those that were chosen.
 class ExpertActivations(DynamicShardingAxes):
     form = [DP, SP, EP, TP], MODE_TRAIN
@@ -199,6 +203,6 @@ __all__ = [
     "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH", "SEQUENCE_PARALLEL", "SP",
     "TENSOR_PARALLEL", "TP", "VOCAB", "AttnKVSharding", "AttnQSharding", "ColumnWise", "DynamicShardingAxes",
     "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise", "ExpertColumnWiseAlt", "ExpertRowWise",
-    "ExpertRowWiseAlt", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise", "SRowWise",
-    "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
+    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise",
+    "SRowWise", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
 ]  # fmt: skip

@@ -109,16 +109,16 @@ class PartitionAxis:
     >>> from frisket.sharding import BATCH, HEAD, MODE_DECODE, MODE_TRAIN, QUERY_LENGTH
     >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_TRAIN)
     P(('fsdp', 'dp'), 'sp', 'tp')
-    >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_DECODE)
-    P(('fsdp', 'dp'), None, 'tp')
+    >>> PartitionAxis(decode_head_axis=("tp", "sp")).resolve_spec([BATCH, HEAD], MODE_DECODE)
+    P(('fsdp', 'dp'), ('tp', 'sp'))
     >>> PartitionAxis().resolve_axis([BATCH, HEAD], MODE_TRAIN)
     [('fsdp', 'dp'), 'tp']
 
     Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes,
     and those after them follow from them where they are not given: batches over the data-parallel axes, lengths over
     the sequence axis, heads and the sizes of layers over the tensor axis, experts over theirs; head sizes, biases'
-    axes and gates are whole. In `GENERATION_MODES` the fields `decode_...` stand for those without: a step has one
-    query, so its length is whole, and the rest is split as ever.
+    axes and gates are whole. In `GENERATION_MODES` the fields `decode_...` stand for those without; one that is None
+    leaves the field without, as in eformer. The length of a step, 1, is split by no axis of several devices.
     """
 
     data_parallel_axis: MeshAxes = "dp"
@@ -180,12 +180,17 @@ class PartitionAxis:
         if axis not in FIELDS:
             raise ParameterError(f"there is no semantic axis {axis!r}; there are {', '.join(FIELDS)}, and {EMPTY!r}")
         name = FIELDS[axis]
-        if mode in GENERATION_MODES and f"decode_{name}" in DECODE:
-            name = f"decode_{name}"
-        return getattr(self, name)  # type: ignore[no-any-return]
+        decode = getattr(self, f"decode_{name}", None) if mode in GENERATION_MODES else None
+        return getattr(self, name) if decode is None else decode  # type: ignore[no-any-return]
 
 
-DECODE = {f.name for f in fields(PartitionAxis) if f.name.startswith("decode_")}
+def as_partition_axis(x: Any) -> PartitionAxis:
+    """`x`, a PartitionAxis or any object with its fields, such as eformer's."""
+    if isinstance(x, PartitionAxis):
+        return x
+    if missing := [f.name for f in fields(PartitionAxis) if not hasattr(x, f.name)]:
+        raise ParameterError(f"paxis is {x!r}; it is a PartitionAxis, or has its fields: it has no {missing[0]!r}")
+    return PartitionAxis(**{f.name: getattr(x, f.name) for f in fields(PartitionAxis)})
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,7 @@ class PartitionManager:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.paxis, PartitionAxis):
-            raise ParameterError(f"paxis is {self.paxis!r}; it is a PartitionAxis")
+        object.__setattr__(self, "paxis", as_partition_axis(self.paxis))
 
     def resolve(
         self, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
@@ -221,8 +225,9 @@ class PartitionManager:
         """The spec of an array: an entry for every one of `axes`, in `mode`.
 
         `dynamic_axes`, or `axes` of that kind, says both. Where `mode` is the number of a dimension, `shape` has it.
-        On a mesh, names it has not are left out, no axis splits two dimensions (the first has it), and with a `shape`
-        an axis that does not divide its dimension is left out too: that dimension is on every device of the axis.
+        On a mesh, names it has not are left out, and with a `shape` an axis that does not divide its dimension is left
+        out too: that dimension is on every device of the axis. Raises `ParameterError` where an axis would then split
+        two dimensions.
         """
         form: Any = axes if dynamic_axes is EMPTY_VAL and hasattr(axes, "axes") else dynamic_axes
         if form is not EMPTY_VAL:
@@ -243,19 +248,30 @@ class PartitionManager:
         for i, axes in enumerate(spec):
             if shape is not None and i >= len(shape):
                 raise ShapeError(f"a spec of more axes than the array has, {list(shape)}: {spec}")
-            taken = {name for known in kept for name in names_of(known)}
+            # an axis of one device splits nothing: where it is named again it is left out
+            taken = {name for known in kept for name in names_of(known) if sizes[name] == 1}
             kept.append(fitting(sizes, axes, None if shape is None else shape[i], taken))
+        names = [name for axes in kept for name in names_of(axes)]
+        # without a shape both stay: the axis may not divide one of the two
+        if shape is not None and (twice := [name for name in names if names.count(name) > 1]):
+            raise ParameterError(
+                f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*kept)}\n"
+                "  give one of them other axes in the PartitionAxis, or None"
+            )
         return _spec(*kept)  # type: ignore[no-any-return]
 
     def shard(
         self, x: Any, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
         dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
     ) -> Any:  # fmt: skip
-        """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside."""
+        """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside.
+
+        Where no axis splits it, `x` stays as it is, on whichever devices: as in eformer, that asks for nothing.
+        """
         return self.place(x, self.resolve(axes, mode, dynamic_axes, x.shape))
 
     def place(self, x: Any, spec: PartitionSpec) -> Any:
-        """`x` split by a spec, fitted to its shape."""
+        """`x` split by a spec, fitted to its shape; `x` itself where that splits nothing."""
         mesh = current_mesh(self.mesh)
         if mesh is None:
             raise ParameterError(
@@ -263,6 +279,8 @@ class PartitionManager:
                 "`with jax.set_mesh(mesh):`"
             )
         spec = self.fit(spec, x.shape, mesh)
+        if not any(map(names_of, spec)):
+            return x
         if isinstance(x, jax.core.Tracer):
             return split_as(x, mesh, spec)
         return jax.device_put(x, NamedSharding(mesh, spec))

@@ -24,6 +24,7 @@ NOT_RUN = {
     ("training.md", "accelerate"),
     ("triton.md", "a GPU"),
     ("triton.md", "compiles for GPUs; tests/lowering/kernels/triton/test_triton_table.py does"),
+    ("easydel.md", "EasyDeL"),
     ("vllm.md", "vLLM"),
     (MIGRATING, "flash_attn is for GPUs"),
     (MIGRATING, "Paddle"),

@@ -233,6 +233,24 @@ def test_partition_manager_follows_mesh_and_axes():
         AttentionMetadata(partition_manager=mine, partition_axis=by_head)
 
 
+def test_partition_managers_of_other_classes_are_read():
+    """As eformer has them: no mesh, and a PartitionAxis of its own class."""
+    axis, mesh = s.PartitionAxis(head_axis="x"), create_mesh((1, 1), ("x", "y"))
+    foreign = SimpleNamespace(**vars(axis))
+    manager = SimpleNamespace(paxis=foreign)
+    for settings in (
+        {"partition_axis": foreign}, {"partition_manager": manager},
+        {"partition_axis": foreign, "partition_manager": manager},
+        {"base_config": SimpleNamespace(partition_axis=foreign, partition_manager=manager)},
+    ):  # fmt: skip
+        metadata = AttentionMetadata(mesh=mesh, **settings)
+        assert metadata.partition_manager == s.PartitionManager(axis, mesh)
+        assert metadata.partition_axis == axis
+        assert AttentionMetadata.from_json(metadata.to_json()) == metadata
+    with pytest.raises(fk.ParameterError, match="paxis is 3; it is a PartitionAxis, or has its fields"):
+        AttentionMetadata(partition_manager=3)
+
+
 def test_numbers_of_libraries_go_through_json():
     given = {"softmax_scale": jnp.float32(0.5), "dropout_prob": np.float32(0.25), "blocksize_q": np.int64(32)}
     found = AttentionMetadata.from_json(AttentionMetadata(**given, blocksize_k=64).to_json())
@@ -248,7 +266,7 @@ def test_metadata_gives_the_sharding_of_each_mode(mode, bthd, mni):
     paxis = s.PartitionAxis(kv_head_axis="ep", bias_head_sequence_axis="tp", bias_key_sequence_axis="sp",
                             decode_key_sequence_axis="fsdp", batch_axis="dp")  # fmt: skip
     found = AttentionMetadata(partition_axis=paxis).get_shardings(mode, bthd, mni)
-    length, keys = (None, "fsdp") if mode in s.GENERATION_MODES else ("sp", "sp")
+    length, keys = "sp", "fsdp" if mode in s.GENERATION_MODES else "sp"
 
     def four(length, heads):
         return P("dp", length, heads, None) if bthd else P("dp", heads, length, None)
@@ -315,6 +333,7 @@ def test_operators_give_the_attention_of_the_reference(name):
 
 
 KEEP = rng.random((2, 1, 48, 48)) < 0.7
+OF_KEY_HEADS = rng.random((2, 2, 48, 48)) < 0.7
 BIAS = rng.standard_normal((1, 4, 48, 48)).astype(np.float32)
 SEGMENTS = np.sort(rng.integers(-1, 3, (2, 48)), 1).astype(np.int32)
 PLACES = np.stack([rng.permutation(48), np.arange(48) // 2]).astype(np.int32)
@@ -330,6 +349,10 @@ CASES = {  # keywords: the same as texts
     "array mask": ({"mask": KEEP, "causal": True}, "causal & t[b, 0, q, k]", None, {"t": KEEP}),
     "array of three axes": ({"mask": KEEP[:, 0]}, "t[b, q, k]", None, {"t": KEEP[:, 0]}),
     "padding": ({"mask": KEEP[:, 0, 0]}, "t[b, k]", None, {"t": KEEP[:, 0, 0]}),
+    "mask of key heads": ({"mask": OF_KEY_HEADS}, "t[b, h // 2, q, k]", None, {"t": OF_KEY_HEADS}),
+    "mask of integers": ({"mask": KEEP.astype(np.int32)}, "t[b, 0, q, k]", None, {"t": KEEP}),
+    "padding of bytes": ({"mask": KEEP[:, 0, 0].astype(np.uint8)}, "t[b, k]", None, {"t": KEEP[:, 0, 0]}),
+    "bias of key heads": ({"bias": BIAS[:, :2]}, None, "score + t[0, h // 2, q, k]", {"t": BIAS[:, :2]}),
     "bias": ({"bias": BIAS}, None, "score + t[0, h, q, k]", {"t": BIAS}),
     "init bias": ({"init_bias": lambda: BIAS}, None, "score + t[0, h, q, k]", {"t": BIAS}),
     "init bias beside a mask": ({"init_bias": lambda: BIAS, "mask": "causal"}, "causal", None, {}),
@@ -378,6 +401,39 @@ def test_operations_align_the_last_query_with_the_last_key(q_len):
     close(op(q, k, v, "sliding(9, 0)", causal=True, origin=(0, 0, 40 - q_len, 0), sizes=(2, 4, 40, 40)), wanted)
     at = np.arange(40 - q_len, 40, dtype=np.int32), np.arange(40, dtype=np.int32)
     close(op(q, k, v, "sliding(9, 0)", causal=True, positions=at), wanted)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 40), (40, 5), (12, 9)])
+def test_align_places_the_first_or_the_last_positions(q_len, kv_len):
+    q, k, v = arrays(q_len, kv_len)
+    op, ends = AttentionRegistry.create("dense"), {"start": 0, "end": kv_len - q_len}
+    for align, ahead in ends.items():
+        at = "q" if ahead == 0 else f"(q + {ahead})"
+        wanted = fk.reference(q, k, v, f"k <= {at} & {at} - k <= 9", layout="bshd")
+        close(op(q, k, v, causal=True, sliding_window=(9, 3), align=align), wanted)
+
+
+def test_queries_without_keys_by_alignment_are_an_error():
+    """48 queries over 16 keys with causal=True gave 32 rows of zeros."""
+    q, k, v = arrays(48, 16)
+    op = AttentionRegistry.create("dense")
+    for number, given in {32: {"causal": True}, 29: {"sliding_window": 3}, 1: {"sliding_window": (-1, 31)}}.items():
+        says = f"48 queries and 16 keys: .*, so {number} queries see no key\n  align='start' places"
+        with pytest.raises(fk.ParameterError, match=says):
+            op(q, k, v, **given)
+        zeros = (np.asarray(op(q, k, v, align="end", **given).attention_outputs) == 0).all((0, 2, 3))
+        assert zeros.sum() == number
+    for given in ({}, {"sliding_window": (3, -1)}, {"sliding_window": (3, 32)}):
+        assert not (np.asarray(op(q, k, v, **given).attention_outputs) == 0).all((0, 2, 3)).any()
+
+
+@pytest.mark.parametrize("shape", [(4,), (2,), (1,), (3,), (5,), (4, 3), (2, 3), (1, 3)], ids=str)
+def test_sinks_are_of_heads_of_key_heads_or_of_all(shape):
+    sinks = rng.standard_normal(shape).astype(np.float32)
+    each = sinks if len(shape) == 2 else sinks[:, None] if len(sinks) in (2, 4) else sinks[None]
+    each = np.repeat(each, 4 // len(each), axis=0)
+    wanted = fk.reference(Q, K, V, layout="bshd", sinks=np.log(np.exp(each).sum(1)))
+    close(AttentionRegistry.create("dense")(Q, K, V, softmax_aux=sinks), wanted)
 
 
 def test_a_window_is_a_number_or_two():
@@ -477,7 +533,15 @@ BAD = {
     "window": (lambda: OP(Q, K, V, sliding_windw=4), "did you mean the keyword `sliding_window`?"),
     "unused": (lambda: OP(Q, K, V, "causal", w=3), "`w`"),
     "name": (lambda: OP(Q, K, V, "t[q] > 0", attention_mask=SEGMENTS), "`attention_mask` is the name of what"),
-    "integers": (lambda: OP(Q, K, V, KEEP.astype(np.int32)), "True is what is seen"),
+    "floats": (lambda: OP(Q, K, V, KEEP.astype(np.float32)), "array of float32; True, or an integer other than 0"),
+    "additive integers": (lambda: OP(Q, K, V, np.where(KEEP, 0, -9)), "a bias that is added to scores"),
+    "align": (lambda: OP(Q, K, V, causal=True, align="left"), "align is 'left'; it is 'end', the last query at"),
+    "align and positions": (
+        lambda: OP(Q, K, V, causal=True, align="end", positions=PLACES), "'start', .* without positions and origin",
+    ),
+    "key heads": (
+        lambda: OP(Q, K, V, np.ones((2, 3, 48, 48), bool)), r"is \[2, 3, 48, 48\] for .* heads may be the 2 key heads",
+    ),
     "additive": (lambda: OP(Q, K, V, np.where(KEEP, 0, -1e9)), "a bias that is added to scores; .* mask=bias == 0"),
     "mask shape": (lambda: OP(Q, K, V, KEEP[..., :7]), r"the attention mask is \[2, 1, 48, 7\] for"),
     "bias rank": (lambda: OP(Q, K, V, bias=BIAS[0, 0, 0]), r"the attention bias is \[48\]"),
@@ -486,7 +550,7 @@ BAD = {
     "positions": (lambda: OP(Q, K, V, positions=(PLACES, PLACES[:, 1:])), "positions of keys are"),
     "moved": (lambda: OP(Q, K, V, KEEP, origin=(0, 0, 3, 0)), "give positions instead of origin"),
     "causal": (lambda: OP(Q, K, V, causal=3), "causal is 3"),
-    "sinks": (lambda: OP(Q, K, V, softmax_aux=np.ones((3, 2))), r"softmax_aux is \[3, 2\]; it is \[4\]"),
+    "sinks": (lambda: OP(Q, K, V, softmax_aux=np.ones((3, 2))), r"softmax_aux is \[3, 2\]; it is \[4\] or \[2\]"),
     "no key": (lambda: OP(Q, K, V, deterministic=False, dropout_prob=0.1), "dropout_rng="),
     "metadata": (lambda: AttentionRegistry.create("frisket", {"mesh": None}), "it is an AttentionMetadata"),
     "field": (lambda: AttentionMetadata.from_dict({"meshes": 1}), "has no field 'meshes'; it has runtime_dtype"),

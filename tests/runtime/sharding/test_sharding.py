@@ -39,6 +39,7 @@ FORMS = {  # name: axes, with the short names of the page, and the mode
     "ExpertRowWise": ("EP TP FSDP", s.MODE_TRAIN),
     "ExpertRowWiseAlt": ("EP TP FSDP,SP", s.MODE_TRAIN),
     "ExpertColumnWiseAlt": ("EP FSDP,SP TP", s.MODE_TRAIN),
+    "ExpertTensorParallel": ("TP EMPTY EMPTY", s.MODE_TRAIN),
     "UnifiedExpertColumnWise": ("FSDP,SP,EP EMPTY TP", s.MODE_TRAIN),
     "UnifiedExpertRowWise": ("FSDP,SP,EP TP EMPTY", s.MODE_TRAIN),
     "ExpertActivations": ("DP SP EP TP", s.MODE_TRAIN),
@@ -57,6 +58,7 @@ SPECS = {  # on a mesh of dp 2, fsdp 2, tp 2, sp 2, ep 1, and a shape that they 
     "ExpertRowWise": P("ep", "tp", "fsdp"),
     "ExpertRowWiseAlt": P("ep", "tp", ("fsdp", "sp")),
     "ExpertColumnWiseAlt": P("ep", ("fsdp", "sp"), "tp"),
+    "ExpertTensorParallel": P("tp", None, None),
     "UnifiedExpertColumnWise": P(("fsdp", "sp", "ep"), None, "tp"),
     "UnifiedExpertRowWise": P(("fsdp", "sp", "ep"), "tp", None),
     "ExpertActivations": P("dp", "sp", "ep", "tp"),
@@ -159,8 +161,8 @@ def test_sharding_mode_follows_the_length(name):
 def test_generation_has_axes_of_its_own(mode):
     paxis = s.PartitionAxis(decode_batch_axis=("dp", "fsdp", "sp"), decode_key_sequence_axis=None, kv_head_axis=None)
     spec = paxis.resolve_spec([s.BATCH, s.QUERY_LENGTH, s.KV_LENGTH, s.HEAD, s.KV_HEAD, s.EMBED], mode)
-    if mode in s.GENERATION_MODES:
-        assert spec == P(("dp", "fsdp", "sp"), None, None, "tp", None, "tp")
+    if mode in s.GENERATION_MODES:  # None there leaves the axis of training
+        assert spec == P(("dp", "fsdp", "sp"), "sp", "sp", "tp", None, "tp")
     else:
         assert spec == P(("fsdp", "dp"), "sp", "sp", "tp", None, "tp")
 
@@ -191,8 +193,43 @@ def test_axes_that_do_not_divide_are_not_split(shape, spec):
 def test_axes_a_mesh_has_not_and_axes_that_are_taken():
     manager = s.PartitionManager(s.PartitionAxis(hidden_state_axis=("tp", "sp")), mesh(fsdp=4, tp=2))
     assert manager.resolve(s.HiddenStateSharding, shape=(8, 16, 64)) == P("fsdp", None, "tp")
+
+
+def test_an_axis_that_would_split_two_dimensions_is_an_error():
     both = s.PartitionManager(s.PartitionAxis(hidden_state_axis=("sp", "tp")), MESH)
-    assert both.resolve(s.HiddenStateSharding, shape=(8, 16, 64)) == P(("fsdp", "dp"), "sp", "tp")
+    says = r"'sp' would split two dimensions of \[8, 16, 64\]: P.*\n  give one of them other axes"
+    with pytest.raises(fk.ParameterError, match=says):
+        both.resolve(s.HiddenStateSharding, shape=(8, 16, 64))
+    assert both.resolve(s.HiddenStateSharding, shape=(8, 1, 64)) == P(("fsdp", "dp"), None, ("sp", "tp"))
+    assert both.resolve(s.HiddenStateSharding.axes, s.MODE_TRAIN) == P(("fsdp", "dp"), "sp", ("sp", "tp"))
+    one = s.PartitionManager(both.paxis, mesh(sp=1, tp=2))  # an axis of one device splits nothing
+    assert one.resolve(s.HiddenStateSharding, shape=(8, 16, 64)) == P(None, "sp", "tp")
+
+
+def test_a_spec_that_splits_nothing_leaves_the_array():
+    """It asked for a copy on every device."""
+    here = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
+    manager, x = s.PartitionManager(mesh=here), jnp.ones((3, 4))
+    assert manager.shard(x, s.Replicated.axes * 2, s.MODE_TRAIN) is x
+    assert manager.shard(x, [s.BATCH, s.EMPTY], s.MODE_TRAIN) is x  # the mesh has none of its axes
+    assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: manager.shard(x, [None, None], s.MODE_TRAIN))(x))
+    assert manager.shard(x, [None, s.HEAD], s.MODE_TRAIN).sharding.spec == P(None, "tp")
+
+
+class Foreign:
+    """A PartitionAxis of another library, as eformer's is: the same fields, another class."""
+
+    def __init__(self, axis):
+        vars(self).update(vars(axis))
+
+
+def test_partition_axes_of_other_classes_are_read():
+    axis = s.PartitionAxis(head_axis=("tp", "sp"), decode_batch_axis="dp")
+    assert s.PartitionManager(Foreign(axis)).paxis == axis
+    lacking = Foreign(axis)
+    del lacking.vocab_axis
+    with pytest.raises(fk.ParameterError, match="it is a PartitionAxis, or has its fields: it has no 'vocab_axis'"):
+        s.PartitionManager(lacking)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""frisket as an attention mechanism of EasyDeL: `register()`, then `attn_mechanism="frisket"` in a model's config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from frisket.dsl.errors import MissingPackageError, ParameterError
+from frisket.operations import AttentionMetadata, AttentionRegistry
+from frisket.runtime.operations.operators import Lengths, sinks_of_heads
+from frisket.runtime.sharding.partition import fitting, names_of
+
+__all__ = ["register"]
+
+_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
+
+
+def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
+    """Register an operator of frisket with EasyDeL under a name, and return EasyDeL's class of it.
+
+    A model whose config has the name trains, prefills and decodes with it:
+
+        import easydel as ed
+        from frisket.integrations import easydel
+
+        easydel.register()
+        config = ed.LlamaConfig(attn_mechanism="frisket", ...)
+
+    Parameters
+    ----------
+    name
+        The value of `attn_mechanism` or `decode_attn_mechanism`. A name that EasyDeL has is replaced, with a warning of
+        EasyDeL's: `register("vanilla")`.
+    operator
+        What runs: a name of `frisket.operations.AttentionRegistry`.
+
+    Raises
+    ------
+    MissingPackageError
+        EasyDeL is not installed.
+    ParameterError
+        There is no operator of this name. A call raises it for `cum_seqlens_q` and `cum_seqlens_k`.
+    """
+    AttentionRegistry.get(operator)
+    try:
+        from easydel.operations import (  # type: ignore[import-not-found]
+            AttentionOutput,
+            OperationRegistry,
+            VanillaAttn,
+        )
+    except ModuleNotFoundError as missing:
+        if missing.name != "easydel":
+            raise
+        raise MissingPackageError("easydel is not installed: pip install easydel", name=missing.name) from None
+
+    class FrisketAttn(VanillaAttn):  # type: ignore[misc]
+        """EasyDeL's vanilla attention, with the same caches and calls, computed by frisket."""
+
+        @classmethod
+        def get_impl_name(cls) -> str:
+            return name
+
+        @classmethod
+        def get_requirements(cls, *mode: Any, **cache: Any) -> Any:
+            return replace(super().get_requirements(*mode, **cache), name=name)
+
+        def forward_native(self, query: Any, key: Any, value: Any, **call: Any) -> Any:
+            outputs = _attend(self.metadata, operator, query, key, value, **call)
+            return AttentionOutput(attention_weights=None, attention_outputs=outputs)
+
+    registered: type[Any] = OperationRegistry.register(FrisketAttn)
+    return registered
+
+
+def _attend(
+    theirs: Any, operator: str, query: Any, key: Any, value: Any, *, mask_info: Any = None, bias: Any = None,
+    init_bias: Any = None, softmax_aux: Any = None, dropout_rng: Any = None, **call: Any,
+) -> Any:  # fmt: skip
+    """A call of EasyDeL's on every device of its mesh: batches and heads are split as its partition axes say."""
+    lengths = Lengths(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
+    if bias is None and mask_info is None and init_bias is not None:
+        bias = init_bias()
+    arrays = {
+        **_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths),
+        "dropout_rng": dropout_rng,
+    }  # fmt: skip
+    arrays = {n: x for n, x in arrays.items() if x is not None}
+    settings = {"align": "start", **_flags(lengths, mask_info, **call)}
+
+    metadata = AttentionMetadata(theirs.runtime_dtype, mesh=theirs.mesh, partition_manager=theirs.partition_manager)
+    op, mesh = AttentionRegistry.create(operator, metadata.replace(mesh=None)), theirs.mesh
+    of_query, of_key, *_ = metadata.get_shardings(op.get_mode(query))
+    batch = fitting(mesh.shape, of_query[0], lengths.batch)
+    heads = fitting(mesh.shape, of_key[2], lengths.kv_heads, {*names_of(batch)})
+
+    def spec(name: str, x: Any) -> Any:
+        if name in ("softmax_aux", "dropout_rng"):
+            return _spec(heads) if name == "softmax_aux" else _spec()
+        rows = batch if jax.tree.leaves(x)[0].shape[0] == lengths.batch else None
+        return _spec(rows) if name == "segment_ids" else _spec(rows, None if x.shape[1] == 1 else heads)
+
+    def local(query: Any, key: Any, value: Any, arrays: dict[str, Any]) -> Any:
+        return op(query, key, value, **arrays, **settings).attention_outputs
+
+    # A program of EasyDeL's may have a second mesh, for experts. JAX refuses that to operations that it is to split
+    # over devices, and not under shard_map.
+    split = _spec(batch, None, heads)
+    specs = (split, split, split, {n: spec(n, x) for n, x in arrays.items()})
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, arrays)
+
+
+def _mask(lengths: Lengths, mask_info: Any) -> dict[str, Any]:
+    """What of EasyDeL's hides keys, as arrays; they may be as long as the cache."""
+    if mask_info is None:
+        return {}
+    if mask_info._attention_mask is None and mask_info._q_segment_ids is not None:
+        # EasyDeL's property would make a dense mask of them
+        return {
+            "segment_ids": (mask_info.q_segment_ids[:, : lengths.q_len], mask_info.kv_segment_ids[:, : lengths.kv_len])
+        }
+    return {"mask": mask_info.get_or_compute_attention_mask()[..., : lengths.q_len, : lengths.kv_len]}
+
+
+def _flags(
+    lengths: Lengths, mask_info: Any, causal: bool = False, sliding_window: Any = None, cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None, softmax_scale: Any = None, logits_soft_cap: Any = None, deterministic: bool = True,
+    dropout_prob: float = 0.0, **rest: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The settings of a call of EasyDeL's that say something to frisket; `rest` speaks of EasyDeL's kernels."""
+    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+        raise ParameterError(
+            "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: mask_info=MaskInfo.from_segments(ids)"
+        )
+    if mask_info is not None:
+        # a cache writes the window into the mask, and then keys may begin in the middle of the sequence
+        causal = causal and not mask_info.causal_mask_baked_in
+        sliding_window = None if mask_info.sliding_window_baked_in else sliding_window
+    return {
+        "causal": causal and lengths.q_len > 1,  # of a step of decoding the mask hides what follows
+        "sliding_window": sliding_window,
+        "softmax_scale": softmax_scale,
+        "logits_soft_cap": logits_soft_cap,
+        "deterministic": deterministic,
+        "dropout_prob": dropout_prob,
+    }
