@@ -42,6 +42,7 @@ NAME = "scaled_dot_product_attention"
 BUILTIN = getattr(torch._C._nn, NAME)
 CAUSAL = "q >= k"  # from the top left, whatever the lengths, as torch
 LATEST = 4  # masks of a shape that are remembered
+attend: Any = attention  # of tensors and tables by name, for which it has no overload
 PROBED = 16  # rows that show most masks to be no ranges
 
 
@@ -72,9 +73,11 @@ def sdpa(
     counts positions inside a sequence. Raises `ShapeError` where shapes do not fit and `ParameterError` for other
     arguments that have no meaning. See docs/sdpa.md.
     """
-    rate, text, values = dropout_p, CAUSAL if flag(is_causal, "is_causal") else None, {}
+    out: Tensor
+    values: dict[str, Any] = {}
+    rate, text = dropout_p, CAUSAL if flag(is_causal, "is_causal") else None
     if isinstance(attn_mask, CausalBias):
-        text, values = CAUSAL, {}
+        text = CAUSAL
         if attn_mask.variant == CausalVariant.LOWER_RIGHT:
             text, values = "q + shift >= k", {"shift": attn_mask.seq_len_kv - attn_mask.seq_len_q}
         attn_mask = None
@@ -84,7 +87,8 @@ def sdpa(
                 "attn_mask is given, and q, k and v are nested tensors, which see their own sequence alone\n  leave it "
                 "out, give is_causal=True, or write the mask as a text: frisket.attention(q, k, v, text)"
             )
-        return attention(query, key, value, text, None, scale, enable_gqa, dropout=rate, **values)
+        out = attend(query, key, value, text, None, scale, enable_gqa, dropout=rate, **values)
+        return out
     q, k, v, lead = _four_axes(query, key, value, enable_gqa)
     if rate == 1:  # torch drops every weight, and frisket divides by the share that stays
         v, rate = v * 0.0, 0.0
@@ -92,7 +96,7 @@ def sdpa(
     if attn_mask is not None:
         mask = _four_axes_of_mask(attn_mask, (*lead, q.shape[1], q.shape[2], k.shape[2]))
     if attn_mask is None or 0 in (*q.shape, *k.shape):
-        out = attention(q, k, v, text, None, scale, gqa, dropout=rate, **values)
+        out = attend(q, k, v, text, None, scale, gqa, dropout=rate, **values)
     else:
         out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
@@ -122,7 +126,7 @@ def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tens
         q = q.expand(*q.shape[:-3], max(heads), -1, -1) if heads[0] == 1 else q
         if not heads[1] == heads[2] == 1:  # such keys and values are read by all heads, which copies nothing
             k, v = (x.expand(*x.shape[:-3], max(heads), -1, -1) if x.shape[-3] == 1 else x for x in (k, v))
-    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
     return q, k, v, tuple(lead)
 
@@ -172,6 +176,7 @@ def _masked(
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
     graph = in_graph(q, k, v, mask)
     if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):
+        text: str | None
         bias, score = None, None
         if mask.is_floating_point():
             score = f"score + attn_mask[{_index(mask)}]"
@@ -182,18 +187,17 @@ def _masked(
             text, tables = facts.mask, dict(facts.tables)
         if bias is not None:
             tables["attn_mask"] = bias
-        out: Tensor = attention(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)
-        return out
+        found: Tensor = attend(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)
+        return found
     facts = _facts_of(owner, mask.detach())
     how = (*q.shape[:3], k.shape[2], causal, rate, scale, gqa)
     if how not in facts.plans:
-        options = Options(None, gqa, dropout=rate_of(rate))
-        att, tables = scaled_attention(_both(facts.mask, causal), facts.score, options, scale, dict(facts.tables))
-        plan = att.plan(q.shape[2], k.shape[2], q.shape[0], q.shape[1], **tables)
+        options, given = Options(None, gqa, dropout=rate_of(rate)), dict(facts.tables)
+        att, given = scaled_attention(_both(facts.mask, causal), facts.score, options, scale, given)
+        plan = att.plan(q.shape[2], k.shape[2], q.shape[0], q.shape[1], **given)
         remember(facts.plans, how, (att, plan), LATEST)
     att, plan = facts.plans[how]
-    found: Tensor = att(q, k, v, plan=plan)
-    return found
+    return att(q, k, v, plan=plan)  # type: ignore[no-any-return]
 
 
 def _both(*texts: str | None) -> str | None:
@@ -220,7 +224,7 @@ def parted(bias: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def by_version(owner: Tensor, mask: Tensor) -> MaskFacts:
-    """What is known of a mask of a device, as long as its tensor lives and torch counts no write to it."""
+    """The facts of a mask on a device, until its tensor dies or torch counts a write to it."""
     known: dict[Any, MaskFacts] = beside(owner, ("sdpa", mask.dtype, tuple(mask.shape)), dict)
     if (version := version_of(owner)) not in known:
         known.clear()
@@ -229,7 +233,7 @@ def by_version(owner: Tensor, mask: Tensor) -> MaskFacts:
 
 
 def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
-    """What is known of a mask, as long as its entries are those it was learned of."""
+    """The facts of a mask; those of an earlier one where all entries are equal."""
     if not (mask.is_cpu and mask.layout is torch.strided):
         return by_version(owner, mask)
     flat = mask.resolve_neg().reshape(-1)

@@ -465,8 +465,8 @@ class Layer(torch.nn.Module):
 
 def counted(monkeypatch):
     """How often frisket's attention is called from sdpa."""
-    calls, inner = [], front.attention
-    monkeypatch.setattr(front, "attention", lambda *given, **named: calls.append(1) or inner(*given, **named))
+    calls, inner = [], front.attend
+    monkeypatch.setattr(front, "attend", lambda *given, **named: calls.append(1) or inner(*given, **named))
     return calls
 
 
