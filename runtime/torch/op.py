@@ -121,6 +121,8 @@ def repeated(
     of its arrays, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
+    if q.is_nested or k.is_nested or v.is_nested:  # not jagged: an error of `attend`
+        return None
     bare = plan is sinks is origin is sizes is layout is None and not params
     if (beside := () if bare else _beside(att, plan, sinks, origin, sizes, layout, params)) is None:
         return None
