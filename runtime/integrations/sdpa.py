@@ -10,8 +10,9 @@ torch.Size([1, 2, 64, 16])
 
 A dense mask on the host is compared with those of earlier calls, bit for bit, so that a mask that was written to, or
 another one at the same address, is never taken for an earlier one. Equal masks share what was learned of the first:
-whether the keys of every query are one range, as under causality, windows, documents and padding, and its tile ranges.
-On a device a mask is remembered by its identity and its version. In a graph nothing is known of its entries.
+its tile ranges and, of large masks, whether the keys of every query are one range, as under causality, windows,
+documents and padding. On a device a mask is remembered by its identity and its version. In a graph nothing is known of
+its entries.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ BUILTIN = getattr(torch._C._nn, NAME)
 CAUSAL = "q >= k"  # from the top left, whatever the lengths, as torch
 LATEST = 4  # masks of a shape that are remembered
 attend: Any = attention  # of tensors and tables by name, for which it has no overload
+LOOKED_AT = 1 << 20  # entries from which ranges cost less than planning by entries: benchmarks/sdpa.py
 PROBED = 16  # rows that show most masks to be no ranges
 
 
@@ -252,9 +254,11 @@ def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
 def _read(mask: Tensor, host: bool = False) -> MaskFacts:
     """The facts of a mask; those of the `host` are read from its entries, and tables are arrays of numpy."""
     seen, bias = parted(mask) if mask.is_floating_point() else (mask, None)
-    text, tables = (row_ranges(seen) if host else None) or (f"seen[{_index(mask)}]", {"seen": seen})
+    ranges = row_ranges(seen) if host and seen.numel() >= LOOKED_AT else None
+    text, tables = ranges or (f"seen[{_index(mask)}]", {"seen": seen})
     score = None
-    if bias is not None and bool(torch.where(seen, bias, 0.0).any()):
+    # those that are hidden are not 0; if no other one is, the Floats say no more than the Bools
+    if bias is not None and int(bias.count_nonzero()) != seen.numel() - int(seen.count_nonzero()):
         score = f"score + attn_mask[{_index(mask)}]"
         tables = {**tables, "attn_mask": bias if bias.dtype == torch.float64 or not host else bias.float()}
     if host:  # a plan of tensors would keep their gradients

@@ -17,7 +17,7 @@ from frisket.integrations.sdpa import parted, row_ranges
 from frisket.runtime.attention.attention import Attention
 
 LENGTH, DIM = 40, 16
-CLOSE = {"rtol": 0, "atol": 5e-6}
+CLOSE = {"rtol": 2e-6, "atol": 5e-6}
 PLACE = torch.arange(LENGTH)
 DOCUMENTS = (PLACE[:, None] // 16 == PLACE // 16).tril()
 BIAS = -0.1 * (PLACE[:, None] - PLACE).abs()
@@ -305,6 +305,19 @@ def test_row_ranges_are_read_from_a_dense_mask(name):
     assert found[0] == text
     made = np.ones((LENGTH, LENGTH)) if text is None else fk.mask(text, **found[1]).dense(LENGTH, LENGTH)[0, 0]
     np.testing.assert_array_equal(made, dense)
+
+
+@pytest.mark.parametrize("name", ["documents", "all", "two ranges"])
+def test_large_masks_are_read_by_ranges(name, monkeypatch):
+    monkeypatch.setattr(front, "LOOKED_AT", LENGTH * LENGTH)
+    front._latest.clear()
+    dense, text = RANGES[name]
+    for mask in (dense, torch.zeros(LENGTH, LENGTH).masked_fill(~dense, -torch.inf)):
+        check(*arrays(2, 2), mask)
+        facts = front._facts_of(mask, mask[None, None])
+        assert facts.mask == ("seen[0, 0, q, k]" if text == "seen" else text)
+        assert facts.score is None
+    front._latest.clear()
 
 
 def test_row_ranges_of_equal_heads_are_one_table():
