@@ -29,7 +29,7 @@ import numpy as np
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.grammar.memo import Memo, beside, remember
 from frisket.runtime.attention.entry import attention, scaled_attention
-from frisket.runtime.calls.arrays import in_graph, version_of
+from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
 from frisket.runtime.machine.extras import extras
 
@@ -247,7 +247,7 @@ def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
             return facts  # type: ignore[no-any-return]
     kept = bits.clone()
     facts = _read(kept.view(mask.dtype).reshape(mask.shape), host=True)  # which no later write reaches
-    _latest.put(key, ((kept, facts), *latest)[:LATEST])
+    _latest.put(key, ((kept, facts), *latest)[: max(1, min(LATEST, COPIED // (bits.nbytes + 1)))])
     return facts
 
 

@@ -143,6 +143,19 @@ def test_pages_state_the_figures_of_the_results():
         assert any(x.startswith(f"| {documents}") and x.endswith(line) for x in pages["transformers"].splitlines())
 
 
+def test_sdpa_page_has_the_figures_of_the_results():
+    (every,) = (PAGE.loaded(t) for t in PAGE.topics() if t.file == "sdpa")
+    page = (DOCS / "sdpa.md").read_text(encoding="utf-8")
+    for name, row in every["training"]["rows"].items():
+        ms = row["figures"]["ms"]
+        assert f"| {name} | {ms['frisket']:.0f} ms | {row['ratios']['sdpa / frisket'][0]:.1f} |\n" in page
+    assert f"on one thread of an {PAGE.device(every['training'])}" in page
+    rows = {n: row["figures"]["ms"] for n, row in every["recognition"]["rows"].items()}
+    share = {n: row["first, ranges"] / row["first, table"] for n, row in rows.items()}
+    assert f"takes {share['8 packed documents, causal, Bools, 4,096 tokens']:.1f} times the time" in page
+    assert all(x > 1 for n, x in share.items() if n.endswith("Bools, 512 tokens"))
+
+
 def choice(every, name):
     """Microseconds to choose an engine."""
     return every["engines"]["choose"]["rows"][name]["figures"]["us"]

@@ -183,6 +183,15 @@ def test_float_masks_of_one_batch_entry_or_row_get_gradients():
     check(*arrays(2, 2), torch.randn(LENGTH, 1), learned=True)
 
 
+def test_gradient_of_an_expanded_mask_has_every_entry():
+    q, k, v = arrays(2, 2, grad=False)
+    found = []
+    for f in (fk.sdpa, theirs):
+        bias = BIAS.expand(2, 2, LENGTH, LENGTH).requires_grad_()
+        found.append(torch.autograd.grad(f(q, k, v, bias).square().sum(), bias)[0])
+    torch.testing.assert_close(*found, **CLOSE)
+
+
 def test_sdpa_drops_weights_with_torchs_generator():
     q, k, v = arrays(2, 2, grad=False)
     v = torch.ones_like(v)
@@ -267,6 +276,17 @@ def test_equal_masks_share_one_plan(monkeypatch):
     assert len(planned) == 2  # Bools, and Floats
     fk.sdpa(q, k, v, DOCUMENTS, scale=0.5)
     assert len(planned) == 3
+
+
+def test_copies_of_masks_are_bounded(monkeypatch):
+    q, k, v = arrays(1, 1, grad=False)
+    for most, bound in ((4, front.COPIED), (2, 2 * LENGTH * LENGTH + 2), (1, 0)):
+        monkeypatch.setattr(front, "COPIED", bound)
+        front._latest.clear()
+        for i in range(6):
+            fk.sdpa(q, k, v, torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH) % 7 != i)
+        ((latest, *_),) = front._latest._entries.values()
+        assert len(latest) == most
 
 
 def test_masks_of_a_device_are_remembered_by_version(monkeypatch):
