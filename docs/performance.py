@@ -867,8 +867,8 @@ TOPICS = (
           each(("files", "Files packed into one sequence", "ms"), ("four", "Four documents", "ms"),
                ("one", "One document: plain causal", "ms"))),
     Topic("sdpa", "Masks of SDPA", "`frisket.sdpa` and torch's function under dense masks, heads of 64, float32, one "
-          "thread. `first` is a call with a mask that no call brought before, `later` one with a known mask; `ranges` "
-          "looks for one range of visible keys in each row, and `table` reads all entries.",
+          "thread. A first call has a mask that no call brought before. frisket looks there for one range of visible "
+          "keys in each row, and `table` reads all entries.",
           "python benchmarks/sdpa.py",
           each(("training", "Forward and backward of [2, 4, 2048, 64]", "ms"),
                ("recognition", "A forward of [1, 4, S, 64]: ranges or a table", "ms"))),

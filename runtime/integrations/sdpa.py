@@ -8,11 +8,11 @@
 >>> sdpa(q, q, q, attn_mask=dense).shape
 torch.Size([1, 2, 64, 16])
 
-A dense mask on the host is compared with those of earlier calls, bit for bit, so that a mask that was written to, or
-another one at the same address, is never taken for an earlier one. Equal masks share what was learned of the first:
-its tile ranges and, of large masks, whether the keys of every query are one range, as under causality, windows,
-documents and padding. On a device a mask is remembered by its identity and its version. In a graph nothing is known of
-its entries.
+A dense mask on the host is compared with those of earlier calls, bit for bit. So a mask that was written to, or another
+one at the same address, is never taken for an earlier one. Equal masks share the tile ranges of the first. In large
+masks, the keys of every query may be one range, as under causality, windows, documents and padding: two integers a row
+then replace the entries. On a device a mask is remembered by its identity and its version. In a graph nothing is known
+of its entries.
 """
 
 from __future__ import annotations
@@ -267,8 +267,10 @@ def _read(mask: Tensor, host: bool = False) -> MaskFacts:
 
 
 def row_ranges(seen: Tensor) -> tuple[str | None, dict[str, Any]] | None:
-    """The text and the tables of Bools [batch or 1, heads or 1, q_len or 1, kv_len or 1] whose rows each have one range
-    of visible keys; None where a row has several. All visible is the text None."""
+    """The text and the tables of Bools whose rows each have one range of visible keys; None where a row has several.
+
+    The four axes are those of a mask, or 1 long. Where everything is visible, the text is None.
+    """
     keys, rows = seen.shape[3], seen.numpy()
     if keys < 2 or not rows.size:  # one entry may stand for any number of keys
         return (None, {}) if rows.all() else None

@@ -149,11 +149,11 @@ def test_sdpa_page_has_the_figures_of_the_results():
     for name, row in every["training"]["rows"].items():
         ms = row["figures"]["ms"]
         assert f"| {name} | {ms['frisket']:.0f} ms | {row['ratios']['sdpa / frisket'][0]:.1f} |\n" in page
-    assert f"on one thread of an {PAGE.device(every['training'])}" in page
-    rows = {n: row["figures"]["ms"] for n, row in every["recognition"]["rows"].items()}
-    share = {n: row["first, ranges"] / row["first, table"] for n, row in rows.items()}
-    assert f"takes {share['8 packed documents, causal, Bools, 4,096 tokens']:.1f} times the time" in page
-    assert all(x > 1 for n, x in share.items() if n.endswith("Bools, 512 tokens"))
+    assert f"on one thread of an {PAGE.device(every['training']).split(',')[0]} " in page.replace(",", " ")
+    ms = {n: row["figures"]["ms"] for n, row in every["recognition"]["rows"].items() if n.endswith("first call")}
+    share = {n: row["frisket"] / row["table"] for n, row in ms.items()}
+    assert f"takes {share['8 packed documents, causal, Bools, 4,096 tokens, first call']:.1f} times the time" in page
+    assert share["8 packed documents, causal, Bools, 512 tokens, first call"] > 1  # why small masks are not searched
 
 
 def choice(every, name):
