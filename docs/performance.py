@@ -159,6 +159,7 @@ GROUPS = {  # the sections in their order, with the words of the list at the top
         "cpu-rows",
         "reorder",
         "transformers-training",
+        "sdpa",
         "engines",
     ),
     "Decoding on CPUs": ("decode-stored", "decode-overhead"),
@@ -865,6 +866,12 @@ TOPICS = (
           "python benchmarks/transformers_training.py",
           each(("files", "Files packed into one sequence", "ms"), ("four", "Four documents", "ms"),
                ("one", "One document: plain causal", "ms"))),
+    Topic("sdpa", "Masks of SDPA", "`frisket.sdpa` and torch's function under dense masks, heads of 64, float32, one "
+          "thread. A first call has a mask that no call brought before. frisket looks there for one range of visible "
+          "keys in each row, and `table` reads all entries.",
+          "python benchmarks/sdpa.py",
+          each(("training", "Forward and backward of [2, 4, 2048, 64]", "ms"),
+               ("recognition", "A forward of [1, 4, S, 64]: ranges or a table", "ms"))),
     Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128. The time is from the key to the "
           "frame with the new picture, facts and cost, in Chromium without a window. The analysis is part of it.",
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),

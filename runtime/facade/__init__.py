@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from frisket.dsl.explain import Explanation as Explanation
     from frisket.dsl.library import Entry as Entry
     from frisket.dsl.library import library as library
+    from frisket.integrations.sdpa import sdpa as sdpa
+    from frisket.integrations.sdpa import sdpa_for as sdpa_for
     from frisket.lowering.pipeline import Stages as Stages
     from frisket.runtime.attention.attention import Attention as Attention
     from frisket.runtime.attention.entry import attention as attention
@@ -80,10 +82,11 @@ _HOMES = {
     "frisket.runtime.attention.merge": "merge",
     "frisket.runtime.attention.report": "Report",
     "frisket.runtime.attention.warm": "Warmed warm",
+    "frisket.integrations.sdpa": "sdpa sdpa_for",  # imports torch
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME.keys() - {"sdpa", "sdpa_for"})  # `from frisket import *` needs no torch
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
@@ -101,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, *_DOORS]
+    return [*globals(), *_HOME, *_DOORS]

@@ -39,7 +39,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, turned, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, arrays, turned, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
@@ -64,6 +64,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
+    if request.q.is_nested or request.k.is_nested or request.v.is_nested:
+        arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
     request = request._replace(
         sinks=written_out(request.sinks), params={n: written_out(x) for n, x in request.params.items()}
@@ -119,6 +121,8 @@ def repeated(
     of its arrays, else None."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None  # something that records operations, say
+    if q.is_nested or k.is_nested or v.is_nested:  # not jagged: an error of `attend`
+        return None
     bare = plan is sinks is origin is sizes is layout is None and not params
     if (beside := () if bare else _beside(att, plan, sinks, origin, sizes, layout, params)) is None:
         return None

@@ -143,6 +143,19 @@ def test_pages_state_the_figures_of_the_results():
         assert any(x.startswith(f"| {documents}") and x.endswith(line) for x in pages["transformers"].splitlines())
 
 
+def test_sdpa_page_has_the_figures_of_the_results():
+    (every,) = (PAGE.loaded(t) for t in PAGE.topics() if t.file == "sdpa")
+    page = (DOCS / "sdpa.md").read_text(encoding="utf-8")
+    for name, row in every["training"]["rows"].items():
+        ms = row["figures"]["ms"]
+        assert f"| {name} | {ms['frisket']:.0f} ms | {row['ratios']['sdpa / frisket'][0]:.1f} |\n" in page
+    assert f"on one thread of an {PAGE.device(every['training']).split(',')[0]} " in page.replace(",", " ")
+    ms = {n: row["figures"]["ms"] for n, row in every["recognition"]["rows"].items() if n.endswith("first call")}
+    share = {n: row["frisket"] / row["table"] for n, row in ms.items()}
+    assert f"takes {share['8 packed documents, causal, Bools, 4,096 tokens, first call']:.1f} times the time" in page
+    assert share["8 packed documents, causal, Bools, 512 tokens, first call"] > 1  # why small masks are not searched
+
+
 def choice(every, name):
     """Microseconds to choose an engine."""
     return every["engines"]["choose"]["rows"][name]["figures"]["us"]

@@ -25,6 +25,9 @@ def with_torch() -> None:
     assert_type(fk.attention(q, k, v, mask="causal", scale=0.5, backend="library"), torch.Tensor)
     assert_type(fk.attention(q, k, v, "causal", backend="library", return_lse=True), tuple[torch.Tensor, torch.Tensor])
     assert_type(fk.merge((out, lse), (out, lse)), tuple[torch.Tensor, torch.Tensor])
+    assert_type(fk.sdpa(q, k, v, q[0, 0] @ k[0, 0].mT > 0, is_causal=True, enable_gqa=True), torch.Tensor)
+    with fk.sdpa_for(torch.nn.Identity()) as places:
+        assert_type(places, list[str])
     report = att.check(q, k, v)
     assert_type(report, fk.Report)
     assert_type(report.good, bool)

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
+from support.native.shared import ALIBI, DIM  # noqa: E402
 from support.torch.dense import dense  # noqa: E402
 
 import frisket as fk  # noqa: E402
@@ -17,6 +18,7 @@ from frisket.flex import AuxRequest, create_block_mask, create_nested_block_mask
 LENGTHS = (3, 0, 5, 29)
 KEYS = (6, 2, 0, 17)
 SLOPES = torch.tensor([0.1, 0.3, 0.5, 0.7])
+NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no C++ compiler")
 FUNCTIONS = {  # a mask, a score mod: their positions are those inside the sequence, b is its number
     "neither": (None, None),
     "causal": (lambda b, h, q, k: q >= k, None),
@@ -276,3 +278,16 @@ def test_nested_calls_with_short_tables_take_transforms():
     assert torch.func.grad(loss)(torch.zeros(17)).shape == (17,)
     with pytest.raises(fk.ParameterError, match="table `u` has 12 entries"):
         torch.func.grad(loss)(SHORT)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
+def test_nested_tensors_that_are_not_jagged_are_refused(backend):
+    """They were an internal error of torch, which cannot tell their shape."""
+    att, q = fk.compile("causal", ALIBI, backend=backend), torch.randn(1, 2, 32, DIM)
+    with torch.no_grad():
+        for _ in range(3):
+            att(q, q, q, slope=torch.ones(2))  # the third by a prepared runner
+        old = torch.nested.nested_tensor([q[0], q[0, :, :5]])
+        with pytest.raises(fk.ShapeError, match="q is a nested tensor\n  attention takes q, k and v all nested"):
+            att(old, old, old, slope=torch.ones(2))
