@@ -24,6 +24,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch.nn.attention import flex_attention as theirs
+from torch.utils._pytree import SUPPORTED_NODES
 
 from .attention import flex_attention
 from .block_mask import BlockMask
@@ -53,12 +54,15 @@ class Installed:
     changed: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     _assigned: list[tuple[Callable[[Any], Any], str]] = field(default_factory=list, repr=False)
+    _node: Any = field(default=None, repr=False)
 
     def undo(self) -> None:
         """Put torch's functions back. Modules that were imported in the meantime keep frisket's."""
         while self._assigned:
             assign, name = self._assigned.pop()
             assign(TORCH[name])
+        if self._node is not None:
+            SUPPORTED_NODES[BlockMask], self._node = self._node, None
 
     def __enter__(self) -> Installed:
         return self
@@ -85,6 +89,8 @@ def install() -> Installed:
     `functools.partial` and functions with closures, such as `torch.compile(create_block_mask)`. The order of imports
     does not matter. Masks made before are of torch's class, and no instances of frisket's `BlockMask`: call it first.
 
+    While it is installed, a mask is one leaf of torch's pytrees, as torch's own is: libraries ask `tree_flatten` for it.
+
     Returns an `Installed`, which says what changed and undoes it. A UserWarning names what still holds a function of
     torch and cannot be changed, such as an `lru_cache` or a default argument.
     """
@@ -109,6 +115,7 @@ def install() -> Installed:
                 if kind in (dict, list) or owner.__module__ == (holder.__name__ if is_module else holder.__module__):
                     replace(place + at.format(key), value)
 
+    done._node = SUPPORTED_NODES.pop(BlockMask, None)
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] != "frisket":
             replace(name, module)

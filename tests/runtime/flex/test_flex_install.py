@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from support.flex_masks import causal, same
+from torch.utils._pytree import tree_flatten
 
 import frisket as fk
 import frisket.flex as ours
@@ -112,29 +113,6 @@ def test_flex_install_replaces_what_modules_hold(library):
     assert {"flex_library.LIST[0]", "flex_library.KINDS['flex']", "flex_library.call"} <= set(places)
 
 
-def test_flex_install_changes_calls_of_compiled_functions(library):
-    """A graph that was compiled with torch's function is not used again."""
-    q = torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(0))
-    calls = [library.graph, library.call, lambda q, mask: library.Layer.compiled(q, q, q, block_mask=mask),
-             lambda q, mask: library.wrapped(q, q, q, block_mask=mask)]  # fmt: skip
-    mask = library.create(causal, None, None, 128, 128, device="cpu")
-    assert type(mask) is theirs.BlockMask
-    expected = calls[0](q, mask)
-    calls[2](q, mask)
-    with ours.install():
-        mask = library.create(causal, None, None, 128, 128, device="cpu")
-        assert type(mask) is type(library.on_cpu(causal, None, None, 128, 128)) is ours.BlockMask
-        x = q.clone().requires_grad_()
-        for call in calls:
-            out = call(x, mask)
-            torch.testing.assert_close(out, expected)
-            (grad,) = torch.autograd.grad(out.sum(), x)  # torch's has no backward on a CPU
-            assert grad.abs().sum() > 0
-    mask = library.create(causal, None, None, 128, 128, device="cpu")
-    assert type(mask) is theirs.BlockMask
-    assert torch.equal(calls[0](q, mask), expected)
-
-
 def test_flex_install_assigns_each_name_of_torch(modules):
     names = [*theirs.__all__, "_MaskModWrapper", "_vmap_for_bhqkv", "_create_sparse_block_from_block_mask",
              "_convert_mask_to_block_mask", "_create_empty_block_mask", "_identity", "_mask_mod_signature",
@@ -215,6 +193,16 @@ def test_flex_install_keeps_the_rest_of_frisket_working(modules):
         assert ours.create_mask(theirs.and_masks(causal, "k < 4"), None, None, 8, 8, "cpu").sum() == 26
 
 
+def test_flex_install_makes_a_mask_one_leaf(modules):
+    """torch's context parallelism flattens lists of masks and asks for one leaf each."""
+    mask = ours.create_block_mask(causal, None, None, 128, 128, "cpu")
+    with ours.install():
+        with ours.install():
+            assert tree_flatten([mask])[0] == [mask]
+        assert tree_flatten([mask])[0] == [mask]
+    assert len(tree_flatten([mask])[0]) == 8
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_flex_sparse_block_function_equals_torchs(apart):
     dense = ours.create_mask("causal & window(100) | k < 4", 1, 2, 300, 300, "cpu")
@@ -248,3 +236,25 @@ def test_bench_refuses_to_time_frisket_as_torch(modules, name):
     with ours.install(), pytest.raises(NoWordsError, match="has replaced it: call undo"):
         torchs(getattr(theirs, name))
     assert torchs(getattr(theirs, name)) is getattr(theirs, name)
+
+
+def test_flex_install_changes_calls_of_compiled_functions(library):
+    """A graph that was compiled with torch's function is not used again."""
+    q = torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(0))
+    calls = [library.graph, lambda q, mask: library.Layer.compiled(q, q, q, block_mask=mask)]
+    mask = library.create(causal, None, None, 128, 128, device="cpu")
+    assert type(mask) is theirs.BlockMask
+    expected = calls[0](q, mask)
+    calls[1](q, mask)
+    with ours.install():
+        mask = library.create(causal, None, None, 128, 128, device="cpu")
+        assert type(mask) is type(library.on_cpu(causal, None, None, 128, 128)) is ours.BlockMask
+        x = q.clone().requires_grad_()
+        for call in calls:
+            out = call(x, mask)
+            torch.testing.assert_close(out, expected)
+            (grad,) = torch.autograd.grad(out.sum(), x)  # torch's has no backward on a CPU
+            assert grad.abs().sum() > 0
+    mask = library.create(causal, None, None, 128, 128, device="cpu")
+    assert type(mask) is theirs.BlockMask
+    assert torch.equal(calls[0](q, mask), expected)
