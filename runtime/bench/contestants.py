@@ -162,6 +162,13 @@ def bias_of(contest: Contest, who: str) -> Array:
 # -- flex_attention ---------------------------------------------------------------------------------------
 
 
+def torchs(function: Any) -> Any:
+    """A function of torch's flex_attention, unless frisket stands in its place."""
+    if function.__module__.startswith("frisket."):
+        raise NoWordsError("frisket.flex.install() has replaced it: call undo() to compare")
+    return function
+
+
 def _flex(device: str, lengths: bool, contest: Contest) -> Call:
     """A call of torch's flex_attention with our block mask, made beforehand, and our mask_mod and score_mod."""
     import torch
@@ -174,7 +181,7 @@ def _flex(device: str, lengths: bool, contest: Contest) -> Call:
         torch._dynamo.reset()  # it gives up after eight masks otherwise
     layout = None if contest.mask is None else contest.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     attend = partial(
-        torch.compile(flex_attention, dynamic=None if lengths else False), score_mod=flex_score_mod(contest, device),
+        torch.compile(torchs(flex_attention), dynamic=None if lengths else False), score_mod=flex_score_mod(contest, device),
         block_mask=None if layout is None else layout.to_block_mask(device), enable_gqa=s.heads != s.kv_heads,
     )  # fmt: skip
     return _call(contest, device, attend)

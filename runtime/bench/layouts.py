@@ -12,7 +12,7 @@ from frisket.lowering.analysis.tiles import EMPTY
 from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.masks.mask import Mask
 
-from .contestants import splash_mask
+from .contestants import splash_mask, torchs
 from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
 
 TILE = 128
@@ -76,7 +76,7 @@ def _create(contest: Contest) -> Call:
     _short(contest, "create_block_mask")
     layout = _mask(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     made = partial(
-        create_block_mask, mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu", BLOCK_SIZE=TILE
+        torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu", BLOCK_SIZE=TILE
     )
 
     def run() -> Callable[[], Array]:

@@ -8,19 +8,25 @@
 from frisket.runtime.machine.extras import extras
 
 with extras():
-    # torch does not document these four; programs import them beside the public names
+    # torch does not document the names with an underscore; programs import them with the public ones
     from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE as _DEFAULT_SPARSE_BLOCK_SIZE
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions, noop_mask
+    from torch.nn.attention.flex_attention import _convert_mask_to_block_mask as _convert_mask_to_block_mask
     from torch.nn.attention.flex_attention import _identity as _identity
     from torch.nn.attention.flex_attention import _mask_mod_signature as _mask_mod_signature
+    from torch.nn.attention.flex_attention import _MaskModWrapper as _MaskModWrapper
     from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv as _vmap_for_bhqkv
 
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
 from frisket.runtime.flex.attention import flex_attention
 from frisket.runtime.flex.block_mask import BlockMask
+from frisket.runtime.flex.create import _create_empty_block_mask as _create_empty_block_mask
+from frisket.runtime.flex.create import _create_sparse_block_from_block_mask as _create_sparse_block_from_block_mask
 from frisket.runtime.flex.create import and_masks, create_block_mask, create_mask, create_nested_block_mask, or_masks
+from frisket.runtime.flex.install import Installed, install
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "and_masks", "create_block_mask", "create_mask",
-    "create_nested_block_mask", "flex_attention", "noop_mask", "or_masks",
+    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask", "create_mask",
+    "create_nested_block_mask", "flex_attention", "install", "noop_mask", "or_masks",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from .checks import MaskModError, count_of, is_count, pair
 from .live_mask import LiveMask, live_mask, of_bound, of_function, only_read
 from .mask_in_graph import packed as graph_packed
 from .score_mod import packed
+from .tile_tensors import ordered
 
 
 def create_block_mask(
@@ -207,6 +208,23 @@ def create_nested_block_mask(
         return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
     found = packed(live_mask(mask_mod), q_nt, kv_nt)
     return create_block_mask(found, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
+
+
+def _create_sparse_block_from_block_mask(
+    block_mask: tuple[Tensor, Tensor | None], mask_mod: MaskLike | None, seq_lengths: tuple[int, int],
+    Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
+) -> BlockMask:  # fmt: skip
+    """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
+    lists = [x for grid in block_mask for x in ((None, None) if grid is None else ordered(grid))]
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=(Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod=mask_mod, seq_lengths=seq_lengths  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
+    """torch's private function: a mask of one tile that fits every length, and shows everything."""
+    one, zero = (f((1, 1, 1, 1), dtype=torch.int32, device=query.device) for f in (torch.ones, torch.zeros))
+    return BlockMask.from_kv_blocks(one[0], zero, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
 
 
 def _total(nested: Tensor) -> int:
