@@ -66,7 +66,7 @@ def run(name: str, python: str) -> dict[str, Any]:
             "-c",
             os.devnull,
             "--rootdir",
-            str(HERE),
+            str(HERE / name),  # a folder above would be a module that hides the package of its name
             "--noconftest",
             "--import-mode=importlib",
             "-p",

@@ -88,8 +88,8 @@ class EngineChoice:
 
 
 def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
-    """The first engine of the platform, in the order of the costs, that a proof and the costs allow. Only to `explain`
-    is a proof tried that nobody would run."""
+    """The first engine of the platform, in the order of the costs, that a proof and the costs allow. Without `explain`
+    no engine is proved that the costs refuse."""
     why: dict[str, str] = {}
     for engine in sorted(engines_of(call.framework, call.platform), key=lambda e: turn(e.name, call)):
         reason = lost(engine.name, call)
