@@ -22,7 +22,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import CompileRecord, PlanCompilation
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.empty import check_bound, nothing
@@ -91,7 +91,7 @@ class Attention:
         self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
-        self.history: list[CompileRecord] = []  # of calls that were prepared
+        self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
         self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
@@ -548,7 +548,7 @@ class Attention:
         >>> [record.new for record in att.compiled()[1:]]
         [('q_len', 'kv_len')]
         """
-        return (*sorted(self.history + history_of(self.spec), key=lambda record: record.at),)
+        return (*sorted(records(self.history) + records(history_of(self.spec)), key=lambda record: record.at),)
 
     @counting
     def source(self, backend: str, *shape: Any, **sizes: Any) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from frisket.dsl.show import show
+from frisket.grammar.memo import remember
 from frisket.lowering.pipeline import NAMES, Exprs, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
@@ -110,20 +112,36 @@ class CompileRecord(NamedTuple):
 
 
 def record(att: Any, call: Call, began: float, backend: str) -> None:
-    """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known."""
+    """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
+    step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
     values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
     key = {
-        **{n: str(getattr(getattr(program, n), "expanded", None)) for n in ("mask", "score")},
+        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in (("mask", program.mask), ("score", program.score))},
         **vars(call.geometry), "dtype": call.given.dtype,
         "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
-    keys = reversed([x.key for x in att.history])
-    differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in keys]
-    new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
-    what, seconds = kernel_step.get() or "planned", time.perf_counter() - began
-    if new or what == "built":
-        att.history[:] = *att.history[-255:], CompileRecord(time.time(), what, seconds, new, key, before)
-        if "compiles" in Settings.read().show:
-            print(f"frisket: {att.history[-1]}\n  {att!r}", file=sys.stderr)
+    parts: Any = frozenset((n, type(x), x) for n, x in key.items())
+    what, seconds, at = kernel_step.get() or "planned", time.perf_counter() - began, time.time()
+    if parts in att.history:
+        if what != "built":
+            return
+        parts = parts, at  # another kernel under the same key
+    remember(att.history, parts, (at, what, seconds, key), 256)
+    if "compiles" in Settings.read().show:
+        print(f"frisket: {records(att.history)[-1]}\n  {att!r}", file=sys.stderr)
+
+
+def records(history: dict[Any, Any]) -> list[CompileRecord]:
+    """The records of a history, each compared with the most similar key before it."""
+    found: list[CompileRecord] = []
+    for at, what, seconds, key in list(history.values()):
+        key = key | {n: str(key[n] and show(*key[n])) for n in ("mask", "score")}
+        differing = [
+            (tuple(n for n in key if (type(key[n]), key[n]) != (type(x.key.get(n)), x.key.get(n))), x.key)
+            for x in reversed(found)
+        ]
+        new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
+        found.append(CompileRecord(at, what, seconds, new, key, before))
+    return found

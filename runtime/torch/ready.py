@@ -20,7 +20,7 @@ from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import READS
-from frisket.runtime.backends.base import RECORDS, Backend, engines_of
+from frisket.runtime.backends.base import RECORDS, Backend
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
@@ -453,13 +453,7 @@ def engine_call(call: Call, options: Options) -> proofs.Proof | None:
         if isinstance(found, str):
             raise BackendError(f"backend {named.name!r} does not run this call: {found}\n  leave out the backend")
         return found
-    return None if proofs.asked_for(options) else choice(call, options).proof
-
-
-def choice(call: Call, options: Options) -> proofs.EngineChoice:
-    """The engine of a call, and why not the others."""
-    facts = facts_of(call, options)
-    return proofs.choose_engine(facts) if engines_of("torch", facts.platform) else proofs.EngineChoice(None, {})
+    return None if proofs.asked_for(options) else proofs.choose_engine(facts_of(call, options), explain=False).proof
 
 
 def facts_of(call: Call, options: Options) -> proofs.EngineCall:

@@ -87,9 +87,9 @@ def _place(lines: str, text: str) -> BoundExpr:
 
 
 @memo(256)
-def history_of(spec: str) -> list[Any]:
-    """The records of calls in graphs, which hold the text of an attention: one list for equal attentions."""
-    return []
+def history_of(spec: str) -> dict[Any, Any]:
+    """The history of calls in graphs, which hold the text of an attention: one dict for equal attentions."""
+    return {}
 
 
 @memo(256)

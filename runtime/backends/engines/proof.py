@@ -87,12 +87,13 @@ class EngineChoice:
         return "\n".join([*ran, *(f"{name}: {why}" for name, why in self.why.items())])
 
 
-def choose_engine(call: EngineCall) -> EngineChoice:
-    """The first engine of the platform, in the order of the costs, that a proof and the costs allow."""
+def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
+    """The first engine of the platform, in the order of the costs, that a proof and the costs allow. Without `explain`
+    no engine is proved that the costs refuse."""
     why: dict[str, str] = {}
     for engine in sorted(engines_of(call.framework, call.platform), key=lambda e: turn(e.name, call)):
         reason = lost(engine.name, call)
-        if reason and engine.engine is None:  # its proof takes a plan and code, which nobody would run
+        if reason and (engine.engine is None or not explain):  # a proof of the former takes a plan and code
             why[engine.name] = _unfit(engine, call) or reason
             continue
         found = prove(engine, call)

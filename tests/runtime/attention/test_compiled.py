@@ -48,6 +48,16 @@ def test_compiled_then_the_nearest_record_is_compared():
     assert att.compiled()[2].before["w"] == 1
 
 
+def test_compiled_then_calls_compare_no_keys(monkeypatch):
+    """Every step of decoding with a growing cache compared its key with up to 255 earlier ones."""
+    att = fk.compile(MASK, backend="library")
+    monkeypatch.setattr("frisket.runtime.backends.stages.records", lambda history: pytest.fail("compared"))
+    for length in (16, 32, 16):
+        att(*[array(length)] * 3, w=1)
+    monkeypatch.undo()
+    assert news(att) == [("q_len", "kv_len")]
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_compiled_then_tables_are_named_where_their_shape_is_new(framework):
     att, x = fk.compile("causal & doc[b] < q", backend="library"), array(framework=framework)

@@ -19,7 +19,9 @@ from frisket.runtime.backends.engines import proof  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall, SquareMask, choose_engine, square  # noqa: E402
 from frisket.runtime.backends.sdpa import torch as sdpa  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
+from frisket.runtime.calls.request import Request  # noqa: E402
 from frisket.runtime.plans.compiled import compiled_program  # noqa: E402
+from frisket.runtime.torch.ready import engine_call  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),
          ("causal", "2 * score"), ("full", "score / 3")]  # fmt: skip
@@ -159,8 +161,19 @@ def test_a_warm_call_asks_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, 30, 16)
     att = fk.compile("causal")
     att(q, k, v)
-    monkeypatch.setattr("frisket.runtime.backends.engines.proof.choose_engine", lambda call: pytest.fail("asked again"))
+    asked = "frisket.runtime.backends.engines.proof.choose_engine"
+    monkeypatch.setattr(asked, lambda call, explain: pytest.fail("asked again"))
     att(q, k, v)
+
+
+def test_a_call_proves_no_engine_that_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of decoding with a growing cache proved that SDPA could run it, which is slower there."""
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    monkeypatch.setattr("frisket.runtime.backends.engines.proof.prove", lambda *given: pytest.fail("proved"))
+    q, k, v = torch.randn(3, 1, 2, 30, 16)
+    att = fk.compile("causal")
+    call = replace(att.call(Request(q, k, v, None, None, None, False, None, None, None, {})), backend="cpp")
+    assert engine_call(call, att.options) is None
 
 
 def test_without_a_compiler_library_calls_have_sdpa_beside_them() -> None:
