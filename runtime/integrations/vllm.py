@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
+from frisket.runtime.calls.arrays import MULTIPLE
 
 from .transformers_loading import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
@@ -37,6 +38,7 @@ except ModuleNotFoundError as missing:
 
 CUSTOM, CPU = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
 PATH, CPU_PATH = f"{__name__}.VllmBackend", f"{__name__}.CpuBackend"
+SIZES = interface.MultipleOf(MULTIPLE)  # of blocks
 ELSEWHERE = "choose another --attention-backend"
 log = init_logger(f"vllm.{__name__}")  # vLLM shows the lines of loggers below its own
 
@@ -104,7 +106,7 @@ class VllmBackend(interface.AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[VllmBatchBuilder]: return VllmBatchBuilder
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]: return [interface.MultipleOf(16)]
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]: return [SIZES]
     @classmethod
     def supports_sink(cls) -> bool: return True
     @classmethod
@@ -122,6 +124,8 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page: int = kv_cache_spec.block_size
+        if self.page % MULTIPLE:
+            raise ParameterError(f"blocks of {self.page} tokens\n  give --block-size a multiple of {MULTIPLE}")
         # vLLM derives builders for chunked attention and the like, whose requests begin elsewhere
         if type(self) is not VllmBatchBuilder and any(x is not None for x in _fields(vllm_config)):
             raise ParameterError(

@@ -385,6 +385,8 @@ def test_vllm_backend_refuses_bad_steps(vllm):
     engine = Engine(vllm, 2)
     with pytest.raises(ParameterError, match="not causal"):
         engine.builder.build(0, replace(told(engine), causal=False))
+    with pytest.raises(ParameterError, match=r"blocks of 24 tokens\n  give --block-size a multiple of 16"):
+        vllm.VllmBatchBuilder(SimpleNamespace(block_size=24), ["layer.0"], vllm_standin.config, "cpu")
     with pytest.raises(ShapeError, match=r"lower vLLM's max_num_seqs or max_model_len"):
         vllm_pages._row(torch.zeros(9), torch.zeros(8), torch.zeros(8, 1 << 21), 0, 1, 16)
     q = torch.zeros(1, HEADS, DIM)
