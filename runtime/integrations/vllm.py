@@ -40,7 +40,7 @@ CUSTOM, CPU = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
 PATH, CPU_PATH = f"{__name__}.VllmBackend", f"{__name__}.CpuBackend"
 SIZES = interface.MultipleOf(MULTIPLE)  # of blocks
 ELSEWHERE = "choose another --attention-backend"
-log = init_logger(f"vllm.{__name__}")  # vLLM shows the lines of loggers below its own
+log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged under `vllm`
 
 
 def register() -> None:
