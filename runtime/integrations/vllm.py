@@ -72,14 +72,17 @@ def check_served(config: Any) -> None:
         return
     names = [n for n, x in zip(FIELDS, _fields(config), strict=True) if x is not None]
     chosen = {attention.backend, *attention.backend_per_kind.values()}
-    if not names or (chosen == {CUSTOM} and CUSTOM.get_path() == PATH and not model.use_mla):
-        return
-    help = f"add --attention-backend CUSTOM, for all kinds of layers, or leave {names[0]} out"
-    if chosen == {CUSTOM}:
-        help = f"leave {names[0]} out; " + (
-            "models with MLA keep their own attention" if model.use_mla else f"CUSTOM is {CUSTOM.get_path()} here"
+    takes_custom = current_platform.is_cpu() or current_platform.is_cuda_alike()
+    reasons = {
+        "add --attention-backend CUSTOM, for all kinds of layers": chosen != {CUSTOM},
+        f"leave out the plug-in whose CUSTOM is {CUSTOM.get_path()}": CUSTOM.get_path() != PATH,
+        "take a model without MLA, whose attention vLLM keeps": model.use_mla,
+        f"take a GPU or a CPU, as vLLM does not take CUSTOM on {current_platform.device_name}": not takes_custom,
+    }
+    if names and (why := [text for text, present in reasons.items() if present]):
+        raise ParameterError(
+            f"{names[0]} is set, and vLLM would serve this model without frisket\n  {why[0]}, or leave {names[0]} out"
         )
-    raise ParameterError(f"{names[0]} is set, and vLLM would serve this model without frisket\n  {help}")
 
 
 def __getattr__(name: str) -> Any:

@@ -391,7 +391,7 @@ def test_the_stand_in_has_the_names_of_vllm(models):
         assert parameters(mine) == parameters(real)
     for member in module.AttentionBackendEnum:
         assert registry.AttentionBackendEnum[member.name].value == member.value
-    for method in ("is_cpu", "check_and_update_config"):
+    for method in ("is_cpu", "is_cuda_alike", "check_and_update_config"):
         real = getattr(type(current_platform), method)
         assert parameters(getattr(module.Platform(), method)) == parameters(real.__get__(current_platform))
     config = EngineArgs(**options(models("llama"))).create_engine_config()

@@ -289,8 +289,8 @@ def test_vllm_is_told_what_the_backend_can_do(vllm):
             {"attention_config.backend_per_kind": {"sliding_window": None}},
             r"add --attention-backend CUSTOM, for all kin",
         ),
-        ({"model_config.use_mla": True}, r"leave frisket_mask out; models with MLA keep their own attention"),
-        ({"another": "a.plugin"}, r"leave frisket_mask out; CUSTOM is a\.plugin here"),
+        ({"model_config.use_mla": True}, r"take a model without MLA, whose attention vLLM keeps, or leave frisket_m"),
+        ({"another": "a.plugin"}, r"leave out the plug-in whose CUSTOM is a\.plugin, or"),
         ({"model_config.hf_config": SimpleNamespace(frisket_maks="causal")}, r"config\.frisket_maks is not read"),
     ],
 )
@@ -318,6 +318,19 @@ def test_vllm_never_drops_a_mask_silently(vllm, config, changes, why):
     if "maks" not in why:
         config.additional_config = {}
         update(config)
+
+
+def test_vllm_refuses_masks_on_devices_without_custom(vllm, config, monkeypatch):
+    """vLLM ignores CUSTOM on Intel's GPUs."""
+    vllm_standin.registered.clear()
+    vllm.register()
+    monkeypatch.setattr(vllm_standin.platform, "device_name", "xpu", raising=False)
+    vllm.check_served(config)
+    config.additional_config = {"frisket_score": "softcap(5.0)"}
+    with pytest.raises(
+        ParameterError, match=r"frisket_score is set, .*\n  take a GPU or a CPU, .* CUSTOM on xpu, or leave"
+    ):
+        vllm.check_served(config)
 
 
 def test_vllm_builders_of_other_positions_refuse_own_masks(vllm, config):

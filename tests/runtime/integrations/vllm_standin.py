@@ -114,11 +114,16 @@ def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool
 class Platform:
     """That of CPUs, which counts the configs it sees."""
 
+    device_name = "cpu"
+
     def __init__(self) -> None:
         self.updated: list[Any] = []
 
     def is_cpu(self) -> bool:
-        return True
+        return self.device_name == "cpu"
+
+    def is_cuda_alike(self) -> bool:
+        return False
 
     def check_and_update_config(self, vllm_config: Any) -> None:
         self.updated.append(vllm_config)
