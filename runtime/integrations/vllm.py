@@ -1,4 +1,4 @@
-"""An attention backend for vLLM: `vllm serve MODEL --attention-backend CUSTOM`, with frisket installed beside vLLM.
+"""An attention backend for vLLM 0.29 to 0.33: `vllm serve MODEL --attention-backend CUSTOM`, with frisket installed.
 
 vLLM finds `register` by its entry point `vllm.general_plugins` and takes the classes below for `CUSTOM`. They follow
 its V1 interface: the metadata builder makes a `PagedBatch` of a step, and every layer is a `ServedLayer`.
@@ -12,69 +12,111 @@ transformers, or of `--additional-config`, which comes first:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
-from frisket.runtime.caches.torch_plain import PLAIN
+from frisket.runtime.calls.arrays import MULTIPLE
 
 from .transformers_loading import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
 
 try:
+    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
+    from vllm.logger import init_logger  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
     from vllm.v1.attention import backend as interface  # type: ignore[import-not-found]
-except ModuleNotFoundError as missing:
-    raise MissingPackageError("vllm is not installed: pip install vllm", name=missing.name) from None
-
-NAME = "CUSTOM"  # the one place that vLLM keeps for backends from outside
-
-
-def register() -> None:
-    """Make this vLLM's backend `CUSTOM`, unless another plug-in has that name. vLLM calls this in each process."""
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]
         AttentionBackendEnum,
         register_backend,
     )
+except ModuleNotFoundError as missing:
+    raise MissingPackageError("vllm is not installed: pip install vllm", name=missing.name) from None
 
-    if not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{VllmBackend.__name__}")
+CUSTOM, CPU = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
+PATH, CPU_PATH = f"{__name__}.VllmBackend", f"{__name__}.CpuBackend"
+SIZES = interface.MultipleOf(MULTIPLE)  # of blocks
+ELSEWHERE = "choose another --attention-backend"
+log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged under `vllm`
+
+
+def register() -> None:
+    """Make this vLLM's backend `CUSTOM`, unless another plug-in has that name. vLLM calls this in each process.
+
+    On CPUs vLLM takes `CPU_ATTN` whatever is chosen; there `CPU_ATTN` becomes this backend where `CUSTOM` is chosen."""
+    if not CUSTOM.is_overridden():
+        register_backend(CUSTOM, PATH)
+    if current_platform.is_cpu() and CUSTOM.get_path() == PATH and not CPU.is_overridden():
+        register_backend(CPU, CPU_PATH)
+    update = current_platform.check_and_update_config
+    if not hasattr(update, "frisket"):  # the one call of vLLM on the way of every config
+        current_platform.check_and_update_config = _checked(update)
+
+
+def _checked(update: Any) -> Any:
+    def check_and_update_config(config: Any) -> None:
+        update(config)
+        check_served(config)
+
+    check_and_update_config.frisket = True  # type: ignore[attr-defined]
+    return check_and_update_config
+
+
+def check_served(config: Any) -> None:
+    """Raise `ParameterError` for a vLLM config with a mask or score mod that frisket would not compute."""
+    model, attention = config.model_config, config.attention_config
+    if model is None or model.runner_type == "draft":  # the model checks what a draft model proposes
+        return
+    names = [n for n, x in zip(FIELDS, _fields(config), strict=True) if x is not None]
+    chosen = {attention.backend, *attention.backend_per_kind.values()}
+    takes_custom = current_platform.is_cpu() or current_platform.is_cuda_alike()
+    reasons = {
+        "add --attention-backend CUSTOM, for all kinds of layers": chosen != {CUSTOM},
+        f"leave out the plug-in whose CUSTOM is {CUSTOM.get_path()}": CUSTOM.get_path() != PATH,
+        "take a model without MLA, whose attention vLLM keeps": model.use_mla,
+        f"take a GPU or a CPU, as vLLM does not take CUSTOM on {current_platform.device_name}": not takes_custom,
+    }
+    if names and (why := [text for text, present in reasons.items() if present]):
+        raise ParameterError(
+            f"{names[0]} is set, and vLLM would serve this model without frisket\n  {why[0]}, or leave {names[0]} out"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """`CpuBackend`, looked up by vLLM for each kind of layer: this backend where `CUSTOM` is chosen, else vLLM's."""
+    if name != "CpuBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if get_current_vllm_config().attention_config.backend is CUSTOM:
+        return VllmBackend
+    module, _, theirs = CPU.value.rpartition(".")
+    return getattr(import_module(module), theirs)
 
 
 class VllmBackend(interface.AttentionBackend):  # type: ignore[misc]
-    """The description of the backend for vLLM: its classes, the shape of the KV cache, what it can do."""
+    """The description of the backend for vLLM: its classes, and what it can do. Its KV cache is vLLM's."""
 
-    accept_output_buffer = True
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = True
 
     # fmt: off
     @staticmethod
-    def get_name() -> str: return NAME
+    def get_name() -> str: return str(CUSTOM.name)
     @staticmethod
     def get_impl_cls() -> type[VllmAttention]: return VllmAttention
     @staticmethod
-    def get_metadata_cls() -> type[PagedBatch]: return PagedBatch
-    @staticmethod
     def get_builder_cls() -> type[VllmBatchBuilder]: return VllmBatchBuilder
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]: return [interface.MultipleOf(16)]
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]: return [SIZES]
     @classmethod
     def supports_sink(cls) -> bool: return True
-    @staticmethod
-    def use_cascade_attention(*_: Any, **__: Any) -> bool: return False
+    @classmethod
+    def supports_sliding_window(cls) -> bool: return True
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool: return False  # the builder counts steps on the host
     # fmt: on
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """[keys and values, blocks, tokens of a block, key heads, head_dim]."""
-        if block_size % 16:
-            raise ParameterError(f"blocks of {block_size} tokens\n  give --block-size a multiple of 16")
-        return 2, num_blocks, block_size, num_kv_heads, head_size
 
 
 class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc]
@@ -85,12 +127,20 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page: int = kv_cache_spec.block_size
+        if self.page % MULTIPLE:
+            raise ParameterError(f"blocks of {self.page} tokens\n  give --block-size a multiple of {MULTIPLE}")
+        # vLLM derives builders for chunked attention and the like, whose requests begin elsewhere
+        if type(self) is not VllmBatchBuilder and any(x is not None for x in _fields(vllm_config)):
+            raise ParameterError(
+                f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); there "
+                f"frisket_mask and frisket_score mean something else\n  leave them out"
+            )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
         """The batch of a step. A common prefix needs no treatment of its own: the blocks of all are read anyway."""
         m = common_attn_metadata
         if m.causal is not True:
-            raise ParameterError("this model asks for attention that is not causal; choose another --attention-backend")
+            raise ParameterError(f"this model asks for attention that is not causal\n  {ELSEWHERE}")
         n, steps = m.num_reqs, steps_in_front(m.query_start_loc_cpu[: m.num_reqs + 1])
         return PagedBatch.of(
             steps, m.query_start_loc[: n + 1], m.seq_lens[:n], m.block_table_tensor[:n], m.slot_mapping,
@@ -111,16 +161,27 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.shared = kv_sharing_target_layer_name is not None  # another layer writes the keys
-        if attn_type != "decoder":
-            raise ParameterError(f"attention of type {attn_type}: this backend is for decoders\n  {ELSEWHERE}")
-        if asked := [n for n, x in more.items() if x not in (None, False)]:
-            raise ParameterError(f"this backend does not know {asked[0]}={more[asked[0]]!r}\n  {ELSEWHERE}")
-        mask, score, params = _told()
+        config = get_current_vllm_config()
+        model, dtype = config.model_config, str(config.model_config.dtype).removeprefix("torch.")
+        if kv_cache_dtype not in ("auto", dtype):
+            raise ParameterError(
+                f"a KV cache of {kv_cache_dtype} for a model of {dtype}: give --kv-cache-dtype auto\n  or {ELSEWHERE}"
+            )
+        refused = {  # vLLM asks a backend about these on GPUs, and on CPUs does not
+            f"attention of type {attn_type}": attn_type != "decoder",
+            "images whose tokens see each other": model.is_mm_prefix_lm,
+            "R-SWA, a window beyond the prompt": model.rswa_window is not None,
+            **{f"{n}={x!r}": x not in (None, False) for n, x in more.items()},
+        }
+        if what := [name for name, present in refused.items() if present]:
+            raise ParameterError(f"frisket's backend of vLLM does not know {what[0]}\n  {ELSEWHERE}")
+        mask, score, params = _fields(config)
         self.served = ServedLayer(
             _of_kind(mask, sliding_window), _of_kind(score, sliding_window), params, scale=self.scale,
             window=sliding_window, softcap=logits_soft_cap, slopes=alibi_slopes,
             spare=isinstance(mask, dict) or isinstance(score, dict),
         )  # fmt: skip
+        log.info_once("frisket serves layers by %s", str(self.served.attention))
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
@@ -134,30 +195,21 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:
             return output.zero_()
         batch, n = attn_metadata, attn_metadata.tokens
-        if kv_cache.dtype not in PLAIN:
-            raise ParameterError(f"a KV cache of {kv_cache.dtype}; give --kv-cache-dtype auto\n  {ELSEWHERE}")
         if key is not None and value is not None and not self.shared:
-            shape = -1, self.num_kv_heads, self.head_size
-            write(kv_cache, key.view(shape)[:n], value.view(shape)[:n], batch.slots)
-        query = query.view(-1, self.num_heads, self.head_size)
-        found = self.served.attend(query[:n], kv_cache, batch, self.sinks)
-        output.view(-1, self.num_heads, self.head_size)[:n] = found
+            write(kv_cache, key[:n], value[:n], batch.slots)
+        output[:n] = self.served.attend(query[:n], kv_cache, batch, self.sinks)
         return output
 
 
-ELSEWHERE = "choose another --attention-backend"
-
-
-def _told() -> list[Any]:
+def _fields(config: Any) -> list[Any]:
     """The values of the fields, of `--additional-config` or else of the model's config."""
-    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
-
-    config = get_current_vllm_config()
     more = config.additional_config if isinstance(config.additional_config, dict) else {}
-    model = config.model_config.hf_text_config
-    check_fields(more, "--additional-config: ")
-    check_fields(vars(model), "config.")
-    return [getattr(model, n, None) if more.get(n) is None else more[n] for n in FIELDS]
+    model = config.model_config
+    parts = [("--additional-config: ", more)]
+    parts += [("config.", vars(x)) for x in (model.hf_text_config, model.hf_config)]
+    for where, names in parts:
+        check_fields(names, where)
+    return [next((x[n] for _, x in parts if x.get(n) is not None), None) for n in FIELDS]
 
 
 def _of_kind(texts: Any, window: int | None) -> Any:

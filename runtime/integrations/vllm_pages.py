@@ -5,7 +5,7 @@ found by a block table. Requests that decode are a batch of one query each, ever
 prompts and chunks of prompts, are one row of queries over one row of blocks.
 
 >>> import torch
->>> pool = torch.zeros(2, 6, 16, 2, 8)  # keys and values, blocks, tokens of a block, key heads, head_dim
+>>> pool = torch.zeros(6, 2, 16, 2 * 8)  # blocks, key heads, tokens of a block, keys then values
 >>> starts, lengths = torch.tensor([0, 1, 21]), torch.tensor([40, 20])  # a step behind 39 tokens, a prompt of 20
 >>> blocks, slots = torch.tensor([[3, 0, 4], [5, 1, 0]]), torch.arange(21) + 16
 >>> batch = PagedBatch.of(1, starts, lengths, blocks, slots, tokens=21)
@@ -136,8 +136,8 @@ class ServedLayer:
             )
 
     def attend(self, q: Tensor, pool: Tensor, batch: PagedBatch, sinks: Tensor | None = None) -> Tensor:
-        """Attention of the new tokens q [tokens, heads, head_dim] to the keys of their requests in the pool [2, blocks,
-        page, kv_heads, head_dim], of any strides; out is shaped like q."""
+        """Attention of the new tokens q [tokens, heads, head_dim] to the keys of their requests in the pool [blocks,
+        kv_heads, page, head_dim + v_head_dim], keys then values, of any strides. Out is [tokens, heads, v_head_dim]."""
         for name, x in self.values.items():
             if isinstance(x, Tensor) and x.device != q.device:
                 self.values[name] = x.to(q.device)
@@ -156,7 +156,7 @@ class ServedLayer:
     ) -> Tensor:  # fmt: skip
         pages, tables = part
         here, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
-        k, v = (x.transpose(1, 2) for x in pool.unbind(0))
+        k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]
         key = here, heads, *((name, id(x)) for name, x in self.values.items())
         if key not in batch.plans:  # once for the layers that are alike
             given: dict[str, Any] = {name: x for name, x in tables.items() if name in here.program.names} | self.values
@@ -166,14 +166,14 @@ class ServedLayer:
 
 
 def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write new keys and values [tokens, kv_heads, head_dim] to their slots, block * page + token, of a pool [2,
-    blocks, page, kv_heads, head_dim]. Negative slots are padding: nothing is written for them."""
+    """Write new keys and values [tokens, kv_heads, head_dim] to their slots, block * page + token, of a pool [blocks,
+    kv_heads, page, head_dim + v_head_dim]. Negative slots are padding: nothing is written for them."""
     page, n = pool.shape[2], len(slots)
     if not n:
         return
     real = slots >= 0
     some = torch.where(real, torch.arange(n, device=slots.device), real.to(torch.int8).argmax())  # padding: a real one
     slot = slots[some].clamp_min(0)
-    block, token, any_real = slot // page, slot % page, real.any()
-    for store, new in zip(pool.unbind(0), (k, v), strict=True):
-        store[block, token] = torch.where(any_real, new[:n][some].to(store.dtype), store[block, token])
+    block, token = slot // page, slot % page
+    new = torch.cat([k[:n], v[:n]], -1)[some].to(pool.dtype)
+    pool[block, :, token] = torch.where(real.any(), new, pool[block, :, token])

@@ -28,9 +28,8 @@ def vllm():
 @pytest.fixture(autouse=True)
 def config():
     """vLLM's configuration, as the model is made."""
-    found = vllm_standin.config
-    found.additional_config, found.model_config.hf_text_config = {}, SimpleNamespace()
-    return found
+    vars(vllm_standin.config).update(vars(vllm_standin.fresh_config()))
+    return vllm_standin.config
 
 
 class Engine:
@@ -44,9 +43,9 @@ class Engine:
             **{"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_heads": KEY_HEADS, **layer}
         )
         spec = SimpleNamespace(block_size=PAGE)
-        self.builder = backend.get_builder_cls()(spec, ["layer.0"], None, torch.device("cpu"))
+        self.builder = backend.get_builder_cls()(spec, ["layer.0"], vllm_standin.config, torch.device("cpu"))
         blocks = requests * width + 3
-        shape = backend.get_kv_cache_shape(blocks, PAGE, self.layer.num_kv_heads, DIM)
+        shape = blocks, self.layer.num_kv_heads, PAGE, 2 * DIM
         self.pool = torch.full(shape, torch.nan, dtype=dtype)  # what no query sees may hold anything
         self.free = self.random.permutation(blocks).tolist()
         self.table = torch.from_numpy(self.random.integers(0, blocks, (requests, width)).astype(np.int32))  # stale
@@ -74,17 +73,17 @@ class Engine:
             starts.append(at)
             lengths.append(end)
         where = torch.tensor(starts, dtype=torch.int32)
-        told = vllm_standin.CommonMetadata(
+        told = vllm_standin.CommonAttentionMetadata(
             query_start_loc=where, query_start_loc_cpu=where.clone(),
             seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=len(order), num_actual_tokens=total,
             max_query_len=max(new.values()), max_seq_len=max(lengths), block_table_tensor=self.table[order],
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
-        out = torch.full((total + padding, HEADS * DIM), torch.nan, dtype=self.dtype)
+        out = torch.full((total + padding, HEADS, DIM), torch.nan, dtype=self.dtype)
         found = self.layer.forward(None, q, k, v, self.pool, self.builder.build(0, told), out)
         assert found.data_ptr() == out.data_ptr()
         rows = zip(order, starts, starts[1:])
-        return {r: (q[a:b], found[a:b].view(-1, HEADS, DIM)) for r, a, b in rows}
+        return {r: (q[a:b], found[a:b]) for r, a, b in rows}
 
 
 def compare(engine, found, visible, change=lambda s, d: s, sinks=None, tolerance=2e-6):
@@ -153,7 +152,7 @@ def test_vllm_config_sets_mask_and_score(vllm, config):
         compare(engine, engine.step(new), sinks_and_steps, change=biased)
     masks = {"sliding_attention": "causal & q - k < reach"}
     config.additional_config = {"frisket_mask": masks, "frisket_params": {"reach": 20}}
-    config.model_config.hf_text_config = SimpleNamespace()
+    config.model_config.hf_text_config = config.model_config.hf_config = SimpleNamespace()
     for layer, visible in (({}, causal), ({"sliding_window": 20}, window)):
         engine = Engine(vllm, 4, **layer)
         for new in STORY:
@@ -189,7 +188,7 @@ def test_layers_that_are_alike_plan_once(vllm, monkeypatch):
 
 def told(engine):
     where = torch.tensor([0, 1, 6], dtype=torch.int32)
-    return vllm_standin.CommonMetadata(
+    return vllm_standin.CommonAttentionMetadata(
         where, where, torch.tensor([37, 5], dtype=torch.int32), 2, 6, 5, 37, engine.table[:2], torch.zeros(6).long()
     )
 
@@ -197,35 +196,149 @@ def told(engine):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def stored(layout, value_dim=DIM):
+    """A pool of three blocks as vLLM views it: `heads` is contiguous, `tokens` has the tokens of a block outside of its
+    heads, `padded` ends pages with other bytes, `layers` has the pages of another layer between its own."""
+    width = DIM + value_dim
+    if layout == "tokens":
+        return torch.randn(3, PAGE, KEY_HEADS, width).transpose(1, 2)
+    if layout == "padded":
+        return torch.randn(3, KEY_HEADS * PAGE * width + 8)[:, :-8].view(3, KEY_HEADS, PAGE, width)
+    return (
+        torch.randn(3, 2, KEY_HEADS, PAGE, width)[:, 1]
+        if layout == "layers"
+        else torch.randn(3, KEY_HEADS, PAGE, width)
+    )
+
+
+LAYOUTS = ["heads", "tokens", "padded", "layers"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("slots", [[40, 3, 17], [-1, 40, -1, 3], [-1, -1], []], ids=str)
 def test_new_keys_are_written_to_their_slots_alone(layout, slots):
-    pool = torch.randn(2, 3, PAGE, KEY_HEADS, DIM)
-    if layout == "HND":
-        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    pool = stored(layout)
     want = pool.clone()
     k, v = torch.randn(2, len(slots), KEY_HEADS, DIM)
     for i, slot in enumerate(slots):
         if slot >= 0:
-            want[0, slot // PAGE, slot % PAGE], want[1, slot // PAGE, slot % PAGE] = k[i], v[i]
+            want[slot // PAGE, :, slot % PAGE] = torch.cat([k[i], v[i]], -1)
     vllm_pages.write(pool, k, v, torch.tensor(slots, dtype=torch.int64))
     assert torch.equal(pool, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value_dim", [DIM, 8])
+def test_pools_of_any_strides_and_value_sizes_are_read(layout, value_dim):
+    pool, blocks = stored(layout, value_dim), torch.tensor([[2, 0], [1, 0]])
+    starts, lengths = torch.tensor([0, 1, 6]), torch.tensor([20, 5])
+    batch = vllm_pages.PagedBatch.of(1, starts, lengths, blocks, torch.zeros(6), tokens=6)
+    q = torch.randn(6, HEADS, DIM)
+    out = vllm_pages.ServedLayer().attend(q, pool, batch)
+    assert out.shape == (6, HEADS, value_dim)
+    for a, b, n, row in [(0, 1, 20, blocks[0]), (1, 6, 5, blocks[1])]:
+        page = torch.cat([pool[i] for i in row], 1)[None, :, :n].double()
+        places = torch.arange(n)
+        last = q[a:b].double().transpose(0, 1)[None]
+        want, *_ = dense(last, page[..., :DIM], page[..., DIM:], places[n - b + a :, None] >= places, lambda s: s, None)
+        torch.testing.assert_close(out[a:b].double(), want[0].transpose(0, 1), rtol=2e-6, atol=2e-6)
 
 
 # -- registering, and what is refused ---------------------------------------------------------------------------------
 
 
 def test_vllm_backend_registers_only_into_a_free_place(vllm):
-    custom = vllm_standin.AttentionBackendEnum.CUSTOM
+    custom, cpu = vllm_standin.AttentionBackendEnum.CUSTOM, vllm_standin.AttentionBackendEnum.CPU_ATTN
     vllm_standin.registered.clear()
     vllm.register()
     path = vllm_standin.registered[custom]
     module, _, name = path.rpartition(".")
     assert (module, getattr(vllm, name)) == (vllm.__name__, vllm.VllmBackend)
     assert vllm.VllmBackend.get_name() == custom.name
+    assert vllm_standin.registered[cpu] == f"{module}.CpuBackend"
+    vllm_standin.registered.clear()
     vllm_standin.registered[custom] = "another.plugin"
     vllm.register()
     assert vllm_standin.registered == {custom: "another.plugin"}
+
+
+def test_vllm_on_cpus_takes_frisket_where_custom_is_chosen(vllm, config):
+    assert vllm.CpuBackend is vllm.VllmBackend
+    config.attention_config.backend = None
+    assert vllm.CpuBackend == "vLLM's own"
+    with pytest.raises(AttributeError, match="no attribute 'GpuBackend'"):
+        vllm.GpuBackend  # noqa: B018
+
+
+def test_vllm_is_told_what_the_backend_can_do(vllm):
+    backend = vllm.VllmBackend
+    assert backend.get_supported_kernel_block_sizes(kv_cache_spec=None) == [vllm_standin.MultipleOf(16)]
+    assert backend.supports_sink()
+    assert backend.supports_sliding_window()
+    assert not backend.supports_device_cpu_query_lens_mismatch()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"attention_config.backend": None},
+            r"frisket_mask is set, .*\n  add --attention-backend CUSTOM, for all kinds",
+        ),
+        (
+            {"attention_config.backend_per_kind": {"sliding_window": None}},
+            r"add --attention-backend CUSTOM, for all kin",
+        ),
+        ({"model_config.use_mla": True}, r"take a model without MLA, whose attention vLLM keeps, or leave frisket_m"),
+        ({"another": "a.plugin"}, r"leave out the plug-in whose CUSTOM is a\.plugin, or"),
+        ({"model_config.hf_config": SimpleNamespace(frisket_maks="causal")}, r"config\.frisket_maks is not read"),
+    ],
+)
+def test_vllm_never_drops_a_mask_silently(vllm, config, changes, why):
+    """Masks that vLLM would not compute with are refused when its config is made, on every platform."""
+    registered = vllm_standin.registered
+    registered.clear()
+    registered.update({vllm.CUSTOM: changes.pop("another", None)} if "another" in changes else {})
+    vllm.register()
+    vllm.register()
+    update = vllm_standin.platform.check_and_update_config
+    vllm_standin.platform.updated.clear()
+    config.additional_config = {"frisket_mask": "causal & window(9)"}
+    if registered[vllm.CUSTOM] == vllm.PATH:
+        update(config)
+        assert vllm_standin.platform.updated == [config]  # wrapped once
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(config, part), name, value)
+    with pytest.raises(ParameterError, match=why):
+        update(config)
+    config.model_config.runner_type = "draft"
+    update(config)
+    config.model_config.runner_type = "generate"
+    if "maks" not in why:
+        config.additional_config = {}
+        update(config)
+
+
+def test_vllm_refuses_masks_on_devices_without_custom(vllm, config, monkeypatch):
+    """vLLM ignores CUSTOM on Intel's GPUs."""
+    vllm_standin.registered.clear()
+    vllm.register()
+    monkeypatch.setattr(vllm_standin.platform, "device_name", "xpu", raising=False)
+    vllm.check_served(config)
+    config.additional_config = {"frisket_score": "softcap(5.0)"}
+    with pytest.raises(
+        ParameterError, match=r"frisket_score is set, .*\n  take a GPU or a CPU, .* CUSTOM on xpu, or leave"
+    ):
+        vllm.check_served(config)
+
+
+def test_vllm_builders_of_other_positions_refuse_own_masks(vllm, config):
+    chunked = type("ChunkedBuilder", (vllm.VllmBatchBuilder,), {})
+    chunked(SimpleNamespace(block_size=PAGE), ["layer.0"], config, "cpu")
+    config.additional_config = {"frisket_mask": "causal & window(9)"}
+    with pytest.raises(ParameterError, match=r"layer\.0 counts positions from another token .* \(ChunkedBuilder\)"):
+        chunked(SimpleNamespace(block_size=PAGE), ["layer.0"], config, "cpu")
 
 
 def test_missing_vllm_is_named_in_the_error(monkeypatch):
@@ -243,14 +356,33 @@ def test_missing_vllm_is_named_in_the_error(monkeypatch):
         ({}, "causal & k < KV_LEN - 1", r"the mask reads KV_LEN, which changes from step to step"),
         ({"sliding_window": 20}, "causal", r"looks behind the sliding window of this layer: a ring of 20 tokens"),
         ({}, "causal & k < n", r"`n` of frisket_mask or frisket_score has no value"),
-        ({"attn_type": "encoder"}, None, r"attention of type encoder: this backend is for decoders"),
+        (
+            {"attn_type": "encoder"},
+            None,
+            r"does not know attention of type encoder\n  choose another --attention-backe",
+        ),
         ({"use_alibi_sqrt": True}, None, r"does not know use_alibi_sqrt=True"),
+        ({"kv_cache_dtype": "bfloat16"}, None, r"a KV cache of bfloat16 for a model of float32: give --kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp8"}, None, r"a KV cache of fp8 for a model of float32: give --kv-cache-dtype auto"),
     ],
 )
 def test_vllm_backend_refuses_bad_layers_and_masks(vllm, config, layer, mask, why):
     config.additional_config = {"frisket_mask": mask}
     with pytest.raises(ParameterError, match=why):
         Engine(vllm, 1, **layer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("is_mm_prefix_lm", True, "does not know images whose tokens see each other"),
+        ("rswa_window", 64, "does not know R-SWA"),
+    ],
+)
+def test_vllm_backend_refuses_models_of_other_masks(vllm, config, field, value, why):
+    setattr(config.model_config, field, value)
+    with pytest.raises(ParameterError, match=why):
+        Engine(vllm, 1)
 
 
 def test_vllm_config_names_a_misspelt_field(vllm, config):
@@ -266,11 +398,11 @@ def test_vllm_backend_refuses_bad_steps(vllm):
     engine = Engine(vllm, 2)
     with pytest.raises(ParameterError, match="not causal"):
         engine.builder.build(0, replace(told(engine), causal=False))
-    with pytest.raises(ParameterError, match=r"blocks of 8 tokens\n  give --block-size a multiple of 16"):
-        vllm.VllmBackend.get_kv_cache_shape(4, 8, 2, 16)
+    with pytest.raises(ParameterError, match=r"blocks of 24 tokens\n  give --block-size a multiple of 16"):
+        vllm.VllmBatchBuilder(SimpleNamespace(block_size=24), ["layer.0"], vllm_standin.config, "cpu")
     with pytest.raises(ShapeError, match=r"lower vLLM's max_num_seqs or max_model_len"):
         vllm_pages._row(torch.zeros(9), torch.zeros(8), torch.zeros(8, 1 << 21), 0, 1, 16)
     q = torch.zeros(1, HEADS, DIM)
     with pytest.raises(ParameterError, match="output of 8 bits"):
         engine.layer.forward(None, q, q, q, engine.pool, None, q, output_scale=torch.ones(1))
-    assert engine.layer.forward(None, q, q, q, engine.pool, None, torch.ones(1, HEADS * DIM)).sum() == 0
+    assert engine.layer.forward(None, q, q, q, engine.pool, None, torch.ones(1, HEADS, DIM)).sum() == 0

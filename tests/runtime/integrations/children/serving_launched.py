@@ -70,7 +70,7 @@ def serve(layer, batch, pool):
 def test_steps_of_vllm():
     """Steps alone, and beside a chunk of a prompt."""
     layer = vllm_pages.ServedLayer(window=256, softcap=30.0, slopes=[0.5] * HEADS)
-    pool = torch.zeros(2, 260, 16, KEY_HEADS, DIM, dtype=torch.bfloat16)
+    pool = torch.zeros(260, KEY_HEADS, 16, 2 * DIM, dtype=torch.bfloat16)
     blocks = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
 
     def step(n, new):
