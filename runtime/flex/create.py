@@ -215,10 +215,9 @@ def _create_sparse_block_from_block_mask(
     Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
 ) -> BlockMask:  # fmt: skip
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
-    lists = [x for grid in block_mask for x in ((None, None) if grid is None else ordered(grid))]
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod=mask_mod, seq_lengths=seq_lengths  # type: ignore[arg-type]
-    )  # fmt: skip
+    partial, full = block_mask
+    lists = (None, None) if full is None else ordered(full)
+    return BlockMask.from_kv_blocks(*ordered(partial), *lists, (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths)
 
 
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
