@@ -215,9 +215,11 @@ def _create_sparse_block_from_block_mask(
     Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
 ) -> BlockMask:  # fmt: skip
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
-    partial, full = block_mask
-    lists = (None, None) if full is None else ordered(full)
-    return BlockMask.from_kv_blocks(*ordered(partial), *lists, (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths)
+    count, index = ordered(block_mask[0])
+    full = (None, None) if block_mask[1] is None else ordered(block_mask[1])
+    return BlockMask.from_kv_blocks(
+        count, index, full[0], full[1], (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths
+    )  # fmt: skip
 
 
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:

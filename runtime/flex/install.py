@@ -38,6 +38,7 @@ CREATE = (
 OURS: dict[str, Any] = {
     "flex_attention": flex_attention, "BlockMask": BlockMask, **{name: getattr(create, name) for name in CREATE}
 }  # fmt: skip
+OWN_ATTRIBUTES: Any = object.__getattribute__  # lazy objects have another, which imports
 TORCH: dict[str, Any] = {name: getattr(theirs, name) for name in OURS if hasattr(theirs, name)}
 
 
@@ -148,7 +149,7 @@ def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], An
                 continue
         for names in (vars(holder), holder.__kwdefaults__ or {}):
             yield from (("", *rest) for _, *rest in _slots(names))
-    elif kind.__getattribute__ is object.__getattribute__ and hasattr(holder, "__dict__"):  # type: ignore[comparison-overlap]
+    elif kind.__getattribute__ is OWN_ATTRIBUTES and hasattr(holder, "__dict__"):
         yield from _slots(vars(holder))
 
 
