@@ -181,8 +181,9 @@ def _flex(device: str, lengths: bool, contest: Contest) -> Call:
         torch._dynamo.reset()  # it gives up after eight masks otherwise
     layout = None if contest.mask is None else contest.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     attend = partial(
-        torch.compile(torchs(flex_attention), dynamic=None if lengths else False), score_mod=flex_score_mod(contest, device),
-        block_mask=None if layout is None else layout.to_block_mask(device), enable_gqa=s.heads != s.kv_heads,
+        torch.compile(torchs(flex_attention), dynamic=None if lengths else False),
+        score_mod=flex_score_mod(contest, device), enable_gqa=s.heads != s.kv_heads,
+        block_mask=None if layout is None else layout.to_block_mask(device),
     )  # fmt: skip
     return _call(contest, device, attend)
 

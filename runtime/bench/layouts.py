@@ -76,8 +76,9 @@ def _create(contest: Contest) -> Call:
     _short(contest, "create_block_mask")
     layout = _mask(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     made = partial(
-        torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu", BLOCK_SIZE=TILE
-    )
+        torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu",
+        BLOCK_SIZE=TILE,
+    )  # fmt: skip
 
     def run() -> Callable[[], Array]:
         found = made()

@@ -27,6 +27,6 @@ from frisket.runtime.flex.create import and_masks, create_block_mask, create_mas
 from frisket.runtime.flex.install import Installed, install
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask", "create_mask",
-    "create_nested_block_mask", "flex_attention", "install", "noop_mask", "or_masks",
+    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask",
+    "create_mask", "create_nested_block_mask", "flex_attention", "install", "noop_mask", "or_masks",
 ]  # fmt: skip

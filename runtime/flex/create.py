@@ -215,9 +215,10 @@ def _create_sparse_block_from_block_mask(
     Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
 ) -> BlockMask:  # fmt: skip
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
-    lists = [x for grid in block_mask for x in ((None, None) if grid is None else ordered(grid))]
+    count, index = ordered(block_mask[0])
+    full = (None, None) if block_mask[1] is None else ordered(block_mask[1])
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod=mask_mod, seq_lengths=seq_lengths  # type: ignore[arg-type]
+        count, index, full[0], full[1], (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths
     )  # fmt: skip
 
 

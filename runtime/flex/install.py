@@ -26,20 +26,19 @@ from typing import Any
 from torch.nn.attention import flex_attention as theirs
 from torch.utils._pytree import SUPPORTED_NODES
 
+from . import create
 from .attention import flex_attention
 from .block_mask import BlockMask
-from .create import (
-    _create_empty_block_mask, _create_sparse_block_from_block_mask, and_masks, create_block_mask, create_mask,
-    create_nested_block_mask, or_masks,
-)  # fmt: skip
 
+CREATE = (
+    "create_block_mask", "create_nested_block_mask", "create_mask", "and_masks", "or_masks",
+    "_create_sparse_block_from_block_mask", "_create_empty_block_mask",
+)  # fmt: skip
 # what differs from torch's; the other names of frisket.flex are torch's own objects
 OURS: dict[str, Any] = {
-    x.__name__: x for x in (
-        BlockMask, flex_attention, create_block_mask, create_nested_block_mask, create_mask, and_masks, or_masks,
-        _create_sparse_block_from_block_mask, _create_empty_block_mask,
-    )
+    "flex_attention": flex_attention, "BlockMask": BlockMask, **{name: getattr(create, name) for name in CREATE}
 }  # fmt: skip
+OWN_ATTRIBUTES: Any = object.__getattribute__  # lazy objects have another, which imports
 TORCH: dict[str, Any] = {name: getattr(theirs, name) for name in OURS if hasattr(theirs, name)}
 
 
@@ -89,7 +88,7 @@ def install() -> Installed:
     `functools.partial` and functions with closures, such as `torch.compile(create_block_mask)`. The order of imports
     does not matter. Masks made before are of torch's class, and no instances of frisket's `BlockMask`: call it first.
 
-    While it is installed, a mask is one leaf of torch's pytrees, as torch's own is: libraries ask `tree_flatten` for it.
+    While it is installed, a mask is one leaf of torch's pytrees, as torch's own is, and no input of `torch.export`.
 
     Returns an `Installed`, which says what changed and undoes it. A UserWarning names what still holds a function of
     torch and cannot be changed, such as an `lru_cache` or a default argument.
@@ -138,7 +137,7 @@ def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], An
         items = holder.items() if kind is dict else enumerate(holder)
         yield from (("[{!r}]", key, x, holder.__setitem__) for key, x in list(items))
     elif kind in (staticmethod, classmethod):
-        yield "", None, holder.__func__, lambda _, x: holder.__init__(x)
+        yield "", None, holder.__func__, lambda _, x: holder.__init__(x)  # the object stays, other modules hold it
     elif kind is partial:
         yield "", None, holder.func, lambda _, x: holder.__setstate__((x, holder.args, holder.keywords, vars(holder)))
         yield from _slots(holder.keywords)
@@ -150,7 +149,7 @@ def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], An
                 continue
         for names in (vars(holder), holder.__kwdefaults__ or {}):
             yield from (("", *rest) for _, *rest in _slots(names))
-    elif kind.__getattribute__ is object.__getattribute__ and hasattr(holder, "__dict__"):
+    elif kind.__getattribute__ is OWN_ATTRIBUTES and hasattr(holder, "__dict__"):
         yield from _slots(vars(holder))
 
 
