@@ -7,6 +7,7 @@
 (1, 16, 8, 64)
 """
 
+from importlib import import_module
 from typing import Any
 
 from frisket.runtime.machine.extras import extras
@@ -44,6 +45,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "BaseJAXAttentionModule":  # a module of flax, which the others do not need
         with extras():
-            from frisket.runtime.modeling.linen_cache import BaseJAXAttentionModule
-        return BaseJAXAttentionModule
+            return import_module("frisket.runtime.modeling.linen_cache").BaseJAXAttentionModule
     raise AttributeError(f"module 'frisket.modeling' has no attribute {name!r}")
