@@ -131,7 +131,7 @@ def test_prefill_and_decoding_equal_vanilla_attention(name):
     visible = WHOLE if name == "Gemma2" else PADDED
     ours, vanilla = (decoding(model(name, mechanism, **window), visible) for mechanism in ("frisket", "vanilla"))
     np.testing.assert_allclose(ours, vanilla, atol=2e-6)
-    if name != "Gemma2":  # whose decoding is not its own whole forward in EasyDeL 0.3.0
+    if name in ("Llama", "Mistral"):  # of Gemma2 in EasyDeL 0.3.0 decoding is not its own whole forward
         net, places = model(name, "frisket", **window), jnp.maximum(visible.cumsum(1) - 1, 0)
         with net.mesh:
             whole = nnx.jit(lambda net: net(input_ids=TOKENS, attention_mask=visible, position_ids=places).logits)(net)
@@ -254,8 +254,15 @@ def test_axes_resolve_as_in_eformer(name, mode):
     assert sharding.PartitionManager(wanted).paxis == ours
 
 
-SHAPES = [(4, 8, 4, 8), (4, 1, 4, 8), (2, 8, 2, 8), (3, 8, 4, 8), (4, 7, 3, 8), (1, 1, 1, 8)]
-SPLIT = [n for n in PAXES if n != "other names"]  # of axes that the mesh lacks: see docs/sharding.md
+SHAPES = [(4, 8, 4, 8), (4, 1, 4, 8), (2, 8, 2, 8), (3, 8, 4, 8), (4, 7, 3, 8)]
+SPLIT = {  # of axes that the mesh has: see docs/sharding.md
+    "default": {},
+    "decode axes": {"decode_batch_axis": "dp", "decode_head_axis": None, "decode_kv_head_axis": "ep"},
+    "no axes": {"batch_axis": None, "head_axis": None, "decode_kv_head_axis": "tp"},
+    "heads over two": {"head_axis": ("tp", "ep"), "kv_head_axis": ("tp", "ep"), "sequence_parallel_axis": None},
+    "nothing": dict.fromkeys(("batch_axis", "head_axis", "kv_head_axis", "sequence_parallel_axis")),
+    "lengths": {"query_sequence_axis": "tp", "key_sequence_axis": "tp", "head_axis": None, "kv_head_axis": None},
+}
 ARRAYS = [("BATCH", "QUERY_LENGTH", "HEAD", "HEAD_DIM"), ("BATCH", "KV_LENGTH", "KV_HEAD", "KV_HEAD_DIM")]
 
 
@@ -264,8 +271,8 @@ ARRAYS = [("BATCH", "QUERY_LENGTH", "HEAD", "HEAD_DIM"), ("BATCH", "KV_LENGTH", 
 def test_arrays_are_split_as_by_eformer(name, shape):
     """An array that was split otherwise before stays so where nothing splits it."""
     managers = (
-        sharding.PartitionManager(sharding.PartitionAxis(**PAXES[name])),
-        PartitionManager(PartitionAxis(**PAXES[name])),
+        sharding.PartitionManager(sharding.PartitionAxis(**SPLIT[name])),
+        PartitionManager(PartitionAxis(**SPLIT[name])),
     )
     with mesh(1, 2, 1, 2, 1) as here:
         start = jax.device_put(jnp.zeros(shape), jax.NamedSharding(here, P(None, None, None, ("fsdp", "tp"))))
@@ -280,7 +287,7 @@ def test_an_axis_for_two_dimensions_is_refused_by_both():
     with mesh(1, 2, 1, 2, 1):
         with pytest.raises(frisket.ParameterError, match="mesh axis 'tp' would split two dimensions"):
             sharding.PartitionManager(sharding.PartitionAxis(**axes)).shard(start, sharding.AttnQSharding)
-        with pytest.raises(ValueError, match="tp"):
+        with pytest.raises(Exception, match="duplicate entries for `tp`"):  # JAX has no public name of it
             PartitionManager(PartitionAxis(**axes)).shard(start, theirs.AttnQSharding)
 
 
