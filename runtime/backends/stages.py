@@ -115,20 +115,21 @@ def record(att: Any, call: Call, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
     values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
+    parts = (("mask", program.mask), ("score", program.score))
     key = {
-        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in (("mask", program.mask), ("score", program.score))},
+        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
         **vars(call.geometry), "dtype": call.given.dtype,
         "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
-    parts: Any = frozenset((n, type(x), x) for n, x in key.items())
+    entries: Any = frozenset((n, type(x), x) for n, x in key.items())
     what, seconds, at = kernel_step.get() or "planned", time.perf_counter() - began, time.time()
-    if parts in att.history:
+    if entries in att.history:
         if what != "built":
             return
-        parts = parts, at  # another kernel under the same key
-    remember(att.history, parts, (at, what, seconds, key), 256)
+        entries = entries, at  # another kernel under the same key
+    remember(att.history, entries, (at, what, seconds, key), 256)
     if "compiles" in Settings.read().show:
         print(f"frisket: {records(att.history)[-1]}\n  {att!r}", file=sys.stderr)
 
