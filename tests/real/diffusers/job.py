@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 import frisket.flex
 
 torch.set_num_threads(1)
-TORCH = flex.flex_attention
+TORCH = flex.flex_attention, flex.BlockMask  # in a tuple, since install replaces attributes of modules
 calls: list[torch.Size] = []
 
 
@@ -52,13 +52,17 @@ def tiles(block_mask, count, indices):
 
 
 @pytest.fixture(autouse=True)
-def frisket_runs(monkeypatch):
-    """The names that diffusers reads from the module of flex_attention at every call."""
+def use(monkeypatch):
+    """Puts another object into the place of a name of PyTorch's; frisket, whose calls are counted, is there first."""
     calls.clear()
-    monkeypatch.setattr(flex, "flex_attention", counted)
-    monkeypatch.setattr(flex, "create_block_mask", frisket.flex.create_block_mask)
-    with attention_backend("native"):  # set_attention_backend changes that of all models which name none, too
-        yield
+    # set_attention_backend also changes the backend of models that name none, until the end of this block
+    with frisket.flex.install(), attention_backend("native"), monkeypatch.context() as patch:
+
+        def replace(x, name="flex_attention"):
+            patch.setattr(flex, name, x)
+
+        replace(counted)
+        yield replace
 
 
 def random(*shape):
@@ -184,11 +188,11 @@ def test_models_equal_native_attention(make):
 
 
 @pytest.mark.parametrize("make", [anyflow, kandinsky6])
-def test_models_equal_their_lists_read_densely(make, monkeypatch):
+def test_models_equal_their_lists_read_densely(make, use):
     model, inputs = seeded(make)
     found = results(model, inputs)
     assert calls
-    monkeypatch.setattr(flex, "flex_attention", dense)
+    use(dense)
     close(found, results(model, inputs))
 
 
@@ -199,7 +203,7 @@ def test_compiled_blocks_equal_eager_ones():
     close(results(model, inputs), expected)
 
 
-def test_torch_ignores_lists_without_compile(monkeypatch):
+def test_torch_ignores_lists_without_compile(use):
     """Without torch.compile, torch's flex_attention asks mask_mod alone, and NABLA's is true everywhere."""
     model, inputs = seeded(kandinsky6)
 
@@ -207,14 +211,15 @@ def test_torch_ignores_lists_without_compile(monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     outs = {}
-    for function in (counted, TORCH, dense, everything):
-        monkeypatch.setattr(flex, "flex_attention", function)
+    for function in (counted, TORCH[0], dense, everything):
+        use(function)
+        use(frisket.flex.BlockMask if function is counted else TORCH[1], "BlockMask")
         with torch.no_grad():
             outs[function] = model(**inputs, return_dict=False)[0]
-    off = float((outs[TORCH] - outs[dense]).abs().max())
+    off = float((outs[TORCH[0]] - outs[dense]).abs().max())
     print("torch's eager flex_attention is off by", off, "of", float(outs[dense].abs().max()))
     close([outs[counted]], [outs[dense]])
-    close([outs[TORCH]], [outs[everything]])
+    close([outs[TORCH[0]]], [outs[everything]])
     assert off > 0.1
 
 
@@ -235,3 +240,6 @@ def test_sd3_asks_no_backend():
     model.set_attention_backend("flex")
     close(results(model, inputs), expected)
     assert not calls
+    with frisket.sdpa_for(model) as places:
+        close(results(model, inputs), expected)
+    assert places
