@@ -74,7 +74,7 @@ def run(name: str, python: str) -> dict[str, Any]:
         ]
         command = [python, "-m", "pytest", "-q", "-ra", "--durations=10", *options, str(HERE / name / "job.py")]
         # what a job writes, models and kernels, lies in the temporary folder
-        variables = {**os.environ, "FRISKET_CACHE_DIR": f"{folder}/frisket", "HF_HUB_OFFLINE": "1"}
+        variables = {**os.environ, "FRISKET_CACHE_DIR": f"{folder}/kernels", "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(
             [*command, f"--basetemp={folder}/tests"], cwd=folder, env=variables, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,

@@ -214,7 +214,7 @@ def test_model_runner_v2_serves_the_same_tokens():
     cases = [f"{__file__}::{test_tokens_equal_transformers_eager.__name__}[{name}]" for name in names]
     more = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib"]
     child = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, *more, "-p", "no:cacheprovider", *cases],
+        [sys.executable, "-P", "-c", INTERPRETED, *more, "-p", "no:cacheprovider", *cases],
         env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert f"{len(names)} passed" in child.stdout, child.stdout[-3000:]
@@ -226,7 +226,7 @@ def test_a_server_answers_over_http(models, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder, log = models("llama"), tmp_path / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
     command += "--host 127.0.0.1 --dtype float32 --enforce-eager --skip-tokenizer-init --max-model-len 512".split()
     command += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps(OWN)]
     variables = {n: x for n, x in os.environ.items() if n != "VLLM_ENABLE_V1_MULTIPROCESSING"}
