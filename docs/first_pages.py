@@ -28,7 +28,7 @@ PACKAGES: dict[str, tuple[str, str] | None] = {
     "vllm": ("vLLM", "vllm.md"),
     "easydel": ("EasyDeL", "easydel.md"),
     "maxtext": ("MaxText", "maxtext.md"),
-    "torchtitan": ("torchtitan", "torchtitan.md"),
+    "torchtitan": ("torchtitan", "training.md"),
     "trl": ("trl", "training.md"),
     "diffusers": ("diffusers", "diffusers.md"),
     "timm": ("timm", "sdpa.md"),

@@ -84,7 +84,7 @@ def install() -> Installed:
     37.5
 
     Assigns the names of `torch.nn.attention.flex_attention` that differ from torch's. Then it replaces the old objects
-    in every imported module: in its attributes, those of its classes, dicts and lists, and in what these hold,
+    in all imported modules: in attributes of modules, classes and their objects, in dicts and lists. It looks into
     `functools.partial` and functions with closures, such as `torch.compile(create_block_mask)`. The order of imports
     does not matter. Masks made before are of torch's class, and no instances of frisket's `BlockMask`: call it first.
 
