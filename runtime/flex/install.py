@@ -84,7 +84,7 @@ def install() -> Installed:
     37.5
 
     Assigns the names of `torch.nn.attention.flex_attention` that differ from torch's. Then it replaces the old objects
-    in every imported module: in its attributes, those of its classes, dicts and lists, and in what these hold,
+    in all imported modules: in attributes of modules, classes and their objects, in dicts and lists. It looks into
     `functools.partial` and functions with closures, such as `torch.compile(create_block_mask)`. The order of imports
     does not matter. Masks made before are of torch's class, and no instances of frisket's `BlockMask`: call it first.
 
@@ -155,7 +155,7 @@ def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], An
 
 def _left() -> list[str]:
     """What refers to a function of torch outside of frisket, and objects of torch's class."""
-    functions = [x for x in TORCH.values() if isinstance(x, FunctionType)]
+    functions = tuple([x for x in TORCH.values() if isinstance(x, FunctionType)])  # a tuple is not copied by a call
     mask = TORCH["BlockMask"]
     left = {_place(x, functions) for x in gc.get_referrers(*functions) if x is not TORCH and x is not functions}
     left |= {f"{x.__module__}.{x.__qualname__}" for x in mask.__subclasses__()}
@@ -164,9 +164,9 @@ def _left() -> list[str]:
     return sorted(left) + ([f"{masks} masks of torch's class"] if masks else [])
 
 
-def _place(x: Any, of: list[Any]) -> str:
+def _place(x: Any, of: tuple[Any, ...]) -> str:
     """The module, class, function or object that leads to an object which refers to one of these; "" for a frame."""
-    level, below = [x], of
+    level, below = (x,), of
     for _ in range(6):
         for one in level:
             if isinstance(one, FrameType):
@@ -178,5 +178,5 @@ def _place(x: Any, of: list[Any]) -> str:
                 return f"{kind.__module__}.{kind.__qualname__}"
         if len(level) > 9:  # each of them is looked for in every object of the program
             break
-        level, below = [y for y in gc.get_referrers(*level) if y is not level and y is not below], level
+        level, below = tuple([y for y in gc.get_referrers(*level) if y is not level and y is not below]), level
     return f"a {type(x).__name__}"

@@ -15,7 +15,11 @@ from support.pages import DOCS
 import frisket as fk
 import frisket.flex as ours
 
-BESIDE = ("_mask_mod_signature", "_score_mod_signature", "_DEFAULT_SPARSE_BLOCK_SIZE", "_identity")
+BESIDE = (
+    "_mask_mod_signature", "_score_mod_signature", "_DEFAULT_SPARSE_BLOCK_SIZE", "_identity", "_vmap_for_bhqkv",
+    "_MaskModWrapper", "_convert_mask_to_block_mask",
+)  # fmt: skip
+MADE = ("_create_sparse_block_from_block_mask", "_create_empty_block_mask")
 METHODS = ("as_tuple", "numel", "sparsity", "to_dense", "to_string", "to", "_adjust")
 FUNCTIONS = {
     "flex_attention": (theirs.flex_attention,),
@@ -26,6 +30,7 @@ FUNCTIONS = {
 }
 PAIRS = [
     *((getattr(theirs, n), getattr(ours, n)) for n in theirs.__all__ if n not in ("FlexKernelOptions", "BlockMask")),
+    *((getattr(theirs, n), getattr(ours, n)) for n in MADE),
     *((getattr(theirs.BlockMask, n), getattr(ours.BlockMask, n)) for n in ("__init__", "from_kv_blocks", *METHODS)),
 ]
 
@@ -48,7 +53,7 @@ def lacking(page: str) -> list[str]:
     }
     wanted["AuxRequest, AuxOutput and names that PyTorch does not document"] = {
         *(f"{n}({', '.join(inspect.signature(getattr(theirs, n)).parameters)})" for n in ("AuxRequest", "AuxOutput")),
-        "FlexKernelOptions", *BESIDE,
+        "FlexKernelOptions", *BESIDE, *MADE,
     }  # fmt: skip
     found = []
     for heading, names in wanted.items():
