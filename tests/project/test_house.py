@@ -22,7 +22,8 @@ LIMITS = {
     "docstrings": (0,),
     "tour": (0, 0),
     "warm": (35, 9),
-    "lines": (64_366,),
+    # 64,366 before frisket.sdpa, flex.install, EasyDeL and the linen cache came, which have 740 lines of the rest
+    "lines": (65_309,),
 }
 
 
