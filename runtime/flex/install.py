@@ -44,7 +44,12 @@ TORCH: dict[str, Any] = {name: getattr(theirs, name) for name in OURS if hasattr
 
 @dataclass
 class Installed:
-    """What `install` did: `print` shows it, `undo` takes it back, and so does the end of a `with` block.
+    """The places that `install` changed; `undo`, or the end of a `with` block, puts torch's functions back.
+
+    >>> import frisket.flex
+    >>> with frisket.flex.install() as installed:
+    ...     "torch.nn.attention.flex_attention.flex_attention" in installed.changed
+    True
 
     `changed` has the places that held torch's functions and hold frisket's, such as `library.layers.attend`, and the
     names of these functions. `left` are places that still hold torch's.
@@ -56,7 +61,12 @@ class Installed:
     _node: Any = field(default=None, repr=False)
 
     def undo(self) -> None:
-        """Put torch's functions back. Modules that were imported in the meantime keep frisket's."""
+        """Put torch's functions back. Modules that were imported in the meantime keep frisket's.
+
+        >>> import frisket.flex
+        >>> installed = frisket.flex.install()
+        >>> installed.undo()
+        """
         while self._assigned:
             assign, name = self._assigned.pop()
             assign(TORCH[name])
@@ -128,7 +138,7 @@ def install() -> Installed:
 
 
 def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], Any]]]:
-    """What an object holds: how its place is written, the key, the value, and a function that puts another there."""
+    """The places inside an object: how each is written, its key, its value, and a function that assigns another."""
     kind = type(holder)
     if issubclass(kind, ModuleType | type):
         put = partial(setattr, holder)
@@ -154,7 +164,7 @@ def _slots(holder: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any, Any], An
 
 
 def _left() -> list[str]:
-    """What refers to a function of torch outside of frisket, and objects of torch's class."""
+    """Places outside of frisket that still refer to a function of torch, and objects of torch's class."""
     functions = tuple([x for x in TORCH.values() if isinstance(x, FunctionType)])  # a tuple is not copied by a call
     mask = TORCH["BlockMask"]
     left = {_place(x, functions) for x in gc.get_referrers(*functions) if x is not TORCH and x is not functions}

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.operations import AttentionMetadata, AttentionRegistry
-from frisket.runtime.operations.operators import Lengths, sinks_of_heads
+from frisket.runtime.operations.operators import CallSizes, sinks_of_heads
 from frisket.runtime.sharding.partition import fitting, names_of
 
 __all__ = ["register"]
@@ -80,7 +80,7 @@ def _attend(
     init_bias: Any = None, softmax_aux: Any = None, dropout_rng: Any = None, **call: Any,
 ) -> Any:  # fmt: skip
     """A call of EasyDeL's on every device of its mesh: batches and heads are split as its partition axes say."""
-    lengths = Lengths(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
+    lengths = CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
     if bias is None and mask_info is None and init_bias is not None:
         bias = init_bias()
     arrays = {
@@ -112,8 +112,8 @@ def _attend(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, arrays)
 
 
-def _mask(lengths: Lengths, mask_info: Any) -> dict[str, Any]:
-    """What of EasyDeL's hides keys, as arrays; they may be as long as the cache."""
+def _mask(lengths: CallSizes, mask_info: Any) -> dict[str, Any]:
+    """EasyDeL's mask or segment ids as arrays, which may be as long as the cache."""
     if mask_info is None:
         return {}
     if mask_info._attention_mask is None and mask_info._q_segment_ids is not None:
@@ -125,7 +125,7 @@ def _mask(lengths: Lengths, mask_info: Any) -> dict[str, Any]:
 
 
 def _flags(
-    lengths: Lengths, mask_info: Any, causal: bool = False, sliding_window: Any = None, cum_seqlens_q: Any = None,
+    lengths: CallSizes, mask_info: Any, causal: bool = False, sliding_window: Any = None, cum_seqlens_q: Any = None,
     cum_seqlens_k: Any = None, softmax_scale: Any = None, logits_soft_cap: Any = None, deterministic: bool = True,
     dropout_prob: float = 0.0, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip

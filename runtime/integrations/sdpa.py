@@ -83,6 +83,9 @@ def sdpa(
         if attn_mask.variant == CausalVariant.LOWER_RIGHT:
             text, values = "q + shift >= k", {"shift": attn_mask.seq_len_kv - attn_mask.seq_len_q}
         attn_mask = None
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ParameterError(f"{name} is {type(x).__name__}; frisket.sdpa takes tensors of torch")
     if query.is_nested or key.is_nested or value.is_nested:
         if attn_mask is not None:
             raise ParameterError(

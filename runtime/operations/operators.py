@@ -42,8 +42,8 @@ TABLES = (  # names of what comes as arrays
 )  # fmt: skip
 
 
-class Lengths(NamedTuple):
-    """Of the arrays of a call."""
+class CallSizes(NamedTuple):
+    """The sizes of the arrays of a call: batch, heads and lengths in tokens."""
 
     batch: int
     heads: int
@@ -67,11 +67,11 @@ class OpCall:
 
 
 def problem(
-    lengths: Lengths, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
+    lengths: CallSizes, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
     align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
     called: Sequence[str],
 ) -> OpCall:  # fmt: skip
-    """What a call means. `moved`: `origin` says where the queries are. `called` are the operator's keywords."""
+    """The problem of a call. `moved`: `origin` says where the queries are. `called` are the operator's keywords."""
     values = {n: call_value(n, x) for n, x in params.items()}
     if taken := next((n for n in values if n in TABLES), None):
         raise ParameterError(
@@ -113,8 +113,8 @@ def problem(
             array = array != 0
         if array.dtype != bool:
             raise ParameterError(
-                f"the mask is an array of {array.dtype}; True, or an integer other than 0, is what is seen: mask != 0; "
-                "or bias=mask"
+                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
+                "  integers are taken: those other than 0 are what is seen"
             )
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
     if not isinstance(scale, float | None):
@@ -147,7 +147,7 @@ def _sides(window: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: Lengths, moved: bool) -> dict[str, str]:
+def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: CallSizes, moved: bool) -> dict[str, str]:
     """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
     rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # one array, [batch, length]
     pair = given if isinstance(given, tuple | list) and len(given) == 2 and not rows else (given, given)
@@ -165,7 +165,7 @@ def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: Lengths, m
     return texts
 
 
-def _table(tables: dict[str, Any], name: str, x: Any, lengths: Lengths, moved: bool) -> str:
+def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, moved: bool) -> str:
     """A lookup that reads an array [batch, heads, q_len, kv_len], [batch, q_len, kv_len], or [batch, kv_len], of keys.
 
     Axes of length 1 are for all, and heads may be the key heads, each for its group.
@@ -178,8 +178,8 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: Lengths, moved: b
     if not axes or None in index:
         raise ShapeError(
             f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; "
-            "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1; heads may be "
-            f"the {lengths.kv_heads} key heads"
+            "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1\n"
+            f"  heads may be the {lengths.kv_heads} key heads"
         )
     tables[name] = x
     return f"{name}[{', '.join(map(str, index))}]"
@@ -192,7 +192,7 @@ def _check_place(what: str, moved: bool) -> None:
         )
 
 
-def sinks_of_heads(x: Any, lengths: Lengths) -> Any:
+def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
     """Sinks [heads]: several of a head are one, whose weight is theirs together."""
     x, heads, kv_heads = jnp.asarray(x) if isinstance(x, list | tuple) else x, lengths.heads, lengths.kv_heads
     if getattr(x, "ndim", 0) == 0 or x.shape == (heads,):
@@ -238,9 +238,9 @@ class FrisketAttention(AttentionImpl):
         given is joined to that:
 
         - `causal`, and `sliding_window=w` or `(left, right)`: keys at most so far before and after a query.
-        - `align`: where q and k differ in length, `causal` and the window place the last query at the last key,
-          "end", the default, or query 0 at key 0, "start", as EasyDeL does. More queries than keys without it are an
-          error where queries would see no key. Or `positions` or `origin` say where the queries are.
+        - `align`: the place of queries for `causal` and the window, if q and k differ in length. "end", the default,
+          is the last query at the last key; "start" is query 0 at key 0, as in EasyDeL. Without it, more queries than
+          keys are an error where queries would see no key. Or `positions` or `origin` say where the queries are.
         - `segment_ids`, integers [batch, length], or a pair, of queries and of keys: equal ones see one another,
           negative ones are padding.
         - `positions`, likewise: where places of the arrays are in the sequence, for mask, score, causal and window.
@@ -274,8 +274,8 @@ class FrisketAttention(AttentionImpl):
         options = Options(self.metadata.softmax_scale, True, self.chosen(), self.metadata.tile)
         return attention_for(mask, score, options, {})
 
-    def lengths(self, query: Any, key: Any) -> Lengths:
-        return Lengths(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
+    def lengths(self, query: Any, key: Any) -> CallSizes:
+        return CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
 
     def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         return call.attention(options)(query, key, value, sinks=call.sinks, layout="bshd", **how, **call.params)
@@ -385,9 +385,9 @@ class _Dealt(FrisketAttention):
         if places != len(deal.order):
             raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 
-    def lengths(self, query: Any, key: Any) -> Lengths:
+    def lengths(self, query: Any, key: Any) -> CallSizes:
         length = query.shape[1] if self.deal is None else self.deal.length
-        return Lengths(query.shape[0], query.shape[2], length, length, key.shape[2])
+        return CallSizes(query.shape[0], query.shape[2], length, length, key.shape[2])
 
     def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         arrays, deal = (query, key, value), self.deal

@@ -64,7 +64,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    if request.q.is_nested or request.k.is_nested or request.v.is_nested:
+    if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
     request = request._replace(

@@ -236,7 +236,7 @@ FORMS = [n for n in dir(theirs) if isinstance(getattr(theirs, n), type) and hasa
 MODES = ["MODE_TRAIN", "MODE_PREFILL", "MODE_DECODE", "MODE_INSERT"]
 
 
-def test_every_named_form_of_eformer_is_here():
+def test_named_forms_of_eformer_are_here():
     assert {"AttnQSharding", "ExpertTensorParallel"} <= {*FORMS}
     for name in FORMS:
         if name != "DynamicShardingAxes":

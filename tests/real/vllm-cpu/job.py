@@ -366,7 +366,7 @@ def standin():
 
 
 @pytest.mark.parametrize("name", ["AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl"])
-def test_the_stand_in_has_the_signatures_of_vllm(name):
+def test_stand_in_has_the_signatures_of_vllm(name):
     ours, theirs = getattr(standin(), name), getattr(interface, name)
     assert ours.__abstractmethods__ == theirs.__abstractmethods__
     methods = [n for n in vars(ours) if callable(getattr(ours, n)) and (n == "__init__" or not n.startswith("__"))]
@@ -380,7 +380,7 @@ def test_the_stand_in_has_the_signatures_of_vllm(name):
     assert ours.__dict__.get("reorder_batch_threshold") is getattr(theirs, "reorder_batch_threshold", None)
 
 
-def test_the_stand_in_has_the_names_of_vllm(models):
+def test_stand_in_has_the_names_of_vllm(models):
     module = standin()
     ours, theirs = (x.CommonAttentionMetadata for x in (module, interface))
     assert {f.name: f.default for f in fields(ours)}.items() <= {f.name: f.default for f in fields(theirs)}.items()
@@ -409,7 +409,7 @@ def test_the_stand_in_has_the_names_of_vllm(models):
         (plugin.VllmAttention, interface.AttentionImpl),
     ],
 )
-def test_every_method_of_frisket_is_one_of_vllm(ours, theirs):
+def test_methods_of_frisket_are_those_of_vllm(ours, theirs):
     assert not ours.__abstractmethods__
     names = [n for n in vars(ours) if n == "__init__" or not n.startswith("__")]
     for name in set(names) - {"_abc_impl"}:
