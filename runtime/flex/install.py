@@ -177,7 +177,7 @@ def _left() -> list[str]:
 def _place(x: Any, of: tuple[Any, ...]) -> str:
     """The module, class, function or object that leads to an object which refers to one of these; "" for a frame."""
     level, below = (x,), of
-    for _ in range(6):
+    for _ in range(4):
         for one in level:
             if isinstance(one, FrameType):
                 return ""
@@ -186,7 +186,7 @@ def _place(x: Any, of: tuple[Any, ...]) -> str:
             kind = one if isinstance(one, FunctionType | type) else type(one)
             if kind.__module__ not in ("builtins", "functools", theirs.__name__):  # wrappers have torch's name
                 return f"{kind.__module__}.{kind.__qualname__}"
-        if len(level) > 9:  # each of them is looked for in every object of the program
+        if len(level) > 4:  # each of them is looked for in every object of the program
             break
         level, below = tuple([y for y in gc.get_referrers(*level) if y is not level and y is not below]), level
     return f"a {type(x).__name__}"

@@ -178,10 +178,10 @@ def test_sinks_of_gpt_oss_get_gradients_of_dense_attention(attention, reference)
 
 def test_gpt_oss_trains_in_bfloat16(attention, reference):
     """The whole model. Sums of 16 bits are in another order, so later steps drift apart."""
-    found = losses(model("gpt_oss", dtype=torch.bfloat16), 3)
-    expected = reference(lambda: losses(model("gpt_oss", dtype=torch.bfloat16), 1))
+    found = losses(model("gpt_oss", 1, torch.bfloat16), 2)
+    expected = reference(lambda: losses(model("gpt_oss", 1, torch.bfloat16), 1))
     print("losses", found, "dense", expected)
-    assert found[2] < found[0] - 1
+    assert found[1] < found[0] - 1
     assert abs(found[0] - expected[0]) <= 4e-3
 
 
@@ -203,10 +203,10 @@ def test_undo_gives_torchs_functions_back(attention, installed):
 
 
 def test_trainer_with_fsdp_and_context_parallelism(tmp_path):
-    """Two processes of gloo, which shard parameters and the sequence, give the losses of one process; with the rows of
-    tiles in order, and balanced."""
+    """Two processes of gloo, which shard parameters and the sequence by balanced rows of tiles, give the losses of one
+    process."""
     results = []
-    for processes, balance in ((1, "none"), (2, "none"), (2, "ptrr")):
+    for processes, balance in ((1, "none"), (2, "ptrr")):
         arguments = ["--nproc-per-node", str(processes), "--master-port", str(29500 + os.getpid() % 400), __file__]
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *arguments, balance],
@@ -215,10 +215,9 @@ def test_trainer_with_fsdp_and_context_parallelism(tmp_path):
         assert not done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
         results.append(json.loads((tmp_path / "losses.json").read_text()))
     print(results)
-    alone, *parallel = results
+    alone, parallel = results
     assert alone[2] < alone[0] - 0.3
-    for found in parallel:
-        assert max(abs(x - y) for x, y in zip(found, alone, strict=True)) <= 2e-5
+    assert max(abs(x - y) for x, y in zip(parallel, alone, strict=True)) <= 2e-5
 
 
 def train(balance: str) -> None:

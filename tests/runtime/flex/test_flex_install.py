@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 import types
-import warnings
 
 import pytest
 import torch
@@ -69,12 +68,11 @@ def executed(name, text):
 
 @pytest.fixture
 def modules(monkeypatch):
-    """What install() sees of sys.modules. Other tests hold torch's functions too, and it says so."""
+    """What install() sees of sys.modules. It does not look for other holders: there are those of all tests."""
     found = {theirs.__name__: theirs}
     monkeypatch.setattr(written, "sys", types.SimpleNamespace(modules=found))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch's flex_attention is still in")
-        yield found
+    monkeypatch.setattr(written, "_left", list)
+    return found
 
 
 @pytest.fixture
@@ -128,6 +126,7 @@ def test_flex_install_assigns_each_name_of_torch(modules):
     assert "\n  torch.nn.attention.flex_attention.create_block_mask\n" in str(installed)
 
 
+LEFT = written._left
 REST = """
 import functools
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -151,6 +150,7 @@ mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device
 
 
 def test_flex_install_names_what_it_cannot_change(modules, monkeypatch):
+    monkeypatch.setattr(written, "_left", LEFT)
     module = modules["flex_rest"] = executed("flex_rest", REST)
     monkeypatch.setitem(sys.modules, "flex_rest", module)
     with pytest.warns(UserWarning, match=r"(?s)flex_rest\.cached.*call frisket.flex.install\(\) before"):
@@ -258,3 +258,30 @@ def test_flex_install_changes_calls_of_compiled_functions(library):
     mask = library.create(causal, None, None, 128, 128, device="cpu")
     assert type(mask) is theirs.BlockMask
     assert torch.equal(calls[0](q, mask), expected)
+
+
+def test_flex_install_runs_models_of_transformers(monkeypatch):
+    """Its flex attention imports the names when it is imported, and trains on a CPU with frisket's."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(written, "_left", list)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids, padding = torch.randint(0, 32, (2, 140)), torch.ones(2, 140, dtype=torch.int64)
+    padding[1, :20] = 0
+
+    def run(kind):
+        model.set_attn_implementation(kind)
+        model.zero_grad()
+        logits = model(ids, attention_mask=padding).logits[padding.bool()]
+        logits.square().mean().backward()
+        return logits.detach(), *(p.grad.clone() for p in model.parameters())
+
+    expected = run("eager")
+    with ours.install() as installed, torch.compiler.set_stance("force_eager"):
+        assert "transformers.integrations.flex_attention.flex_attention" in installed.changed
+        for mine, other in zip(run("flex_attention"), expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
