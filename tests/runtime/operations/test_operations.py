@@ -533,14 +533,14 @@ BAD = {
     "window": (lambda: OP(Q, K, V, sliding_windw=4), "did you mean the keyword `sliding_window`?"),
     "unused": (lambda: OP(Q, K, V, "causal", w=3), "`w`"),
     "name": (lambda: OP(Q, K, V, "t[q] > 0", attention_mask=SEGMENTS), "`attention_mask` is the name of what"),
-    "floats": (lambda: OP(Q, K, V, KEEP.astype(np.float32)), "array of float32; True, or an integer other than 0"),
+    "floats": (lambda: OP(Q, K, V, KEEP.astype(np.float32)), "is an array of float32; .*\n  integers are"),
     "additive integers": (lambda: OP(Q, K, V, np.where(KEEP, 0, -9)), "a bias that is added to scores"),
     "align": (lambda: OP(Q, K, V, causal=True, align="left"), "align is 'left'; it is 'end', the last query at"),
     "align and positions": (
         lambda: OP(Q, K, V, causal=True, align="end", positions=PLACES), "'start', .* without positions and origin",
     ),
     "key heads": (
-        lambda: OP(Q, K, V, np.ones((2, 3, 48, 48), bool)), r"is \[2, 3, 48, 48\] for .* heads may be the 2 key heads",
+        lambda: OP(Q, K, V, np.ones((2, 3, 48, 48), bool)), r"\[2, 3, 48, 48\] for .*\n  heads may be the 2 ",
     ),
     "additive": (lambda: OP(Q, K, V, np.where(KEEP, 0, -1e9)), "a bias that is added to scores; .* mask=bias == 0"),
     "mask shape": (lambda: OP(Q, K, V, KEEP[..., :7]), r"the attention mask is \[2, 1, 48, 7\] for"),
