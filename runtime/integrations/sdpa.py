@@ -260,7 +260,7 @@ def _read(mask: Tensor, host: bool = False) -> MaskFacts:
     ranges = row_ranges(seen) if host and seen.numel() >= LOOKED_AT else None
     text, tables = ranges or (f"seen[{_index(mask)}]", {"seen": seen})
     score = None
-    # those that are hidden are not 0; if no other one is, the Floats say no more than the Bools
+    # Floats of hidden pairs are not 0. If all others are 0, the Floats say no more than the Bools
     if bias is not None and int(bias.count_nonzero()) != seen.numel() - int(seen.count_nonzero()):
         score = f"score + attn_mask[{_index(mask)}]"
         tables = {**tables, "attn_mask": bias if bias.dtype == torch.float64 or not host else bias.float()}

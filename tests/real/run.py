@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from versions import interpreter  # noqa: E402 (tests is no package)
+
 ROOT = HERE.parents[1]
 JOBS: dict[str, dict[str, Any]] = {
     file.parent.name: tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(HERE.glob("*/job.toml"))
@@ -29,17 +31,6 @@ VERSIONS = (
     "import importlib.metadata as m, json, platform, sys\n"
     "print(json.dumps({'python': platform.python_version()} | {n: m.version(n) for n in sys.argv[1:]}))"
 )
-
-
-def interpreter(versions: list[str]) -> str | None:
-    """The first of these Pythons that is on the PATH or in pyenv; None where none is."""
-    for version in versions:
-        candidates = [shutil.which(f"python{version}")]
-        candidates += map(str, Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
-        for candidate in filter(None, candidates):  # pyenv puts programs on the PATH that only say they fail
-            if not subprocess.run([candidate, "-c", ""], capture_output=True).returncode:
-                return candidate
-    return None
 
 
 def environment(job: dict[str, Any], python: str, folder: str) -> str:
@@ -120,7 +111,7 @@ def main() -> int:
     for name in names:
         job = JOBS[name]
         print(f"== {name}", flush=True)
-        python = arguments.python or interpreter(job["python"])
+        python = arguments.python or next(filter(None, map(interpreter, job["python"])), None)
         if python is None:
             print(f"no Python {' or '.join(job['python'])} is here: left out")
             continue

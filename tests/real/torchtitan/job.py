@@ -153,7 +153,7 @@ def test_each_block_compiles_to_one_graph(trained):
 
 
 def test_sinks_of_gpt_oss_get_gradients_of_dense_attention(attention, reference):
-    """Its attention with sinks, in a layer with a sliding window and in one without. The experts need bfloat16."""
+    """The attention of gpt_oss with sinks, in layers with and without a window. The experts need bfloat16."""
     net, (_, positions) = model("gpt_oss"), batch()
     masks = net.get_attention_masks(positions)
     assert sorted(masks) == ["basic_mask", "sliding_window_mask"]

@@ -261,7 +261,7 @@ def test_flex_install_changes_calls_of_compiled_functions(library):
 
 
 def test_flex_install_runs_models_of_transformers(monkeypatch):
-    """Its flex attention imports the names when it is imported, and trains on a CPU with frisket's."""
+    """transformers binds flex's names at import, and trains on a CPU with frisket's."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(written, "_left", list)
     torch.manual_seed(0)

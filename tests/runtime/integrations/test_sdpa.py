@@ -504,6 +504,13 @@ def counted(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_sdpa_refuses_arrays_of_other_libraries(name):
+    arrays = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 8, 16))
+    with pytest.raises(fk.ParameterError, match=rf"{name} is ndarray; frisket\.sdpa takes tensors of torch"):
+        fk.sdpa(**{**arrays, name: np.zeros((1, 2, 8, 16), np.float32)})
+
+
 def test_sdpa_for_replaces_every_name_of_a_model(monkeypatch):
     calls, layer = counted(monkeypatch), Layer()
     before = layer(X)

@@ -112,7 +112,7 @@ def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool
 
 
 class Platform:
-    """That of CPUs, which counts the configs it sees."""
+    """vLLM's platform of CPUs, which counts the configs it sees."""
 
     device_name = "cpu"
 
