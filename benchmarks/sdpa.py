@@ -3,7 +3,8 @@
 float32 on one thread of the CPU; time is the process' own. "training" is forward and backward of [2, 4, 2048, 64] under
 a mask that earlier calls brought, as in the layers of a model. "recognition" is a forward of [1, 4, S, 64].
 In recognition, a "first call" has a mask that no call brought before, and frisket looks for one range of keys in every
-row; "table" reads all entries instead. In a "later call" the mask is known; "table" has its plan already and compares nothing.
+row; "table" reads all entries instead. In a "later call" the mask is known; "table" has its plan already and compares
+nothing.
 Before anything is timed, outputs and gradients have to agree.
 """
 
