@@ -1,10 +1,11 @@
 """Counts what one call of frisket touches; docs/house.py runs it in the environment of the tree it measures.
 
-python docs/house_call.py ROOT       JSON: hops, warm, grown, road, each a list of texts
+python docs/house_call.py ROOT       JSON: hops, warm, grown, road, entered, objects, caches, each a list of texts
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,8 @@ MEMO = "grammar/memo.py"  # no hop, as functools.lru_cache was none
 DEPTH = 8  # functions on the stack: what is called deeper is the private work of a hop
 MASK, OTHER = "causal & window(64)", "causal & (q - k < 32 | k < 4)"
 
+CONSTRUCTORS = ("__init__", "__new__", "<lambda>")
+
 Call = tuple[str, str, list[str]]  # file, function, files of its callers, the nearest first
 
 
@@ -32,6 +35,7 @@ class Calls:
         self.entered: list[Call] = []
         self.files: set[str] = set()  # whose functions ran, imports left out
         self.loads: list[int] = []  # how many functions were entered before
+        self.classes: dict[str, None] = {}  # of the objects that were made, in order
         self.on = False
         sys.addaudithook(self.audit)
 
@@ -48,6 +52,17 @@ class Calls:
         return self.names[code]
 
     def profile(self, frame: FrameType, event: str, _arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_argcount and code.co_name in CONSTRUCTORS:
+            # dataclasses and named tuples have constructors without a file: the object tells
+            first = frame.f_locals[code.co_varnames[0]]
+            cls = type(first) if code.co_name == "__init__" else first
+            if (
+                isinstance(cls, type)
+                and cls.__module__.startswith("frisket.runtime")
+                and not issubclass(cls, BaseException)
+            ):
+                self.classes[f"{cls.__module__} {cls.__qualname__}"] = None
         if event == "call" and (file := self.file(frame.f_code)):
             callers, above, importing = [], frame.f_back, frame.f_code.co_name == "<module>"
             while above:
@@ -60,7 +75,7 @@ class Calls:
                 self.files.add(file)
 
     def __call__(self, run: Any) -> list[Call]:
-        self.entered, self.loads, self.on = [], [], True
+        self.entered, self.loads, self.classes, self.on = [], [], {}, True
         sys.setprofile(self.profile)
         run()
         sys.setprofile(None)
@@ -108,6 +123,21 @@ def tables() -> Iterator[tuple[str, int]]:
                     yield f"{name}.{key}", len(value)
 
 
+def dicts() -> dict[str, int]:
+    """Entries of dicts by anything but names, by the class and attribute that they are found at."""
+    sizes: dict[str, int] = {}
+    for thing in gc.get_objects():
+        cls = type(thing)
+        if not getattr(cls, "__module__", "").startswith("frisket.runtime"):
+            continue
+        slots = [name for c in cls.__mro__ for name in getattr(c, "__slots__", ())]
+        fields = {**{name: getattr(thing, name, None) for name in slots}, **getattr(thing, "__dict__", {})}
+        for name, x in fields.items():
+            if isinstance(x, dict) and not all(isinstance(key, str) for key in x):
+                sizes[f"{cls.__qualname__}.{name}"] = sizes.get(f"{cls.__qualname__}.{name}", 0) + len(x)
+    return sizes
+
+
 def main() -> None:
     import torch
 
@@ -117,15 +147,24 @@ def main() -> None:
     q = torch.randn(1, 2, 256, 16)
     made: list[Any] = []
     calls(lambda: made.append(fk.compile(MASK)))
-    attend = made[0]
+    attend, held = made[0], dicts()
     first = hops(calls(lambda: attend(q, q, q)), calls.loads)
+    entered = dict.fromkeys(
+        f"{file} {name}" for file, name, _ in calls.entered if not name.rpartition(".")[2].startswith("<")
+    )
+    entered = [line for line in entered if line.startswith("runtime/")]
+    objects, caches = (
+        [*calls.classes],
+        [f"{n} {held.get(n, 0)} -> {x}" for n, x in dicts().items() if x != held.get(n, 0)],
+    )
     road = sorted(calls.files)
     attend(q, q, q)
     warm = [f"{file} {name}" for file, name, _ in calls(lambda: attend(q, q, q))]
     before = dict(tables())
     fk.attention(q, q, q, mask=OTHER)
     grown = [f"{name} {before.get(name, 0)} -> {n}" for name, n in dict(tables()).items() if n != before.get(name, 0)]
-    print(json.dumps({"hops": first, "warm": warm, "grown": grown, "road": road}))
+    answers = {"hops": first, "warm": warm, "grown": grown, "road": road}
+    print(json.dumps({**answers, "entered": entered, "objects": objects, "caches": caches}))
 
 
 if __name__ == "__main__":
