@@ -33,9 +33,9 @@ PARTS = 8  # arrays of sums at most
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
+    grad_names: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
     `out` and `lse` are the forward's; with `share` [batch, heads, q_len] of other keys too, and that is the part that
@@ -44,7 +44,7 @@ def backward(
 
     with torch.no_grad():
         run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        return run.everything(out, lse, dout, dlse, wanted, sinks, share)
+        return run.everything(out, lse, dout, dlse, grad_names, sinks, share)
 
 
 @dataclass
@@ -66,11 +66,11 @@ class _Backward(AtenTiles):
     """The backward of one call."""
 
     def everything(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str],
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grad_names: frozenset[str],
         sinks: Tensor | None, share: Tensor | None,
     ) -> dict[str, Tensor]:  # fmt: skip
         torch = self.torch
-        self.wanted = wanted
+        self.grad_names = grad_names
         self.part = None if share is None else self.grouped(share.to(self.dtype))
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
         self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
@@ -79,8 +79,8 @@ class _Backward(AtenTiles):
         self.derived = backward_of(self.plan)
         self.guard = self.careful or self.derived.guard  # 0 * inf is NaN where nothing is seen
         self.slope = None if self.derived.slope is None else self.program(self.derived.slope)
-        self.captured = captured = [x for x in self.derived.gradients if x.source in wanted]
-        self.inner = bool(wanted - {"v"})  # more than P is needed
+        self.captured = captured = [x for x in self.derived.gradients if x.source in grad_names]
+        self.inner = bool(grad_names - {"v"})  # more than P is needed
         parts = [x.weight for x in captured] + [e for x in captured for e in x.index]
         parts += [] if self.derived.slope is None else [self.derived.slope]
         self.reads_score = any("score" in uses(e) for e in parts)
@@ -102,10 +102,10 @@ class _Backward(AtenTiles):
             self.plain_k = self.plain_k.nan_to_num(0.0, 0.0, 0.0)
         if self.half:
             self.plain_k = self.plain_k.to(self.given)
-        self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
+        self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in grad_names else None
         total = self._zeros()
         fused = LARGE if out.dtype.itemsize == 2 else FUSED  # the flash kernel takes delta from the rounded out
-        fusible_too = dlse is None and not self.careful and largest <= fused and bool(wanted & {"q", "k", "v"})
+        fusible_too = dlse is None and not self.careful and largest <= fused and bool(grad_names & {"q", "k", "v"})
         lanes = self._lanes(total, fusible_too)
         if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
             for lane in lanes:
@@ -120,14 +120,14 @@ class _Backward(AtenTiles):
         found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
             **{n: x.to(self.given) for n, x in found.items() if x is not None},
-            **total.captured.folded(wanted - {"q", "k", "v"}),
+            **total.captured.folded(grad_names - {"q", "k", "v"}),
         }
 
     def _zeros(self) -> _Sums:
         return _Sums(self._like(self.k, "k"), self._like(self.v, "v"), LaneGradients(self, self.captured))
 
     def _like(self, x: Tensor, name: str) -> Tensor | None:
-        return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.wanted else None
+        return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.grad_names else None
 
     # -- lanes ------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class LaneGradients:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine += theirs
 
-    def folded(self, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def folded(self, grad_names: frozenset[str]) -> dict[str, Tensor]:
         """The gradients by name, in the shape of the table, or 0-d; 0 where the score mod does not depend on it."""
         t = self.tiles
         buffers = []
@@ -123,8 +123,8 @@ class LaneGradients:
             else:
                 buffers.append((buffer.mT if gradient.over == "column" else buffer).flatten(1, 2))
         found = folded(self.gradients, buffers, t.geometry, t.env, t.tables)
-        shapes = {name: t.tables[name].shape if name in t.tables else () for name in wanted}
-        return {n: found[n] if n in found else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(wanted)}
+        shapes = {name: t.tables[name].shape if name in t.tables else () for name in grad_names}
+        return {n: found[n] if n in found else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(grad_names)}
 
 
 def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:

@@ -31,17 +31,17 @@ Array = Any  # a jax.Array, traced or not
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None,
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None,
     low: jax.Array | None = None, norm: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
-    `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
+    """The gradients of `grad_names`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents
+    of `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
     float64. `lse` knows of the sinks, so that they are not read again; `low` is its rounding error, and
     `norm` the forward's fifth result."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
+    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, grad_names)
     arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
     planes = tuple(
         plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
@@ -54,7 +54,7 @@ def backward(
 
 
 def _captured(static: Static) -> list[Gradient]:
-    return [g for g in backward_of(static.plan).gradients if g.source in static.wanted]
+    return [g for g in backward_of(static.plan).gradients if g.source in static.grad_names]
 
 
 @memo(256)
@@ -107,20 +107,20 @@ def _backward(
             ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))
             ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
             whole, place = dict(whole), (here.b, here.kv, chunk[0], jnp.int32(0))
-            if "q" in static.wanted:
+            if "q" in static.grad_names:
                 own = own + dot(ds, finite(k_tile), (3, 2))
-            if "k" in static.wanted:
+            if "k" in static.grad_names:
                 whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), place)
-            if "v" in static.wanted:
+            if "v" in static.grad_names:
                 whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), place)
             parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
             for c, name in zip(captured, names, strict=True):
                 whole[name] = c.tile(whole[name], p, dm, env, here, chunk[0])
             return (own, parts), whole
 
-        own = t.full(q_tile.shape, 0.0) if "q" in static.wanted else None
+        own = t.full(q_tile.shape, 0.0) if "q" in static.grad_names else None
         (own, parts), sums = t.visit(r, step, ((own, tuple(c.start() for c in captured)), sums))
-        if "q" in static.wanted:
+        if "q" in static.grad_names:
             sums["q"] = t.put_queries(sums["q"], own * static.scale, here)
         for c, name, part in zip(captured, names, parts, strict=True):
             sums[name] = c.put(sums[name], part, here)
@@ -132,10 +132,10 @@ def _backward(
 
     names = [f"captured {i}" for i in range(len(captured))]
     begin = {n: c.buffer() for n, c in zip(names, captured, strict=True)}
-    if "q" in static.wanted:
+    if "q" in static.grad_names:
         begin["q"] = t.full(queries.shape, 0.0, q.dtype)
     for n, x in (("k", k), ("v", v)):
-        if n in static.wanted:
+        if n in static.grad_names:
             begin[n] = t.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), 0.0)
     sums = lax.fori_loop(0, len(numbers.rows), row, begin)
     found = {n: sums[n].transpose(0, 2, 1, 3).astype(k.dtype) for n in ("k", "v") if n in sums}

@@ -220,7 +220,7 @@ class Static:
     int64: bool
     float64: bool
     block_k: int | None = None  # of traced spans: records count in tiles of so many keys
-    wanted: frozenset[str] = frozenset()  # gradients to make
+    grad_names: frozenset[str] = frozenset()  # gradients to make
     low: bool = False  # whether a backward will want the rounding error of lse
 
     @property
@@ -246,7 +246,7 @@ class Numbers:
 
 def prepared(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, float64: bool, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, wanted: frozenset[str] = frozenset(), low: bool = False,
+    tables: Mapping[str, Any], target: Target, grad_names: frozenset[str] = frozenset(), low: bool = False,
 ) -> tuple[Static, Numbers]:  # fmt: skip
     """Divide a call into its compiled part and its data."""
     import jax.numpy as jnp
@@ -259,7 +259,7 @@ def prepared(
     work = schedule(spans, geometry, (target.block_q, target.block_k))
     static = Static(
         plan, geometry.scale, min(target.block_q, geometry.q_len), work.batches, work.heads, work.bodies, work.once,
-        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, wanted, low,
+        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, grad_names, low,
     )  # fmt: skip
     return static, Numbers(
         slots=tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots),

@@ -68,12 +68,12 @@ class JaxCall:
     # -- running --
 
     def backend_on(
-        self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
+        self, platform: str, dtype: str, exported: bool = False, grad_names: frozenset[str] = frozenset()
     ) -> str:
         """The backend that runs the call on a platform, or makes its gradients; raises if none does."""
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, wanted)
-        if self.backend or self.tile or wanted:
+        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, grad_names)
+        if self.backend or self.tile or grad_names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
@@ -144,17 +144,17 @@ class JaxCall:
         return library("jax")
 
     @usual_promotion()
-    def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
-        """The gradients of `wanted`, in the dtypes of what they are of; an engine's are generated kernels'."""
+    def backward(self, backend: str, platform: str, arrays: Arrays, grad_names: frozenset[str]) -> Arrays:
+        """The gradients of `grad_names`, in the dtypes of what they are of; an engine's are generated kernels'."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            moved = bare.backward(backend, platform, _in_order(rows, arrays), wanted)
+            moved = bare.backward(backend, platform, _in_order(rows, arrays), grad_names)
             return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in moved.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
-            name = other.backend_on(platform, str(arrays["q"].dtype), False, wanted)
-            return other.backward(name, platform, arrays, wanted)
+            name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
+            return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].beside_lse != "offset":
@@ -167,11 +167,11 @@ class JaxCall:
         try:
             found: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
-                wanted=wanted, sinks=arrays.get("sinks"), **how,
+                grad_names=grad_names, sinks=arrays.get("sinks"), **how,
             )  # fmt: skip
         except BuildError as error:
-            return self.backward(self._library_instead(error), platform, arrays, wanted)
-        return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+            return self.backward(self._library_instead(error), platform, arrays, grad_names)
+        return {n: found[n].astype(arrays[n].dtype) for n in grad_names}
 
     # -- others like it --
 

@@ -162,9 +162,9 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     told = not jax.sharding.get_abstract_mesh().manual_axes
 
-    def task(given: Arrays, wanted: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
+    def task(given: Arrays, grad_names: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
         given = {n: given[n] for n in "qkv"} | given
-        return bound(Task(call, tuple(given), wanted, low=low), *given.values())
+        return bound(Task(call, tuple(given), grad_names, low=low), *given.values())
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:

@@ -53,21 +53,22 @@ NOWHERE = AbstractMesh((), ())
 
 @dataclass(frozen=True)
 class Task:
-    """The work of a primitive with operands of these names: the forward, or the backward where something is `wanted`.
-    `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes beside lse."""
+    """The work of a primitive with operands of these names: the forward, or the backward where there are
+    `grad_names`. `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes
+    beside lse."""
 
     call: JaxCall
     names: tuple[str, ...]
-    wanted: tuple[str, ...] = ()
+    grad_names: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
     low: bool = False
 
     def __repr__(self) -> str:
-        return f"({self.call})" + (f" -> {', '.join(self.wanted)}" if self.wanted else "")
+        return f"({self.call})" + (f" -> {', '.join(self.grad_names)}" if self.grad_names else "")
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.wanted or ("out", "lse", "top", *["low", "norm"] * self.low)
+        return self.grad_names or ("out", "lse", "top", *["low", "norm"] * self.low)
 
     def axes(self, name: str) -> str:
         """The axes of an array, without the mapped ones in front; empty for others."""
@@ -83,7 +84,7 @@ class Task:
         given = {n: (x.shape[self.depth(n) :], x.dtype) for n, x in zip(self.names, operands, strict=True)}
         (batch, q_len, heads, _), dtype = given["q"]
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        if not self.wanted:
+        if not self.grad_names:
             given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
             given["norm"] = (*rows[0], norm_width(dtype, given["v"][0][3])), rows[1]
         front = tuple(n for n, _ in self.levels)
@@ -92,14 +93,14 @@ class Task:
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
         """Run the task on a platform, in instances in turn where they are mapped; native kernels map themselves."""
         dtype = str(operands[0].dtype)
-        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
+        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.grad_names))
 
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
-            if not self.wanted:
+            if not self.grad_names:
                 return self.call.forward(backend, platform, arrays, low=self.low)
-            found = self.call.backward(backend, platform, arrays, frozenset(self.wanted))
-            return tuple(found[n] for n in self.wanted)
+            found = self.call.backward(backend, platform, arrays, frozenset(self.grad_names))
+            return tuple(found[n] for n in self.grad_names)
 
         run: Callable[..., tuple[Any, ...]] = one
         for _, moved in reversed(self.levels):
@@ -239,7 +240,7 @@ NO_HESSIAN = BackwardError(
 
 def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
     """The results of a task under a trace."""
-    backward = int(bool(task.wanted))
+    backward = int(bool(task.grad_names))
     found: tuple[Any, ...] = tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
     return found
 
@@ -301,7 +302,7 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     shared = split and not exported and len(devices) > 1
     if shared:
         ctx = _on_mesh(ctx)
-        run = partitioned(task, LOCAL[bool(task.wanted)])
+        run = partitioned(task, LOCAL[bool(task.grad_names)])
     else:
         ctx, run = _without_mesh(ctx, run)
     try:
@@ -326,7 +327,7 @@ def _on_mesh(ctx: Any) -> Any:
 
 def _named(operation: Any, task: Task) -> None:
     """Name the work of each device in the module: caches of what is compiled tell one mask from another by this."""
-    name = f"{task.call.digest} {task.names} {task.wanted} {task.levels} {task.low}"
+    name = f"{task.call.digest} {task.names} {task.grad_names} {task.levels} {task.low}"
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
     operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})
@@ -388,12 +389,12 @@ def _fold(task: Task, where: dict[str, int]) -> int | None:
         task.levels
         or {PAGES, FIRST} & names
         or not where.keys() <= FOLDS[0].keys()
-        or not set(task.wanted) <= {"q", "k", "v"}
+        or not set(task.grad_names) <= {"q", "k", "v"}
     ):
         return None
     whole = {"q", "k", "v"} <= where.keys()
     near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round
-    shared = not task.wanted and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
+    shared = not task.grad_names and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
     if (whole or shared) and near and call.alike(1) and "sinks" not in names:
         return 1
     return 0 if whole and call.alike(0) else None

@@ -481,9 +481,9 @@ class Shard:
         tables = self.read(values, keys, k_at) | tables
         inner, learned, fixed = self._call(rows["q"], keys, tables, k_at, values.get("seed"))
         source = {t.name: t.source for t in inner.plan.tables} | {s.name: s.source for s in inner.plan.slots}
-        wanted = tuple(sorted(learned))
+        grad_names = tuple(sorted(learned))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed | {n: x for n, x in rows.items() if n != "q"}
-        found = dict(zip(wanted, bound(Task(inner, tuple(arrays), wanted), *arrays.values()), strict=True))
+        found = dict(zip(grad_names, bound(Task(inner, tuple(arrays), grad_names), *arrays.values()), strict=True))
         sums: Arrays = {}
         for n, x in found.items():
             if n not in ("q", "k", "v"):

@@ -408,10 +408,10 @@ class _RingFunction(torch.autograd.Function):
             found: dict[str, Tensor] = {}
             if keys is not None:
                 ready = ctx.ready[i]
-                wanted = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
+                grad_names = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
                 norm, share = kept[2 * i : 2 * i + 2]
                 saved = q, keys, vals, None, out, lse, norm, *(given[n] for _, n in ready.live)
-                found = ready.gradients(job.seed, wanted, saved, dout, dlse, share)
+                found = ready.gradients(job.seed, grad_names, saved, dout, dlse, share)
                 for name, source in (("q", "q"), *ready.live):
                     if name in found:
                         sums[source] += found[name]

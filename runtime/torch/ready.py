@@ -95,8 +95,8 @@ class Ready:
             if self.stored:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
             if self.check is not None:
-                wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
-                self.check_gradients(q.device, seed, values, wanted)
+                grad_names = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
+                self.check_gradients(q.device, seed, values, grad_names)
             out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
         else:
             out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
@@ -126,7 +126,7 @@ class Ready:
         return out, lse_of(self.plan, norm, lse), norm
 
     def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
@@ -139,7 +139,7 @@ class Ready:
             more["share"] = share
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
-            wanted=wanted, sinks=sinks, **more,
+            grad_names=grad_names, sinks=sinks, **more,
         )  # fmt: skip
         return found
 
@@ -161,11 +161,11 @@ class Ready:
                     slots[name] = float(x)
         return slots, tables
 
-    def check_gradients(self, device: Any, seed: Any, values: Any, wanted: frozenset[str]) -> None:
+    def check_gradients(self, device: Any, seed: Any, values: Any, grad_names: frozenset[str]) -> None:
         """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
         if self.check is not None:
             slots, tables = self.inputs(device, seed, values)
-            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, wanted=wanted)
+            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, grad_names=grad_names)
 
     @property
     def double(self) -> bool:
@@ -412,11 +412,11 @@ class EngineReady(Ready):
         return *found, None, None
 
     def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         if not self.proof.gradients:
-            return self.generated.gradients(seed, wanted, saved, dout, dlse, share)
+            return self.generated.gradients(seed, grad_names, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
         found: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
         return found

@@ -61,25 +61,25 @@ def stages(geometry: Geometry, own: int, walked: int) -> int:
     return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 12)))
 
 
-def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
+def parts(geometry: Geometry, grad_names: Collection[str]) -> list[frozenset[str]]:
     """The outputs of each kernel: dk and dv in one, or apart where registers do not hold both."""
-    both = frozenset(wanted) & {"k", "v"}
+    both = frozenset(grad_names) & {"k", "v"}
     if len(both) == 2 and dims(geometry.head_dim) + dims(geometry.v_dim) > 256:
         return [frozenset("k"), frozenset("v")]
     return [both] if both else []
 
 
 def refused(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: Collection[str]
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: Collection[str]
 ) -> str:
-    """The reason why no kernels for Hopper compute the gradients of `wanted`, or nothing. `shapes` are the shapes of
-    the plan's tables."""
+    """The reason why no kernels for Hopper compute the gradients of `grad_names`, or nothing. `shapes` are the shapes
+    of the plan's tables."""
     if why := pallas_gpu.refused(plan, geometry, dtype, shapes):
         return why
     if geometry.batch > GRID:
         return f"the backward for Hopper has at most {GRID} batch entries, not {geometry.batch}; give it parts of them"
     for gradient in backward_of(plan).gradients:
-        if gradient.source in wanted and gradient.over not in ("head", "row"):
+        if gradient.source in grad_names and gradient.over not in ("head", "row"):
             sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
             values = sources[gradient.source]
             return (
@@ -90,12 +90,13 @@ def refused(
 
 
 def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, wanted: Collection[str], *, interpretable: bool = False
+    plan: LoopPlan, target: Target, geometry: Geometry, grad_names: Collection[str], *, interpretable: bool = False
 ) -> str:
     """The text of one kernel, for the members of "q", tables and slots (`attention_dq`), or of "k" and "v"
-    (`attention_dkv`), that are in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
-    kind = _GpuKeyGradients if {"k", "v"} & set(wanted) else _GpuQueryGradients
-    return kind(plan, target, geometry, frozenset(wanted), interpretable).text()
+    (`attention_dkv`), that are in `grad_names`. `interpretable` text runs in Mosaic GPU's interpreter, which has
+    less."""
+    kind = _GpuKeyGradients if {"k", "v"} & set(grad_names) else _GpuQueryGradients
+    return kind(plan, target, geometry, frozenset(grad_names), interpretable).text()
 
 
 class _GpuKernel:
@@ -105,19 +106,19 @@ class _GpuKernel:
     what: str
 
     def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
+        self, plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
     ) -> None:
         derived = backward_of(plan)
-        self.plan, self.target, self.geometry, self.wanted = plan, target, geometry, wanted
+        self.plan, self.target, self.geometry, self.grad_names = plan, target, geometry, grad_names
         self.interpretable = interpretable
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
-        self.slope = derived.slope if {"q", "k"} & wanted else None
-        self.sums = sums(plan, wanted) if self.own == "q" else []
+        self.slope = derived.slope if {"q", "k"} & grad_names else None
+        self.sums = sums(plan, grad_names) if self.own == "q" else []
         asked = [plan.mask, plan.score, plan.kept, self.slope, *(s.gradient.weight for s in self.sums)]
         used = [e for e in asked if e is not None]
         self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
         self.e = Expressions(used, down=self.own, tanh="exact" if self.exact else target.tanh)
-        self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
+        self.inner = bool({"q", "k"} & grad_names) or bool(self.sums)
         # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.
         self.starts = self.own == "k" and plan.score is None and plan.kept is None and geometry.scale > 0
@@ -164,7 +165,7 @@ class _GpuKernel:
         if self.slope is not None:
             found, value = self.times(self.slope, "z")
             lines += [*found, f"ds = {value}"]
-        elif {"q", "k"} & self.wanted:
+        elif {"q", "k"} & self.grad_names:
             lines.append("ds = dm")
         return lines
 
@@ -213,7 +214,7 @@ class _GpuQueryGradients(_GpuKernel):
     own, what = "q", "dq"
 
     def text(self) -> str:
-        dq = "q" in self.wanted
+        dq = "q" in self.grad_names
         totals = ["dq"] * dq + [s.total for s in self.sums]
         parts = [f"{s.total}_here" for s in self.sums]
         buffers = [s.buffer for s in self.sums]
@@ -274,7 +275,7 @@ class _GpuKeyGradients(_GpuKernel):
     own, what = "k", "dk and dv"
 
     def text(self) -> str:
-        dk, dv = "k" in self.wanted, "v" in self.wanted
+        dk, dv = "k" in self.grad_names, "v" in self.grad_names
         weight = "p" if self.plan.kept is None else "(p * kept)"
         arrays = ["query", "key", *["value"] * dk, "dout", "lse", "low", *["delta"] * dk]
         refs = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}

@@ -53,12 +53,12 @@ class Source:
     results: tuple[str | int, ...]
 
 
-def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> str:
+def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str]) -> str:
     """The text of all backward kernels, to read: for the gradients of "q", "k", "v" and of the plan's names in
-    `wanted`."""
+    `grad_names`."""
     target = with_tiles(target)
-    found = [dq(plan, target, geometry, dtype, wanted), dkv(plan, target, geometry, dtype, wanted)]
-    numbers = [i for i, g in captured(plan, wanted) if g.over == "scatter"]
+    found = [dq(plan, target, geometry, dtype, grad_names), dkv(plan, target, geometry, dtype, grad_names)]
+    numbers = [i for i, g in captured(plan, grad_names) if g.over == "scatter"]
     found += [terms(plan, target, geometry, dtype, i) for i in numbers]
     return "\n\n".join(s.text for s in found if s is not None)
 
@@ -72,12 +72,12 @@ def with_tiles(target: Target) -> Target:
 
 
 def dq(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
     together: int = 1, search: bool = False,
 ) -> Source | None:  # fmt: skip
     """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
-    arrays = {"q"} & set(wanted)
+    mine = {i: g for i, g in captured(plan, grad_names) if g.over in ("head", "row", "diagonal")}
+    arrays = {"q"} & set(grad_names)
     if not mine and not arrays:
         return None
     return _TpuQueryGradients(
@@ -86,12 +86,12 @@ def dq(
 
 
 def dkv(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
     search: bool = False,
 ) -> Source | None:  # fmt: skip
     """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
-    arrays = {"k", "v"} & set(wanted)
+    mine = {i: g for i, g in captured(plan, grad_names) if g.over == "column"}
+    arrays = {"k", "v"} & set(grad_names)
     if not mine and not arrays:
         return None
     return _TpuKeyGradients(
@@ -108,9 +108,9 @@ def terms(
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
 
 
-def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
-    """The captured gradients of the tables and slots in `wanted`, with their numbers."""
-    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in wanted]
+def captured(plan: LoopPlan, grad_names: Collection[str]) -> list[tuple[int, Gradient]]:
+    """The captured gradients of the tables and slots in `grad_names`, with their numbers."""
+    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in grad_names]
 
 
 class _TpuKernel:

@@ -45,14 +45,14 @@ class Sum:
         return "k" if self.gradient.over == "column" else "q"
 
 
-def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
-    """The sums of the tables and slots in `wanted`, in the order of `backward_of(plan).gradients`; "diagonal" and
+def sums(plan: LoopPlan, grad_names: Collection[str]) -> list[Sum]:
+    """The sums of the tables and slots in `grad_names`, in the order of `backward_of(plan).gradients`; "diagonal" and
     "scatter" are not among them."""
     names, known = taken(plan), arguments(plan)
     return [
         Sum(g, names.new(f"D{known[g.source].name}"), names.new(f"d{known[g.source].name}"))
         for g in backward_of(plan).gradients
-        if g.source in wanted and g.over in ("head", "row", "column")
+        if g.source in grad_names and g.over in ("head", "row", "column")
     ]
 
 
@@ -291,10 +291,10 @@ def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, *, f
     return module(TITLE, plan, dims, [k.kernel() for k in (made if fixed else made[1:])])
 
 
-def kernels(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> list[TritonKernel]:
-    """The kernels for the tables in `wanted`, to read: as if no index were clamped, and of tables that take kernels of
-    one name the kernels of the first. Executors print a module for each table read by position."""
-    gradients = [g for g in backward_of(plan).gradients if g.source in wanted]
+def kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str]) -> list[TritonKernel]:
+    """The kernels for the tables in `grad_names`, to read: as if no index were clamped, and of tables that take kernels
+    of one name the kernels of the first. Executors print a module for each table read by position."""
+    gradients = [g for g in backward_of(plan).gradients if g.source in grad_names]
     by_distance = [g for g in gradients if g.over == "diagonal"]
     found: list[CapturedKernel] = [_Diagonal(plan, target, dims, by_distance)] if by_distance else []
     for g in gradients:

@@ -69,14 +69,14 @@ def forward(
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, norm: Any = None,
     rows: Rows | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `norm` is the forward's, or
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `norm` is the forward's, or
     `norm_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
-    given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
+    given = [n in grad_names for n in ("q", "k", "v", *(g.source for g in gradients))]
     dims = geometry.head_dim, geometry.v_dim
     name, literals = target_name("backward", plan, target, *dims, str(q.dtype), moved=rows is not None)
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
@@ -87,9 +87,9 @@ def backward(
     arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
     values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
     results = list(_compiled(static)(arrays, *values))
-    found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
+    found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in grad_names}
     if results:
-        found |= _folded(plan, [g for g in gradients if g.source in wanted], results, geometry, slots, tables)
+        found |= _folded(plan, [g for g in gradients if g.source in grad_names], results, geometry, slots, tables)
     return found
 
 

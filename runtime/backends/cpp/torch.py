@@ -62,13 +62,13 @@ def forward(
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
+    grad_names: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
     share: Tensor | None = None, rows: Rows | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
-    beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float is at the
-    size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and that is the part that these
-    keys have of each row's weights."""
+    """The gradients of `grad_names`: "q", "k", "v", and names of tables and slots of the plan, those in float32
+    (float64 beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float
+    is at the size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and that is the part
+    that these keys have of each row's weights."""
     import torch
 
     if share is not None and norm is not None:
@@ -80,10 +80,12 @@ def backward(
     arrays = (q, k, v, out, dout.to(q.dtype))
     copies: list[Tensor] = []
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
-    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
+    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in grad_names}
     for x in found.values():
         huge(x)
-    captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
+    captured = (
+        [(x, x.source in grad_names) for x in backward_of(plan).gradients] if len(grad_names) > len(found) else []
+    )
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0 if norm is None else norm.shape[3], 0, 0]
@@ -94,7 +96,7 @@ def backward(
         kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
         read = {use.name: made.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in made.kernel.tables}
         found |= folded(*kept, g, slots, read)
-    for name in wanted - found.keys():  # read by the score mod, and of no influence
+    for name in grad_names - found.keys():  # read by the score mod, and of no influence
         found[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=made.real)
     return found
 

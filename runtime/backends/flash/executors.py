@@ -44,32 +44,34 @@ def forward(
 def backward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+    grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
     g = geometry
-    call = backward_call(plan, spans, g, q.device, slots, tables, target, wanted=wanted, deterministic=deterministic)
+    call = backward_call(
+        plan, spans, g, q.device, slots, tables, target, grad_names=grad_names, deterministic=deterministic
+    )
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
     found = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
-    return {n: x for n, x in zip("qkv", found, strict=True) if n in wanted}
+    return {n: x for n, x in zip("qkv", found, strict=True) if n in grad_names}
 
 
 def backward_call(
     plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-    target: Target, *, wanted: Collection[str], deterministic: bool = True,
+    target: Target, *, grad_names: Collection[str], deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
     """The call of the backward. Raises where the engine lacks wanted gradients; asked before the forward, too."""
-    if why := refuses_gradients(plan, geometry, "", (), wanted):
+    if why := refuses_gradients(plan, geometry, "", (), grad_names):
         raise BackwardError(f"{why}\n  {INSTEAD}")
     return prepared(plan, spans, geometry, target, slots, tables, device, True, deterministic)
 
 
-def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, wanted: Collection[str]) -> str:
+def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad_names: Collection[str]) -> str:
     """A reason why the backward has not all of the wanted gradients; "" where it has."""
     sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
-    names = [source for name, source in sources.items() if name in wanted]
+    names = [source for name, source in sources.items() if name in grad_names]
     return f"FlashAttention 4 has no gradient of {', '.join(names)}" if names else ""
 
 

@@ -34,10 +34,10 @@ Array = Any  # a jax.Array, traced or not
 def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
-    target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
+    target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
     low: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
     `low` is its rounding error.
 
@@ -45,7 +45,7 @@ def backward(
     Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""
     import jax.numpy as jnp
 
-    if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, wanted):
+    if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, grad_names):
         raise LoweringError(why)
     arrays = _prepared(plan.guard)(q, k, v, out, lse, low, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
@@ -53,7 +53,7 @@ def backward(
     interpret, rolls = interpreter(platform), strided(platform)
     target = emitted.with_tiles(target)
     own, others = target.dq or target, target.dkv or target
-    captured = emitted.captured(plan, wanted)
+    captured = emitted.captured(plan, grad_names)
     rows, columns = spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k)
     walk = walked(rows, columns)
     found: dict[Any, Array] = {}
@@ -61,12 +61,12 @@ def backward(
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted, rolls, heads, searches(shared)):
+    if made := _kernel("dq", plan, own, geometry, str(q.dtype), grad_names, rolls, heads, searches(shared)):
         kernel, names = made
         found |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
     turned = walked(of_keys, -(-geometry.q_len // others.block_q), group)
-    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted, rolls, 1, searches(turned)):
+    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), grad_names, rolls, 1, searches(turned)):
         kernel, names = made
         fold = pallas_walk.folded(of_keys.slice_of, group)
         found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
@@ -86,12 +86,12 @@ def interpreter(platform: str) -> Any:
 
 
 def reason(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: frozenset[str]
 ) -> str:
     """A reason why the backward kernels cannot run a call, or "". `shapes` are those of the plan's tables."""
     if why := refused(plan, dtype):
         return why
-    derived, captured = backward_of(plan), emitted.captured(plan, wanted)
+    derived, captured = backward_of(plan), emitted.captured(plan, grad_names)
     roots = [*roots_of(plan), *([] if derived.slope is None else [derived.slope]), *(g.weight for _, g in captured)]
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
@@ -136,25 +136,25 @@ Kernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entr
 
 
 def _kernel(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
     strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded(which, plan, target, alike, dtype, wanted, strided, heads, search)
+    return _loaded(which, plan, target, alike, dtype, grad_names, strided, heads, search)
 
 
 @memo(group="kernels")
 def _loaded(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
     strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     import jax
 
     if which == "dq":
-        source = emitted.dq(plan, target, geometry, dtype, wanted, strided, heads, search)
+        source = emitted.dq(plan, target, geometry, dtype, grad_names, strided, heads, search)
     else:
-        source = emitted.dkv(plan, target, geometry, dtype, wanted, strided, search)
+        source = emitted.dkv(plan, target, geometry, dtype, grad_names, strided, search)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")

@@ -27,10 +27,10 @@ TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-    target: Target, *, wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+    target: Target, *, grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
     norm: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
 
     q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
@@ -41,8 +41,8 @@ def backward(
     import torch
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
-    found = {n: torch.empty(x.shape, dtype=x.dtype, device=x.device) for n, x in arrays.items() if n in wanted}
-    values = wanted - arrays.keys()
+    found = {n: torch.empty(x.shape, dtype=x.dtype, device=x.device) for n, x in arrays.items() if n in grad_names}
+    values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: x.zero_() for n, x in found.items()} | _zeros(values, tables, lse)
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
@@ -53,7 +53,7 @@ def backward(
     own = bound(plan, spans, g, target, q, k)
     read = own.values(slots, tables)
     described = _described(own, q, k, v, dout)
-    kind = "backward", read.live, wanted, dlse is not None, described
+    kind = "backward", read.live, grad_names, dlse is not None, described
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     low = torch.zeros_like(lse) if norm is None else low_of(norm)
     given = {
@@ -64,7 +64,7 @@ def backward(
     buffers = own.run(kind, lambda: _Launches(own, spans, q, k, *kind[1:]), read, given)
     if not values:
         return found
-    more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
+    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
     if more:
         common = plan, spans, g, q, k, v, dout, stats, slots, tables, target
         buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
@@ -97,7 +97,7 @@ class _Launches:
 
     def __init__(
         self, own: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, live: tuple[str, ...],
-        wanted: frozenset[str], dlse: bool, described: bool,
+        grad_names: frozenset[str], dlse: bool, described: bool,
     ) -> None:  # fmt: skip
         g, target, dims = own.geometry, own.target, own.dims(live)
         plan = backward_plan(own.plan, g)
@@ -110,8 +110,8 @@ class _Launches:
         for n in walking_queries(target):
             parts[n] = of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
         listed = frozenset(n for n, x in parts.items() if x is not None)
-        self.made = emitted_kernels(emit, plan, target, dims, wanted, dlse=dlse, listed=listed)
-        self.sums = sums(plan, wanted)
+        self.made = emitted_kernels(emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
+        self.sums = sums(plan, grad_names)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         self.steps = []

@@ -100,37 +100,37 @@ def forward(
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
     low: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is its
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is its
     rounding error. Equal calls give equal bits."""
     import jax.numpy as jnp
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
-    values = wanted - arrays.keys()
+    values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
-        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in wanted} | _zeros(values, tables)
+        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names} | _zeros(values, tables)
     own = backward_plan(plan, g)
     call = JaxTritonCall(own, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
     given["Low"] = jnp.zeros_like(given["Lse"]) if low is None else low.astype(np.float32)
     if dlse is not None:
         given["DLse"] = dlse.astype(np.float32)
-    source, totals = _backward(own, target, dims, wanted, dlse=dlse is not None), sums(own, wanted)
-    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in wanted}
+    source, totals = _backward(own, target, dims, grad_names, dlse=dlse is not None), sums(own, grad_names)
+    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
     results = _results(g, dtypes, totals, "attention_dv" in names)
     for step in of_backward(g, target, names):
         tile, plain = step.tile, None if step.side else triton_backward.bare(own)
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
         given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
-    found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
+    found = {n: given[f"D{n.upper()}"] for n in arrays if n in grad_names}
     if not values:
         return found
     sums_of = {s.gradient: given[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
-    more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
+    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
     buffers |= captured(call, spans, given, target, more)
     folds = folded(buffers, g, slots, tables, plan.int64)
     return found | folds | _zeros(values - folds.keys(), tables)

@@ -26,9 +26,9 @@ def text(
     if few is not None and g.q_len < PACK:
         own = replace(few.target, splits=0) if few.balanced else few.target
         return decode.emit(plan, own, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced), few.target
-    wanted = module.ARRAYS.union(dims.live, (t.name for t in plan.tables if t.source in learned))
+    grad_names = module.ARRAYS.union(dims.live, (t.name for t in plan.tables if t.source in learned))
     listed = listed_kernels(plan, spans, g, target, processors()).difference(["attention_forward"] * (few is not None))
-    return module.emit(plan, target, dims, wanted=wanted, sinks=sinks, listed=listed), target
+    return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
 
 
 def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = ()) -> Dims:

@@ -68,7 +68,7 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
     got = backward(
         *args, jax.device_put(out.transpose(0, 2, 1, 3).astype(case.dtype)), jax.device_put(lse.astype(real)),
-        dout, dlse, slots, tables, target=target, wanted=frozenset(wanted),
+        dout, dlse, slots, tables, target=target, grad_names=frozenset(wanted),
         sinks=None if sinks is None else jax.device_put(sinks),
     )  # fmt: skip
     assert got.keys() == set(wanted)

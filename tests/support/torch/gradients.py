@@ -132,7 +132,7 @@ class Both:
         wanted = self.everything if self.wanted is None else self.wanted
         return self.backward(
             self.plan, self.spans, self.g, *self.qkv, self.out, self.lse, self.dout, self.dlse, self.slots,
-            self.tables, self.target, wanted=wanted, sinks=self.sinks,
+            self.tables, self.target, grad_names=wanted, sinks=self.sinks,
         )  # fmt: skip
 
     def theirs(self, rounded=dense.exactly):

@@ -218,7 +218,7 @@ def test_traced_values_make_no_other_kernel():
         target = Target("triton", 32, 32, splits=1)
         out, lse, _ = triton_jax.forward(made, spans, place, *qkv, slots, tables, target)
         more = *qkv, out, lse, out, None, slots, tables, target
-        return out, lse, triton_jax.backward(made, spans, place, *more, wanted=frozenset("qkv"))
+        return out, lse, triton_jax.backward(made, spans, place, *more, grad_names=frozenset("qkv"))
 
     def call(case):
         source = cases.Source(case)
