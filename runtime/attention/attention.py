@@ -331,7 +331,7 @@ class Attention:
 
     def _as_run(self, call: Call) -> Call:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
-        proof = _operators("torch").engine_call(call, self.options) if call.given.framework == "torch" else None
+        proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)
 
     def call(self, request: Request) -> Call:
@@ -367,7 +367,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self)
+        result: tuple[Any, Any, Any] = _operators(call.arrays.framework).execute(call, self)
         return result
 
     def _frameworks(self, request: Request) -> Iterator[str | None]:
@@ -375,7 +375,7 @@ class Attention:
         record = RECORDS.get(self.options.backend or "")
         if record is not None and len(record.frameworks) == 1:
             yield record.frameworks[0]
-        params = {**self.captured, **getattr(request.plan, "given", request.params)}
+        params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
     def _geometry(self, given: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
@@ -438,8 +438,8 @@ class Attention:
         if plan is None:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
-                remember(self._plans, key, plan.again({}), KEPT)
-        return plan.again(given)
+                remember(self._plans, key, plan.with_tables({}), KEPT)
+        return plan.with_tables(given)
 
     def _made_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
@@ -636,7 +636,7 @@ class Attention:
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))
-        if gradients and RECORDS[call.backend].has_gradients(call.given.framework):
+        if gradients and RECORDS[call.backend].has_gradients(call.arrays.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             found = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)
         else:

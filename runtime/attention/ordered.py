@@ -178,10 +178,10 @@ class OrderedAttention(Attention):
         if call.geometry.vacant:
             return super().run(call)
         own = {**self.program.scalars, **self.program.tables, **self.learned}
-        values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.given
+        values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.device_values
         params = {n: x for n, x in values.items() if n not in own or own[n] is not x}
-        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.given.layout, **params}
-        out, lse, top = self(*call.given.qkv, return_lse=True, return_max=True, **both)
+        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.arrays.layout, **params}
+        out, lse, top = self(*call.arrays.qkv, return_lse=True, return_max=True, **both)
         return out, lse, top
 
     def stages(self, q: Any = None, k: Any = None, v: Any = None, **sizes: Any) -> Stages:

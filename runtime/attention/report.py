@@ -240,12 +240,12 @@ def oracle(
 
 def interpreted(call: Call) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
-    if any(map(traced, call.given.qkv)):
+    if any(map(traced, call.arrays.qkv)):
         raise BackendError(
             "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
         )
-    given = call.given
-    out, *rows = oracle(given, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.live)
+    given = call.arrays
+    out, *rows = oracle(given, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
     real = "float64" if given.dtype == "float64" else "float32"
     lse, top = (from_numpy(x, given.q, real) for x in rows)
     return from_numpy(turn(out, "bhsd", given.layout), given.q), lse, top
@@ -257,19 +257,19 @@ def report(
     """The result of a call compared with the interpreter's, of the call's program unless another is given."""
     program = program or call.plan.program
     _check_pages(call, program)
-    out = turn(to_numpy(out), call.given.layout, "bhsd")
+    out = turn(to_numpy(out), call.arrays.layout, "bhsd")
     terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
     return compared(
-        call.given, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
-        stored=STORED[record.exact_delta, record.is_engine], **terms,
+        call.arrays, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents,
+        live=call.kv_inputs, stored=STORED[record.exact_delta, record.is_engine], **terms,
     )  # fmt: skip
 
 
 def _check_pages(call: Call, program: CallProgram) -> None:
     """Refuse page numbers outside of the pool, and pages that a sequence has twice, where a query sees their keys."""
-    if PAGES not in call.live:
+    if PAGES not in call.kv_inputs:
         return
-    g, pages, pool = call.geometry, to_numpy(call.live[PAGES]).astype(int).tolist(), call.given.k.shape[0]
+    g, pages, pool = call.geometry, to_numpy(call.kv_inputs[PAGES]).astype(int).tolist(), call.arrays.k.shape[0]
     shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
     env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
     seen = dense.visible(lit(True) if mask is None else mask, env, program.tables, shape).any((1, 2))
@@ -284,7 +284,7 @@ def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str
     """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
     learned = {n: x for n, x in params.items() if n in call.plan.program.learnable and framework_of(x)}
     fixed = {n: x for n, x in params.items() if n not in learned}
-    given = call.given
+    given = call.arrays
     inputs = {"q": given.q, "k": given.k, "v": given.v, **learned}
     if call.sinks is not None:
         inputs["sinks"] = call.sinks
@@ -307,13 +307,13 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
     """A check under `jax.jit`: the callback compares once the values are there, and raises from there."""
     import jax
 
-    given, plan = call.given, call.plan
-    values = plan.given
+    given, plan = call.arrays, call.plan
+    values = plan.device_values
 
     def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, live: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
         plain = checked_program(plan, {n: np.asarray(x) for n, x in values.items()})
-        here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, live=live)
+        here = replace(call, arrays=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, kv_inputs=live)
         report(here, out, lse, program=plain).require()
 
-    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks, dict(call.live))
+    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks, dict(call.kv_inputs))

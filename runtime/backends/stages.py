@@ -84,8 +84,8 @@ class PlanCompilation:
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
     found = PlanCompilation(
-        call.plan, call.backend, call.geometry, call.given.dtype, options, device, framework=call.given.framework,
-        learned=[n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()],
+        call.plan, call.backend, call.geometry, call.arrays.dtype, options, device, framework=call.arrays.framework,
+        learned=[n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()],
     )  # fmt: skip
     if (names := [n for n in Settings.read().show if n in NAMES]) and found.target not in call.plan.shown:
         call.plan.shown.add(found.target)
@@ -114,12 +114,17 @@ class CompileRecord(NamedTuple):
 def record(att: Any, call: Call, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
-    values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
+    values = {
+        **(program := call.plan.host_program).scalars,
+        **program.tables,
+        **call.plan.device_values,
+        **call.kv_inputs,
+    }
     parts = (("mask", program.mask), ("score", program.score))
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
-        **vars(call.geometry), "dtype": call.given.dtype,
-        "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
+        **vars(call.geometry), "dtype": call.arrays.dtype,
+        "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend, "sinks": call.sinks is not None,
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip

@@ -27,7 +27,7 @@ def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
 
 def nothing(call: Call, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a call; `learned` are further arrays that gradients flow to."""
-    return results_of(call.given, call.geometry, call.sinks, learned)
+    return results_of(call.arrays, call.geometry, call.sinks, learned)
 
 
 def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:

@@ -29,7 +29,7 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
         raise
     found = att.run(call)
     att.check_if_asked(call, found)
-    results: tuple[Any, ...] = call.given.as_called(*found)
+    results: tuple[Any, ...] = call.arrays.as_called(*found)
     return results
 
 

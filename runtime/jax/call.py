@@ -99,7 +99,7 @@ class JaxCall:
         if RECORDS[backend].engine is not None:
             return self._by_engine(backend, platform, arrays, low)
         run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
-        offset = RECORDS[backend].beside_lse == "offset"
+        offset = RECORDS[backend].stats_kind == "offset"
         if low:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
@@ -157,7 +157,7 @@ class JaxCall:
             return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        if RECORDS[backend].beside_lse != "offset":
+        if RECORDS[backend].stats_kind != "offset":
             how["low"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
                 how["norm"] = arrays.get("norm")
@@ -277,7 +277,7 @@ def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
 
 
 def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
-    program, planned = source.program, () if isinstance(source, Plan) else source.given
+    program, planned = source.program, () if isinstance(source, Plan) else source.device_specs
     lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     return program.expanded, values, planned, lengths, tuple(map(digest, source.origin))

@@ -54,10 +54,10 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
         compiled(call, options)
     if call.top and RECORDS[call.backend].engine is not None:
         raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
-    plan, (q, k, v) = call.plan, call.given.turned("bshd")
+    plan, (q, k, v) = call.plan, call.arrays.turned("bshd")
     asked = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows, call.given.dtype
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows, call.arrays.dtype
     keeps = not plan.on_device and not call.rate
     known = plan.ready.get(kind) if keeps else None
     if new := known is None:
@@ -66,10 +66,10 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
             plan.ready[kind] = known
     inner, learned, fixed = known
     arrays = {"q": q, "k": k, "v": v} | ({} if call.sinks is None else {"sinks": call.sinks})
-    out, lse, top = _run(inner, arrays | learned, {**fixed, **call.live}, plan)
+    out, lse, top = _run(inner, arrays | learned, {**fixed, **call.kv_inputs}, plan)
     if new:
         record(att, call, began, call.backend)
-    return turn(out, "bshd", call.given.layout), lse, top
+    return turn(out, "bshd", call.arrays.layout), lse, top
 
 
 def _named(call: Call, options: Options) -> str:
@@ -90,14 +90,16 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         made = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
         return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
-    kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.made)
+    kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.spans_by_tile)
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in LIVE]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
-        numbers["given"] = {n: plan.given[n] for n in (*planner.tables, *planner.scalars) if n in plan.given}
-        of = kernel, call.geometry, call.given.dtype
+        numbers["given"] = {
+            n: plan.device_values[n] for n in (*planner.tables, *planner.scalars) if n in plan.device_values
+        }
+        of = kernel, call.geometry, call.arrays.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)
         block = target.block_q, target.block_k  # of the forward here; gradients with another tile plan again
@@ -108,7 +110,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
 
 
 def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
-    return {t.name: tuple(call.live[t.source].shape) for t in plan.tables if t.source in call.live}
+    return {t.name: tuple(call.kv_inputs[t.source].shape) for t in plan.tables if t.source in call.kv_inputs}
 
 
 def _divided(

@@ -381,7 +381,7 @@ class _RingFunction(torch.autograd.Function):
         kept: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
         for i in range(len(job.steps)):  # (norm of rows, the share of their weights that a step has)
             its, norm = own.get(i, (None, None))
-            by_lse = its is not None and ctx.ready[i].beside_lse == "low"
+            by_lse = its is not None and ctx.ready[i].stats_kind == "low"
             kept += [low if by_lse else norm, None if its is None else _share(its, lse).to(wide)]
         ctx.job = job
         out = out.to(q.dtype)

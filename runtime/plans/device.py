@@ -104,7 +104,7 @@ class FlatPlan:
     (tensor([[1, 1, 1, 1]], dtype=torch.int32), torch.Size([1, 4]))
     >>> plan.slots(), {name: x.shape for name, x in plan.tables().items()}, plan.work((16, 16)).slots
     ({}, {'t0': torch.Size([64])}, {})
-    >>> plan.again({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
+    >>> plan.with_tables({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
     torch.Size([1, 4, 2, 4])
 
     It is used like a `Plan` and gives equal results. `overflow` is an array that is true if some row of tiles had more
@@ -116,8 +116,8 @@ class FlatPlan:
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that the attention's functions captured, as they were
 
     def __init__(self, key: PlanKey, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
-        self.key, self.given = key, values
-        self._made: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
+        self.key, self.device_values = key, values
+        self._spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.static = static_plan(key)
@@ -128,15 +128,15 @@ class FlatPlan:
     @property
     def by_table(self) -> bool:
         """Whether another step's tables need another plan: they decide spans, or are no Floats every call brings."""
-        return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
+        return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.device_specs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the key and the tables; a copy plans again."""
-        return FlatPlan, (self.key, self.given, {})
+        return FlatPlan, (self.key, self.device_values, {})
 
-    def again(self, values: dict[str, Any]) -> FlatPlan:
+    def with_tables(self, values: dict[str, Any]) -> FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
-        kinds, known = {n: dtype for n, _, dtype in self.key.given}, dict(self.key.most)
+        kinds, known = {n: dtype for n, _, dtype in self.key.device_specs}, dict(self.key.most)
         given = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
         more = {n: m for n, x in given.items() if (m := _more(x)) > known.get(n, 0)}  # kernels may need 64 bits now
         return FlatPlan(replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, given, {})
@@ -152,7 +152,7 @@ class FlatPlan:
             return self
         if how not in self._others:
             key = replace(self.key, program=self.key.program.stored_as(how))
-            self._others[how] = FlatPlan(key, self.given, self._made)
+            self._others[how] = FlatPlan(key, self.device_values, self._spans_by_tile)
         return self._others[how]
 
     batch = property(lambda self: self.key.batch, doc="Sequences.")
@@ -183,12 +183,12 @@ class FlatPlan:
     @property
     def program(self) -> CallProgram:
         """The program with every value, copied to the host: for checks."""
-        if any(traced(x) for x in self.given.values()):
+        if any(traced(x) for x in self.device_values.values()):
             raise LoweringError(
                 "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return checked_program(self, self.given)
+        return checked_program(self, self.device_values)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ class FlatPlan:
         >>> fk.compile("document(off)").plan(64, 64, flat=True, off=torch.tensor([0, 40, 64])).unchecked
         ('the offsets `off`',)
         """
-        names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
+        names, sorted_ = [n for n, *_ in self.key.device_specs], self.key.facts
         offsets = self.key.program.offsets
         words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
         needs = (show(e) for p in self.key.program.parts for e in p.origin.needs if names_of(e).keys() & {*names})
@@ -225,37 +225,39 @@ class FlatPlan:
         if static.planner is None:
             layout = host_layout(key, block)
             return layout.transposed.spans if transposed else layout.spans
-        if (block, transposed) not in self._made:
-            of_device = self.device, static.held, self._ranges
+        if (block, transposed) not in self._spans_by_tile:
+            of_device = self.device, static.copies, self._ranges
             place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()
             made = spans(plan, key.framework, place.transposed if transposed else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
                 return DeviceSpans(*made[:3], static.slice_of)  # belongs to the current trace
-            self._made[block, transposed] = made
-        bounds, count, overflow, order = self._made[block, transposed]
+            self._spans_by_tile[block, transposed] = made
+        bounds, count, overflow, order = self._spans_by_tile[block, transposed]
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:
         read = () if self.static.planner is None or self.key.framework == "jax" else self.static.planner.tables
-        return {n: version_of(x) for n, x in self.given.items() if n in read and (x.is_cpu or not x.is_inference())}
+        return {
+            n: version_of(x) for n, x in self.device_values.items() if n in read and (x.is_cpu or not x.is_inference())
+        }
 
     @property
     def values(self) -> dict[str, Any]:
         """The values by name, wherever they are."""
-        return {**self.key.program.scalars, **self.key.program.tables, **self.given}
+        return {**self.key.program.scalars, **self.key.program.tables, **self.device_values}
 
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than needed, because its records had no room."""
-        found: Any = next((made[2] for made in self._made.values()), False)
+        found: Any = next((made[2] for made in self._spans_by_tile.values()), False)
         return found.any() if getattr(found, "ndim", 0) else found
 
     @property
     def device(self) -> Any:
         """The device of the tables: torch's, None on JAX."""
-        return next((x.device for x in self.given.values()), None) if self.key.framework == "torch" else None
+        return next((x.device for x in self.device_values.values()), None) if self.key.framework == "torch" else None
 
     @property
     def planner(self) -> str:
@@ -265,7 +267,7 @@ class FlatPlan:
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
         static, framework = self.static, self.key.framework
-        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.held)
+        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.copies)
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
@@ -278,9 +280,9 @@ class FlatPlan:
         return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
-    def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
+    def spans_by_tile(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
         """The spans it holds, by tile and whether they are transposed."""
-        return self._made
+        return self._spans_by_tile
 
     def __repr__(self) -> str:
         k = self.key
@@ -298,8 +300,8 @@ def checked_program(plan: Any, values: Values) -> CallProgram:
 def refuse_written(plan: FlatPlan) -> None:
     """Raise where a table has changed since the spans were made: they would be of other entries than the mask. Entries
     that the mask does not read may change; that shapes suffice was seen when the plan was made."""
-    for n, shape, _ in plan.key.given:
-        if tuple(plan.given[n].shape) != shape:
+    for n, shape, _ in plan.key.device_specs:
+        if tuple(plan.device_values[n].shape) != shape:
             raise ParameterError(f"table `{n}` has another shape than when it was planned\n  make another plan")
     for n, version in (plan._versions() if plan._read else {}).items():
         if version != plan._read[n]:
@@ -338,7 +340,7 @@ def device_plan(
     if block is not None and static_plan(key).planner is not None:
         made = plan.spans(block)
         assert isinstance(made, DeviceSpans)
-        plan._made[block, False] = made.bounds, made.count, made.overflow, made.order
+        plan._spans_by_tile[block, False] = made.bounds, made.count, made.overflow, made.order
     return plan
 
 
@@ -386,8 +388,12 @@ def _register() -> None:
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:
-        names, blocks = tuple(sorted(plan.given)), tuple(plan._made)
-        return ([plan.given[n] for n in names], [plan._made[b] for b in blocks]), (plan.key, names, blocks)
+        names, blocks = tuple(sorted(plan.device_values)), tuple(plan._spans_by_tile)
+        return ([plan.device_values[n] for n in names], [plan._spans_by_tile[b] for b in blocks]), (
+            plan.key,
+            names,
+            blocks,
+        )
 
     def unflatten(static: Any, leaves: Any) -> FlatPlan:
         key, names, blocks = static
@@ -405,7 +411,7 @@ class PlanKey:
     """The key of a `FlatPlan`: everything that decides it but the contents of the device's tables."""
 
     program: CallProgram  # with the host's values
-    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
+    device_specs: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
     facts: frozenset[str]  # tables that are known to ascend along their last axis
     framework: str
     q_len: int
@@ -432,7 +438,7 @@ class StaticPlan:
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
     slice_of: NDArray[Any]  # the slice of each batch entry and head
     full: Sizes  # of the whole problem
-    held: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
+    copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
     ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
 
 
@@ -445,7 +451,7 @@ def origin_of(key: PlanKey) -> Origin:
 def static_plan(key: PlanKey) -> StaticPlan:
     """The `StaticPlan` of a key, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
-    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
+    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
     both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
     parts = [e if e is None else decided(e, program.scalars) for e in both]
@@ -459,7 +465,7 @@ def static_plan(key: PlanKey) -> StaticPlan:
     limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
     own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
-    given = {n for n, *_ in key.given}
+    given = {n for n, *_ in key.device_specs}
     tables = {n: Table(t) for n, t in program.tables.items()}
     facts = frozenset(
         (fact, name) for fact, name in facts_of(host.expr)
@@ -477,7 +483,7 @@ def static_plan(key: PlanKey) -> StaticPlan:
 
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
-        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.given if "int" in dtype}
+        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.device_specs if "int" in dtype}
         wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
@@ -491,10 +497,10 @@ def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Valu
     """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
     mask = TRUE if parts[0] is None else parts[0]
-    if names_of(mask).keys() & {n for n, *_ in key.given}:
+    if names_of(mask).keys() & {n for n, *_ in key.device_specs}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
     lengths = key.batch, key.heads, key.q_len, key.kv_len
-    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.given}
+    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.device_specs}
     readers = [p for p in parts if p is not None]
     check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
 
@@ -524,7 +530,7 @@ CallPlan: TypeAlias = Plan | FlatPlan
 class Call:
     """Arrays that fit together and a plan that fits them. `sinks`: [heads] or None; `seed`: None without dropout."""
 
-    given: Arrays
+    arrays: Arrays
     geometry: Geometry
     plan: CallPlan
     backend: str
@@ -532,7 +538,7 @@ class Call:
     seed: Any
     sinks: Any
     top: bool  # whether the largest score of every row is asked for
-    live: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
+    kv_inputs: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
 
 
 def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Plan:
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
         self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
-        self.given: dict[str, Any] = {}  # values that are no part of it: none
+        self.device_values: dict[str, Any] = {}  # values that are no part of it: none
         self._works: dict[tuple[Any, ...], Work] = {}
         self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
@@ -99,7 +99,7 @@ class Plan:
             self._others[how].options = self.options
         return self._others[how]
 
-    def again(self, values: dict[str, Any]) -> Plan:
+    def with_tables(self, values: dict[str, Any]) -> Plan:
         """The plan itself, which holds every value."""
         return self
 

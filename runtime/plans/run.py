@@ -45,12 +45,12 @@ Tensor = Any
 def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(bounds, count, overflow by row, order) of a planner, as of `spans`. No value is looked at, so that a
     captured graph plans again when it is replayed."""
-    tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
+    tables = {n: _readable(on_device("torch", values[n], place.device, n, place.copies)) for n in plan.tables}
     scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
-    step: PlannerStep | None = place.held.get(key)
+    step: PlannerStep | None = place.copies.get(key)
     if step is None:
-        step = place.held[key] = PlannerStep(plan, place, tables, values)
+        step = place.copies[key] = PlannerStep(plan, place, tables, values)
     if place.device.type == "cuda":
         import torch
 
@@ -277,7 +277,7 @@ class SpanRequest:
     block: tuple[int, int]  # tokens of a tile: queries, keys
     sizes: Sizes  # of the whole problem
     device: Any = None
-    held: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
+    copies: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
     ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton have made of the tables
     room: int = ROOM  # pieces of a row of tiles that are held at once
     records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
@@ -388,10 +388,10 @@ def spans(
             if Settings.read().backend:
                 raise
             fall_back(error)
-    tables = {n: on_device(framework, values[n], place.device, n, place.held) for n in plan.tables}
+    tables = {n: on_device(framework, values[n], place.device, n, place.copies) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
     ints = np.int64 if framework == "torch" or plan.int64 else np.int32
-    at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.held) for x in place.at]
+    at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.copies) for x in place.at]
     bounds, count, overflow = _function(plan, framework)(
         *at, place.sizes, scalars, tables, q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=place.room,
         records=place.most(plan),

@@ -217,7 +217,7 @@ def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tenso
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
     if norm is None:
         share: Tensor = (sinks[:, None] - lse).exp()
-    elif ready.beside_lse == "offset":
+    elif ready.stats_kind == "offset":
         share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
     else:  # the rounding error of lse; twice, where it comes from a graph
         share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()

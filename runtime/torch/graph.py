@@ -42,7 +42,7 @@ def by_plan(att: Any, request: Request, rows: bool) -> Results:
     att.check_planned(request)
     plan: Any = request.plan
     same = type(att)(plan.host_program.stored_as(None), att.options)
-    values = {**plan.given, **request.params}
+    values = {**plan.device_values, **request.params}
     return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values), rows)
 
 

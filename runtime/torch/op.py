@@ -81,7 +81,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
-        values = att.learned if plan is None else plan.given
+        values = att.learned if plan is None else plan.device_values
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.bshd:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
@@ -277,8 +277,8 @@ def _remembered_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any],
     if plan is None:
         if ready is None or ready.template is None:
             return ready
-        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.given}
-        return ready.for_step(ready.template.again(given))
+        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.device_specs}
+        return ready.for_step(ready.template.with_tables(given))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
@@ -305,7 +305,7 @@ def _prepare_and_keep(
     if key is None or tables:
         return ready
     if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
-        ready = ready.with_plan(call.plan.again({}))  # later calls bring their own values; these are not held
+        ready = ready.with_plan(call.plan.with_tables({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
         remember(kept, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
     if ready.loads and call.plan.common is not None:
@@ -319,9 +319,9 @@ def execute(call: Call, att: Any) -> tuple[Any, ...]:
 
 
 def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
-    given = {**call.plan.given, **call.live}
+    given = {**call.plan.device_values, **call.kv_inputs}
     values = tuple(given[n] for _, n in ready.live)
-    return ready(*call.given.qkv, values, call.seed, call.sinks, call.top, saving)
+    return ready(*call.arrays.qkv, values, call.seed, call.sinks, call.top, saving)
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
@@ -379,10 +379,10 @@ def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
     proof = engine_call(call, options)
     if proof is not None:
         named = call.backend == proof.backend
-        other = replace(call, backend=automatic("torch", call.given.device)) if named else call
+        other = replace(call, backend=automatic("torch", call.arrays.device)) if named else call
         return EngineReady.of_call(other, options, proof, named, _built)
-    if call.given.device != "cpu":
-        call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.given.dtype, options))
+    if call.arrays.device != "cpu":
+        call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.arrays.dtype, options))
     return _built(call, options, defers)
 
 
@@ -394,7 +394,7 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
     rows: dict[str, Any] = {"rows": options.rows} if run.rows and options.rows is not None else {}
     try:
         with deferring(defers):
-            run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype, **rows)
+            run.build(ready.plan, ready.geometry, ready.target, call.arrays.q.dtype, call.arrays.k.dtype, **rows)
     except BuildError as error:
         fall_back(error)
         made = _prepared(replace(call, backend=library("torch")), options)
@@ -420,13 +420,13 @@ def _or_library(
 
 def _prepared(call: Call, options: Options) -> Ready:
     """The prepared call of a backend; live are the Float tables and scalars that were given to a flat plan."""
-    given, geometry, plan = call.given, call.geometry, call.plan
+    given, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreted:
         warn_slow(call.backend, geometry)
     found = compiled(call, options, given.q.device)
     target, made = found.target, found.work
-    named = {n for n, x in plan.given.items() if x.is_floating_point()}
+    named = {n for n, x in plan.device_values.items() if x.is_floating_point()}
     real = torch.float64 if given.dtype == "float64" else torch.float32
     wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
     uses = [x for x in wanted if x.source in LIVE or (x.type is FLOAT and x.source in named)]
@@ -440,7 +440,7 @@ def _prepared(call: Call, options: Options) -> Ready:
     return Ready(
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.beside_lse,
+        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
         _gradient_check(backend, options.deterministic),
     )  # fmt: skip
 

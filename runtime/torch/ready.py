@@ -64,7 +64,7 @@ class Ready:
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    beside_lse: str  # see `Backend.beside_lse`; the tensor of these numbers is called `norm`
+    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `norm`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
@@ -110,7 +110,7 @@ class Ready:
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         """The results of `run`, and what the backward knows of each row in addition to lse; None where that is nothing,
         and where in a graph the backward may be the native one, which counts rows another way."""
-        if self.awaits or (not self.beside_lse and sinks is None):
+        if self.awaits or (not self.stats_kind and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.inputs(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
@@ -121,7 +121,7 @@ class Ready:
         slots, tables = self.inputs(values[0].device, seed, values[4:])
         common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
         out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
-        if self.beside_lse != "offset":
+        if self.stats_kind != "offset":
             return out, lse.double() + norm, None
         return out, lse_of(self.plan, norm, lse), norm
 
@@ -134,8 +134,8 @@ class Ready:
         of each row's weights."""
         q, k, v, sinks, out, lse, norm, *values = saved
         slots, tables = self.inputs(q.device, seed, values)
-        more = {"norm": norm} if self.beside_lse else {}
-        if share is not None and self.beside_lse != "low":  # there lse and norm say all
+        more = {"norm": norm} if self.stats_kind else {}
+        if share is not None and self.stats_kind != "low":  # there lse and norm say all
             more["share"] = share
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
@@ -193,7 +193,7 @@ class Ready:
 
     def for_any_step(self, plan: Any) -> Ready:
         """A prepared call without the values of one step: `for_step` adds them."""
-        return self._with(None, dict.fromkeys(self.tables), plan.again({}))
+        return self._with(None, dict.fromkeys(self.tables), plan.with_tables({}))
 
     def with_plan(self, plan: Any) -> Ready:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
@@ -252,7 +252,7 @@ class ChangingTables:
     ) -> None:  # fmt: skip
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
-        if not self.possible or host.generated is not host or host.live or call.live:
+        if not self.possible or host.generated is not host or host.live or call.kv_inputs:
             return
         order = self._order(tables := self._tables(entries))
         found = self._planner(order)
@@ -323,9 +323,9 @@ def _planner_for(
         plan = att.plan(
             g.q_len, g.kv_len, g.batch, g.heads, origin=own.origin, sizes=own.sizes, flat=True, **rest, **given
         )
-        if plan.given.keys() != given.keys() or plan.static.planner is None:
+        if plan.device_values.keys() != given.keys() or plan.static.planner is None:
             return None
-        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.given, {})
+        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.device_values, {})
         planner = plan.static.planner
         assert planner is not None
         run, ready = function(planner), prepare(replace(call, plan=plan), att.options)
@@ -368,9 +368,9 @@ class EngineReady(Ready):
         cls, call: Call, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[[Call, Options], Ready]
     ) -> EngineReady:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
-        given, record = call.given, RECORDS[proof.backend]
+        given, record = call.arrays, RECORDS[proof.backend]
         bare = replace(
-            call, given=replace(given, q=given.q.new_empty(0), k=given.k.new_empty(0), v=given.v.new_empty(0))
+            call, arrays=replace(given, q=given.q.new_empty(0), k=given.k.new_empty(0), v=given.v.new_empty(0))
         )
         real = torch.float64 if given.dtype == "float64" else torch.float32
         return cls(
@@ -457,10 +457,10 @@ def engine_call(call: Call, options: Options) -> proofs.Proof | None:
 
 
 def facts_of(call: Call, options: Options) -> proofs.EngineCall:
-    plan, device = call.plan, call.given.device
+    plan, device = call.plan, call.arrays.device
     return proofs.EngineCall(
-        plan.host_program, call.geometry, call.given.dtype, "torch",
-        "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.given),
-        bool(call.live or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
+        plan.host_program, call.geometry, call.arrays.dtype, "torch",
+        "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.device_values),
+        bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
         call.sinks is not None, call.top, options.deterministic, call.backend, proofs.allowed(options), plan,
     )  # fmt: skip

@@ -54,7 +54,7 @@ class DecodeCall:
         stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
         readers = [e for e in att.program.exprs if e is not None]
         self.short = any(short_tables(e, plan.values, stops) for e in readers)
-        fixed = {n: x for n, x in plan.given.items() if n in params}
+        fixed = {n: x for n, x in plan.device_values.items() if n in params}
         check_offsets(plan.host_program.offsets, fixed)
         ends = (x for e in readers for x in segments_of_coordinates(e, fixed))
         self.short |= any(first > 0 or stops[c] > last for c, _, first, last in ends)
@@ -63,7 +63,7 @@ class DecodeCall:
         call = att.call(Request(q, k, v, plan, params=live))
         self.options, self.ready = att.options, prepare(call, att.options)
         self.native = self.ready.target.backend == "cpp"
-        self.given = {n: x for n, x in plan.given.items() if n not in tables}
+        self.given = {n: x for n, x in plan.device_values.items() if n not in tables}
         self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
         self.spans, self.planner, self.reads = self.ready.spans, None, []
         static, target = plan.static, self.ready.target
