@@ -55,8 +55,8 @@ def point(e: Expr) -> Range:
 @memo(group="expressions")
 def ends(e: Expr) -> Range:
     """The range of an Int or Float over the rectangle."""
-    held = depends(e)
-    if not held:
+    variables = depends(e)
+    if not variables:
         return point(e)
     if e.op == "var":
         return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
@@ -69,8 +69,8 @@ def ends(e: Expr) -> Range:
 
 def independent(*parts: Expr) -> bool:
     """Whether no two values vary with the same variable, so that they combine freely."""
-    held = [depends(p) for p in parts]
-    return sum(map(len, held)) == len(frozenset().union(*held))
+    variables = [depends(p) for p in parts]
+    return sum(map(len, variables)) == len(frozenset().union(*variables))
 
 
 def _affine(form: Linear) -> Range:

@@ -21,7 +21,7 @@ from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.intervals import FAR as UNKNOWN
 from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, ends
-from frisket.lowering.analysis.questions import System, never, system, terms
+from frisket.lowering.analysis.questions import System, disjuncts, never, system
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.curves import depends
@@ -42,8 +42,8 @@ def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...]
 
 
 def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
-    found = terms(mask)
-    sides = [_interval(system(t), sorted_) for t in found] if found is not None else [None]
+    clauses = disjuncts(mask)
+    sides = [_interval(system(t), sorted_) for t in clauses] if clauses is not None else [None]
     known = tuple(s for s in sides if s is not None)
     return known if len(known) == len(sides) else None
 

@@ -23,7 +23,7 @@ from frisket.dsl.ir import SIZES, Expr, free_names, lit, lookup, param, renamed,
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.layout import analyse, grid_of, swap
-from frisket.lowering.analysis.rows import solved
+from frisket.lowering.analysis.rows import row_intervals
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Grid, Scope
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Runs, Sizes, from_records, make_plan, merge
@@ -82,13 +82,13 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
     """The runs of every line, none with more than `most`: the first that has more raises what `too_many` makes of
     it. Raises `ExportError`, too, where more than `BUDGET` elements would have to be looked at."""
     expr, grid, slice_of, scope = scene(layout, transposed)
-    ways = solved(expr)
+    intervals = row_intervals(expr)
     ptr, starts, stops = [np.zeros(1, np.int64)], [], []
     for s in range(len(grid.b)):
         pieces = (
-            _from_intervals(ways.yes, grid, s, scope)
+            _from_intervals(intervals.visible, grid, s, scope)
             # for one query at a time the intervals of a row are right wherever its clauses are what they seem
-            if ways is not None and scope.value(ways.needs, {"b": grid.b[s], "h": grid.h[s]}).all()
+            if intervals is not None and scope.value(intervals.needs, {"b": grid.b[s], "h": grid.h[s]}).all()
             else _from_tiles(layout, expr, grid, s, scope, transposed)
         )
         at = 0
