@@ -123,18 +123,18 @@ class JaxCall:
         import jax.numpy as jnp
 
         numbers = self.tree.unflatten(self.leaves)
-        here = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
+        on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
         facts = EngineCall(
             program, replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"]), str(arrays["q"].dtype),
-            "jax", platform, not here, self.stored, self.plan.kept is not None, "sinks" in arrays,
+            "jax", platform, not on_host, self.stored, self.plan.kept is not None, "sinks" in arrays,
         )  # fmt: skip
         proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
-        found = out, lse, jnp.full_like(lse, jnp.nan)
-        return (*found, jnp.zeros_like(lse), _no_norm(out, lse)) if low else found
+        results = out, lse, jnp.full_like(lse, jnp.nan)
+        return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if low else results
 
     def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -148,15 +148,15 @@ class JaxCall:
         """The gradients of `grad_names`, in the dtypes of what they are of; an engine's are generated kernels'."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            moved = bare.backward(backend, platform, _in_order(rows, arrays), grad_names)
-            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in moved.items()}
+            reordered = bare.backward(backend, platform, _in_order(rows, arrays), grad_names)
+            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
             name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
             return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
-        given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].stats_kind != "offset":
             how["low"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
@@ -165,13 +165,13 @@ class JaxCall:
             computed = "norm" not in arrays and "low" in arrays
             how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
         try:
-            found: Arrays = executor(backend, "backward")(
-                run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
+            gradients: Arrays = executor(backend, "backward")(
+                run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
                 grad_names=grad_names, sinks=arrays.get("sinks"), **how,
             )  # fmt: skip
         except BuildError as error:
             return self.backward(self._library_instead(error), platform, arrays, grad_names)
-        return {n: found[n].astype(arrays[n].dtype) for n in grad_names}
+        return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}
 
     # -- others like it --
 
@@ -199,18 +199,18 @@ class JaxCall:
 
     def shard_plan(self, plan: LoopPlan) -> LoopPlan:
         """The plan as a shard reads it: scales and pages from 0 on, positions of the whole."""
-        apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
-        return _from_zero(plan, apart) if apart and self.stored else plan
+        split_axes = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
+        return _from_zero(plan, split_axes) if split_axes and self.stored else plan
 
     # -- as a key, and in words --
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         """The parts by which calls are equal. Arrays of the host are equal where they are the same."""
-        kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
+        leaves = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
         source = self.source if isinstance(self.source, PlanKey) else id(self.source)
         kind = self.plan, source, self.geometry, self.backend, self.tile
-        return *kind, kept, self.tree, self.times, self.shards, self.rows
+        return *kind, leaves, self.tree, self.times, self.shards, self.rows
 
     @cached_property
     def _hash(self) -> int:
@@ -232,8 +232,8 @@ class JaxCall:
         """A digest of the call, equal in every process and different for another kernel or other values in it."""
         chosen = self.backend, self.tile, self.times, self.shards
         rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
-        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
-        content = frisket.__version__, str(self.plan), self.geometry, chosen, held
+        digests = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
+        content = frisket.__version__, str(self.plan), self.geometry, chosen, digests
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
@@ -255,8 +255,8 @@ def _taken(x: Any, index: Any, name: str) -> Any:
 
 
 def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
-    live = {t.name for t in plan.tables if t.source in LIVE}
-    return [n for n in walk(e) if n.op == "lookup" and n.name in live]
+    names = {t.name for t in plan.tables if t.source in LIVE}
+    return [n for n in walk(e) if n.op == "lookup" and n.name in names]
 
 
 def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
@@ -265,15 +265,15 @@ def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
 
 
 @memo(group="plans")
-def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
+def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
     """A plan that reads scales and pages as far from a shard's first batch entry, or head, as positions are."""
-    slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]
+    slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(split_axes)]
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
-    def moved(e: Expr | None) -> Expr | None:
+    def shifted(e: Expr | None) -> Expr | None:
         return None if e is None else substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
 
-    return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
+    return replace(plan, score=shifted(plan.score), weight=shifted(plan.weight), slots=(*plan.slots, *slots))
 
 
 def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
@@ -301,8 +301,8 @@ class _BackendRun:
         narrow = bool(getattr(source, "narrow", False))
         self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)
         if isinstance(source, Plan):
-            made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
-            self.plan, slots, tables = made.plan, made.slots, made.tables
+            tiled = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
+            self.plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
         self.plan = call.shard_plan(self.plan)
         drawn = numbers["drawn"] | {
@@ -367,5 +367,5 @@ class RepeatedSpans:
 
         where = self.at[0] * batch, self.at[1] * heads
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
-        own = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
-        return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, own)
+        local_slices = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
+        return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, local_slices)

@@ -55,13 +55,13 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
     if call.top and RECORDS[call.backend].engine is not None:
         raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
     plan, (q, k, v) = call.plan, call.arrays.turned("bshd")
-    asked = _named(call, options)
+    named = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows, call.arrays.dtype
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
     keeps = not plan.on_device and not call.rate
     known = plan.ready.get(kind) if keeps else None
     if new := known is None:
-        known = _divided_plan(call, options, asked)
+        known = _divided_plan(call, options, named)
         if keeps:
             plan.ready[kind] = known
     inner, learned, fixed = known
@@ -87,9 +87,9 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     plan: Any = call.plan
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if not plan.on_device:
-        made = plan.work(ANY)
-        shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
-        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
+        tiled = plan.work(ANY)
+        shapes = {n: tuple(x.shape) for n, x in tiled.tables.items()} | _shapes(tiled.plan, call)
+        return _divided(tiled.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
     kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.spans_by_tile)
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in LIVE]
@@ -127,12 +127,12 @@ def _divided(
     places = {n: i for kind in ("slots", "tables") for n, i in numbered[kind].items() if n in flow}
     inside = [isinstance(x, jax.Array) for x in leaves]
     learned = {n: leaves[i] for n, i in places.items() if inside[i]}
-    taken = {places[n] for n in learned}
-    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in taken}
-    kept = tuple(None if inside[i] else x for i, x in enumerate(leaves))
+    learned_places = {places[n] for n in learned}
+    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in learned_places}
+    static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-    own = tuple(shapes.items())
-    return JaxCall(plan, source, bare, backend, tile, kept, tree, places, own, rows=rows), learned, fixed
+    shape_items = tuple(shapes.items())
+    return JaxCall(plan, source, bare, backend, tile, static, tree, places, shape_items, rows=rows), learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
@@ -162,11 +162,11 @@ def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
-    told = not jax.sharding.get_abstract_mesh().manual_axes
+    symbolic = not jax.sharding.get_abstract_mesh().manual_axes
 
-    def task(given: Arrays, grad_names: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
-        given = {n: given[n] for n in "qkv"} | given
-        return bound(Task(call, tuple(given), grad_names, low=low), *given.values())
+    def task(arrays: Arrays, grad_names: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
+        arrays = {n: arrays[n] for n in "qkv"} | arrays
+        return bound(Task(call, tuple(arrays), grad_names, low=low), *arrays.values())
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
@@ -175,29 +175,29 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         if call.stored:
             refuse_gradients(call.geometry.kv_dtype, fixed, "jax")
-        wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
-        if told:
+        grad_names = {n: () for n, x in learned.items() if not symbolic or x.perturbed}  # in the tree, without a leaf
+        if symbolic:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
         out, lse, top, *low = task(learned | fixed, low=True)
         out, lse, *low = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *low))
-        return (out, lse, top), (learned, fixed, out, lse, low, wanted)
+        return (out, lse, top), (learned, fixed, out, lse, low, grad_names)
 
     @usual_promotion()
-    def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse, (low, norm), wanted = kept
-        dout, dlse, _ = given  # the largest score is not differentiable
+    def backwards(residuals: Any, cotangents: Any) -> Any:
+        learned, fixed, out, lse, (low, norm), grad_names = residuals
+        dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
         rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
             {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         )
-        found: Arrays = {}
-        if inner := tuple(sorted(wanted.keys() - {"sinks"})):
-            found = dict(zip(inner, task(learned | fixed | rows | {"norm": norm}, inner), strict=True))
-        if "sinks" in wanted:
-            found["sinks"] = of_sinks(learned["sinks"], **rows)
-        return {n: placed(found[n], x) if n in found else None for n, x in learned.items()}, None
+        gradients: Arrays = {}
+        if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
+            gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": norm}, inner), strict=True))
+        if "sinks" in grad_names:
+            gradients["sinks"] = of_sinks(learned["sinks"], **rows)
+        return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
 
-    run.defvjp(forwards, backwards, symbolic_zeros=told)
+    run.defvjp(forwards, backwards, symbolic_zeros=symbolic)
     return run
 
 
@@ -205,6 +205,6 @@ def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = No
     """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
-    held = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
-    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - held - low)
+    finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
+    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - low)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

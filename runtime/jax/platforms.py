@@ -69,8 +69,8 @@ def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: 
     named = options.backend or Settings.read().backend or options.tile
     if named or not any(b.instead == name for b in backends_of("jax")):
         return name
-    made = plan.work((128, 128))  # the tile has no part in the choice
-    return quickest(name, made.plan, geometry, dtype, {n: x.shape for n, x in made.tables.items()}, plan.narrow)
+    tiled = plan.work((128, 128))  # the tile has no part in the choice
+    return quickest(name, tiled.plan, geometry, dtype, {n: x.shape for n, x in tiled.tables.items()}, plan.narrow)
 
 
 def _reason(
