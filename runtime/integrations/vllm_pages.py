@@ -151,8 +151,8 @@ class ServedLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self, places: masks.Places, q: Tensor, pool: Tensor, batch: PagedBatch, part: tuple[Tensor, dict[str, Tensor]],
-        sinks: Tensor | None,
+        self, places: masks.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
+        part: tuple[Tensor, dict[str, Tensor]], sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         pages, tables = part
         paged_att, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
