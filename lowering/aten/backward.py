@@ -101,7 +101,7 @@ class _Backward(AtenTiles):
         if self.careful:
             self.plain_k = self.plain_k.nan_to_num(0.0, 0.0, 0.0)
         if self.half:
-            self.plain_k = self.plain_k.to(self.given)
+            self.plain_k = self.plain_k.to(self.input_dtype)
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in grad_names else None
         total = self._zeros()
         fused = LARGE if out.dtype.itemsize == 2 else FUSED  # the flash kernel takes delta from the rounded out
@@ -117,9 +117,9 @@ class _Backward(AtenTiles):
                 if mine is not None:
                     mine += theirs
             total.captured.add(sums.captured)
-        found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
+        arrays = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
-            **{n: x.to(self.given) for n, x in found.items() if x is not None},
+            **{n: x.to(self.input_dtype) for n, x in arrays.items() if x is not None},
             **total.captured.folded(grad_names - {"q", "k", "v"}),
         }
 
@@ -144,14 +144,14 @@ class _Backward(AtenTiles):
         heads = g.batch * g.kv_heads
         parts = 1 if heads >= threads else min(PARTS, -(-2 * threads // heads))
         sums = [total, *(self._zeros() for _ in range(parts - 1))]
-        found = []
+        lanes = []
         for lane in shares(heads, -(-heads // (2 * threads))):
             blocks = [
                 block for step, member in rows for some in _within(member, lane, g.kv_heads)
                 for block in cut(step, some, budget)
             ]  # fmt: skip
-            found += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
-        return [x for x in found if x.blocks]
+            lanes += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
+        return [x for x in lanes if x.blocks]
 
     def _walk(self, lane: _Lane) -> None:
         for block in lane.blocks:
@@ -166,20 +166,20 @@ class _Backward(AtenTiles):
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         whole = block.cells <= WHOLE
         for pieces, tiles, raws in self._weights(block, query, whole):
-            kept = [self._kept(block, p) for p in pieces]
-            for piece, p, some in zip(pieces, tiles, kept, strict=True):
+            drops = [self._scaled_survivors(block, p) for p in pieces]
+            for piece, p, some in zip(pieces, tiles, drops, strict=True):
                 weights = p if some is None else (self.cells(block, p) * some).view(p.shape)
                 self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
             if not self.inner:
                 continue
-            slopes = self._slopes(block, dout, pieces, tiles, kept, whole and not self.careful and self.part is None)
+            slopes = self._slopes(block, dout, pieces, tiles, drops, whole and not self.careful and self.part is None)
             for piece, p, raw, dm in zip(pieces, tiles, raws, slopes, strict=True):
                 self._piece(block, piece, p, raw, dm, rough_query, dq, sums)
         if dq is not None:
             self.put(self.dq, block, dq)
 
-    def _kept(self, block: Block, piece: KeyPiece) -> Tensor | None:
-        return None if self.kept is None else self.survivors(block, piece).div_(self.keep)
+    def _scaled_survivors(self, block: Block, piece: KeyPiece) -> Tensor | None:
+        return None if self.dropout_mask is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
         """Yield (pieces, weights, scores before the score mod, or None where no derivative reads them).
@@ -231,7 +231,7 @@ class _Backward(AtenTiles):
         return base, share if self.part is None else share * self.rows(self.part, block).unsqueeze(-1)
 
     def _slopes(
-        self, block: Block, dout: Tensor, pieces: Sequence[KeyPiece], tiles: list[Tensor], kept: list[Any], whole: bool
+        self, block: Block, dout: Tensor, pieces: Sequence[KeyPiece], tiles: list[Tensor], drops: list[Any], whole: bool
     ) -> list[Tensor]:
         """The cotangents of modified scores.
 
@@ -239,22 +239,22 @@ class _Backward(AtenTiles):
         exactly that product and the cotangent 0."""
         torch, size = self.torch, sum(t.numel() for t in tiles)
         room = self.buffer("products", size).split([t.numel() for t in tiles])
-        found = []
-        for piece, some, x, t in zip(pieces, kept, room, tiles, strict=True):
+        products = []
+        for piece, some, x, t in zip(pieces, drops, room, tiles, strict=True):
             dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=x.view(t.shape))
             if some is not None:
                 self.cells(block, dm).mul_(some)
-            found.append(dm)
+            products.append(dm)
         dlse = None if self.dlse is None else self.rows(self.dlse, block).unsqueeze(-1)
         if whole and len(tiles) == 1:
-            dm, p = found[0], tiles[0]
+            dm, p = products[0], tiles[0]
             torch.ops.aten._softmax_backward_data.out(dm, p, -1, p.dtype, grad_input=dm)
             return [dm if dlse is None else dm.addcmul_(p, dlse)]
         delta = self.rows(self.delta, block).unsqueeze(-1)
         if whole:
-            delta = sum((dm * p).sum(-1, keepdim=True) for dm, p in zip(found, tiles, strict=True))
+            delta = sum((dm * p).sum(-1, keepdim=True) for dm, p in zip(products, tiles, strict=True))
             delta = delta if dlse is None else delta - dlse
-        return [dm.sub_(delta).mul_(p) for dm, p in zip(found, tiles, strict=True)]
+        return [dm.sub_(delta).mul_(p) for dm, p in zip(products, tiles, strict=True)]
 
     def _piece(
         self, block: Block, piece: KeyPiece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
@@ -295,8 +295,8 @@ def _within(member: Heads, part: range, kv_heads: int) -> Iterator[Heads]:
 def _even(blocks: list[Block], parts: int) -> list[list[Block]]:
     """Consecutive blocks in lists of about equal work."""
     total, done = sum(b.cells for b in blocks), 0
-    found: list[list[Block]] = [[] for _ in range(parts)]
+    lanes: list[list[Block]] = [[] for _ in range(parts)]
     for b in blocks:
-        found[min(done * parts // total, parts - 1)].append(b)
+        lanes[min(done * parts // total, parts - 1)].append(b)
         done += b.cells
-    return found
+    return lanes
