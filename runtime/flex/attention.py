@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelO
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.torch.jagged import closed_all, opened
@@ -195,7 +195,7 @@ def _ours(theirs: TorchBlockMask) -> BlockMask:
         *map(id, tensors),
         *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in fields.values()),
     )
-    masks: dict[Any, tuple[BlockMask, Any]] = beside(theirs, "ours", dict)
+    masks: dict[Any, tuple[BlockMask, Any]] = cached_on(theirs, "ours", dict)
     if state not in masks:
         masks.clear()
         masks[state] = BlockMask(**fields), (*fields.values(), *tensors)  # live as long: no other object has their id

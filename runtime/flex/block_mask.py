@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from frisket.dsl import ir
 from frisket.dsl.show import show
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
@@ -232,7 +232,7 @@ class BlockMask(theirs.BlockMask):
         results = self._now()
         if "checked" not in results and not self.tensor_mask.plainly_inside(self._sizes):
             lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
-            check_lookups(lookups, words=beside(self.tensor_mask, "words", lambda: None))
+            check_lookups(lookups, words=cached_on(self.tensor_mask, "words", lambda: None))
         results["checked"] = True
 
     def _now(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class BlockMask(theirs.BlockMask):
         if "lists" not in results and 0 in self._lengths:
             results["lists"] = mask_in_graph.lists_of(self._kinds(), self._separate_full, self._columns)
         if "lists" not in results:
-            sides = exact_lists(self.layout, self.device, apart=self._separate_full)
+            sides = exact_lists(self.layout, self.device, separate=self._separate_full)
             pairs = [x for one in sides for x in (one.count, one.index)]
             names = LISTS if self._separate_full else [n for n in LISTS if "full" not in n]
             wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}

@@ -27,7 +27,7 @@ from frisket.dsl.from_python.closure import MODULE_PARTS, is_foreign, names_read
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import Memo, beside, remember
+from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import version_of
@@ -258,7 +258,7 @@ def packed(mod: TensorMask, q_nt: Tensor, kv_nt: Tensor) -> TensorMask:
     inner = mod.at(names.places(False), values_of(names, ragged))
     outer = own_sequence(names, ragged)
     mask = TensorMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
-    beside(mask, "words", lambda: partial(in_sequences, names, ragged))
+    cached_on(mask, "words", lambda: partial(in_sequences, names, ragged))
     return mask
 
 
@@ -293,7 +293,7 @@ _EVERYTHING = TensorMask(TRUE, {})
 def visible_inside(visible: TensorMask | None, ragged: Ragged) -> TensorMask:
     """A mask of packed positions inside sequences, as `confined` makes it; kept with the mask."""
     visible = visible or _EVERYTHING
-    masks: dict[Any, TensorMask] = beside(visible, "inside sequences", dict)
+    masks: dict[Any, TensorMask] = cached_on(visible, "inside sequences", dict)
     key = tuple(map(id, ragged.tensors))
     if key not in masks:  # it holds these tensors, so that no other one has their id
         remember(masks, key, confined(visible, ragged), 8)
@@ -308,7 +308,7 @@ def confined(visible: TensorMask, ragged: Ragged) -> TensorMask:
 
 def local(mod: Scored, ragged: Ragged) -> tuple[Scored, JaggedTables]:
     """A score mod that gets positions inside the sequence, and the names of its tables; kept with the score mod."""
-    mods: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
+    mods: dict[Any, tuple[Scored, JaggedTables]] = cached_on(mod, "inside sequences", dict)
     key = ragged.pattern, ragged.sequences
     if key not in mods:
         names = names_in(mod.score, ragged)
@@ -418,7 +418,7 @@ def pair_of(
     """The attention of both, kept as long as the mask is, or the score mod where there is none."""
     if visible is not None and visible.read:
         _ = visible.versions  # says so where a value that the trace looked at has changed
-    pairs: dict[Any, FlexPair] = beside(visible or mod or _PLAIN, "pairs", dict)
+    pairs: dict[Any, FlexPair] = cached_on(visible or mod or _PLAIN, "pairs", dict)
     key = mod, options
     pair = pairs.get(key)
     if pair is None or not pair.holds(tensors):
