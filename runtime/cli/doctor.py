@@ -17,7 +17,7 @@ from frisket.grammar.memo import Info, tables
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
 from frisket.runtime.backends.engines.proof import CHECKED, COSTS
-from frisket.runtime.backends.registry import backends, choose, here
+from frisket.runtime.backends.registry import backends, choose, ready_text
 from frisket.runtime.bench.packed import installed
 from frisket.runtime.bench.race import cpu_name
 from frisket.runtime.machine import cpp_build as native_build
@@ -54,7 +54,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         return remembered()
     versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
-    ready = {name: why or here(name) for name, why in missing.items()}
+    ready = {name: why or ready_text(name) for name, why in missing.items()}
     settings = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, folders, calls = native(), caches(), usual()

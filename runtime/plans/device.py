@@ -31,7 +31,19 @@ from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.layout import grid_of, swap
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import FAR, RATE, SEED, Geometry, LoopPlan, Origin, Sizes, Spans, make_plan, survives, whole
+from frisket.lowering.plan import (
+    RATE,
+    RUN_LIMIT,
+    SEED,
+    Geometry,
+    LoopPlan,
+    Origin,
+    Sizes,
+    Spans,
+    make_plan,
+    survives,
+    whole,
+)
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.curves import facts_of
@@ -50,7 +62,7 @@ from .host import FEW_TILES, Plan
 from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, spans
 
 
-def divided(
+def split_host_device(
     params: Values, flat: bool | None, learnable: Collection[str] = (), framework: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, arrays of
@@ -137,9 +149,13 @@ class FlatPlan:
     def with_tables(self, values: dict[str, Any]) -> FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
         kinds, known = {n: dtype for n, _, dtype in self.key.device_specs}, dict(self.key.most)
-        given = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
-        more = {n: m for n, x in given.items() if (m := _more(x)) > known.get(n, 0)}  # kernels may need 64 bits now
-        return FlatPlan(replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, given, {})
+        device_values = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
+        more = {
+            n: m for n, x in device_values.items() if (m := _more(x)) > known.get(n, 0)
+        }  # kernels may need 64 bits now
+        return FlatPlan(
+            replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, device_values, {}
+        )
 
     @property
     def host_program(self) -> CallProgram:
@@ -230,10 +246,10 @@ class FlatPlan:
             place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()
-            made = spans(plan, key.framework, place.transposed if transposed else place, self.values)
-            if key.framework == "jax" and any(traced(x) for x in made):
-                return DeviceSpans(*made[:3], static.slice_of)  # belongs to the current trace
-            self._spans_by_tile[block, transposed] = made
+            arrays = spans(plan, key.framework, place.transposed if transposed else place, self.values)
+            if key.framework == "jax" and any(traced(x) for x in arrays):
+                return DeviceSpans(*arrays[:3], static.slice_of)  # belongs to the current trace
+            self._spans_by_tile[block, transposed] = arrays
         bounds, count, overflow, order = self._spans_by_tile[block, transposed]
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
@@ -251,8 +267,8 @@ class FlatPlan:
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than needed, because its records had no room."""
-        found: Any = next((made[2] for made in self._spans_by_tile.values()), False)
-        return found.any() if getattr(found, "ndim", 0) else found
+        overflow: Any = next((arrays[2] for arrays in self._spans_by_tile.values()), False)
+        return overflow.any() if getattr(overflow, "ndim", 0) else overflow
 
     @property
     def device(self) -> Any:
@@ -321,8 +337,8 @@ def device_plan(
     program = program.without(arrays).bind(host)
     if missing := [n for p in program.parts for n in p.unbound if n not in arrays]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
-    wanted = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
-    values = {n: _fitted(n, x, *wanted[n]) for n, x in arrays.items()}
+    param_types = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
+    values = {n: _fitted(n, x, *param_types[n]) for n, x in arrays.items()}
     facts = frozenset(n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted")
     place: Any = place_of(origin)
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
@@ -338,18 +354,23 @@ def device_plan(
         _register()
     plan = FlatPlan(key, values, {})
     if block is not None and static_plan(key).planner is not None:
-        made = plan.spans(block)
-        assert isinstance(made, DeviceSpans)
-        plan._spans_by_tile[block, False] = made.bounds, made.count, made.overflow, made.order
+        device_spans = plan.spans(block)
+        assert isinstance(device_spans, DeviceSpans)
+        plan._spans_by_tile[block, False] = (
+            device_spans.bounds,
+            device_spans.count,
+            device_spans.overflow,
+            device_spans.order,
+        )
     return plan
 
 
 def _more(x: Any) -> int:
-    """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
+    """A power of 2 that no Int of a table exceeds, if the host sees an Int of RUN_LIMIT or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
     x = np.asarray(entries_of(x)) if seen else x
     most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
-    return 1 << (most - 1).bit_length() if most >= FAR else 0
+    return 1 << (most - 1).bit_length() if most >= RUN_LIMIT else 0
 
 
 def _dtype(x: Any) -> str:
@@ -464,21 +485,21 @@ def static_plan(key: PlanKey) -> StaticPlan:
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
     limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
-    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
-    given = {n for n, *_ in key.device_specs}
+    on_diagonal = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    device_names = {n for n, *_ in key.device_specs}
     tables = {n: Table(t) for n, t in program.tables.items()}
     facts = frozenset(
         (fact, name) for fact, name in facts_of(host.expr)
-        if (fact == "segment" or name in key.facts if name in given else holds(tables, fact, name))
+        if (fact == "segment" or name in key.facts if name in device_names else holds(tables, fact, name))
     )  # fmt: skip
     plan = make_plan(
         seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, facts=facts,
-        **program.beside(known),
+        rows_nonempty=seen is None or (on_diagonal and sees_itself(seen)), dropout=key.dropout, facts=facts,
+        **program.plan_arguments(known),
     )  # fmt: skip
-    _check_segments((seen, mod), given)
+    _check_segments((seen, mod), device_names)
     read = names_of(host.expr).keys()
-    free = given & read
+    free = device_names & read
     mine = {n: x for n, x in {**program.scalars, **program.tables}.items() if n in read - free}
 
     def planned(mask: Expr) -> Planner:
@@ -487,10 +508,12 @@ def static_plan(key: PlanKey) -> StaticPlan:
         wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
-    made = planned(host.expr) if free else None
+    row_planner = planned(host.expr) if free else None
     columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return StaticPlan((seen, mod), rules, plan, made, columns, host.bind(**mine), at, slice_of.astype(np.int32), full)
+    return StaticPlan(
+        (seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slice_of.astype(np.int32), full
+    )
 
 
 def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:
@@ -512,11 +535,11 @@ def host_layout(key: PlanKey, block: tuple[int, int]) -> Layout:
     return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
 
 
-def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
+def _check_segments(parts: tuple[Expr | None, ...], device_names: set[str]) -> None:
     """Segments become a table as long as the positions, so they are known of positions alone."""
     for e in (p for p in parts if p is not None):
         for n in walk(e):
-            if n.op == "segment" and n.name in given and n.args[0].op != "var":
+            if n.op == "segment" and n.name in device_names and n.args[0].op != "var":
                 raise LoweringError(
                     f"`{n!r}` asks a traced table of offsets for something other than a position\n"
                     "  give the offsets as values of the host, or the segment of every position as a table"
@@ -545,12 +568,12 @@ def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any
     """The arguments of `lowering.dense` for dropout; the names of `kept` are found in `params`."""
     if not rate:
         return {"params": {}}
-    return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
+    return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
 def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:
     """out, (out, lse), (out, max) or (out, lse, max)."""
-    for name, asked in (("return_lse", lse), ("return_max", top)):
-        flag(asked, name)
-    wanted = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
-    return wanted if len(wanted) > 1 else wanted[0]
+    for name, value in (("return_lse", lse), ("return_max", top)):
+        flag(value, name)
+    outputs = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
+    return outputs if len(outputs) > 1 else outputs[0]

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
-from frisket.grammar.memo import beside, memo
+from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.generated import load
 
@@ -54,8 +54,8 @@ def backward(
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
-    found = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
-    return {n: x for n, x in zip("qkv", found, strict=True) if n in grad_names}
+    grads = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
+    return {n: x for n, x in zip("qkv", grads, strict=True) if n in grad_names}
 
 
 def backward_call(
@@ -81,18 +81,18 @@ def prepared(
 ) -> FlashCall:  # fmt: skip
     """The call of a direction, kept beside the plan of a step as long as slots and tables are the same objects."""
 
-    def made() -> FlashCall:
+    def new_call() -> FlashCall:
         return call_of(plan, spans, g, target, slots, tables, device, gradients=gradients, deterministic=deterministic)
 
     check(g)
-    given = tuple(tables.values())
-    counted = not any(x.requires_grad or x.is_inference() for x in given)  # writes to tables, by torch
+    arrays = tuple(tables.values())
+    counted = not any(x.requires_grad or x.is_inference() for x in arrays)  # writes to tables, by torch
     if not (counted and all(isinstance(x, (bool, int, float)) for x in slots.values())):
-        return made()
-    numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in given)
+        return new_call()
+    numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in arrays)
     key = "flash", plan, g, target, numbers, versions, device, gradients, deterministic
-    found: FlashCall = beside(spans, key, lambda: (made(), given))[0]  # tables are known by where they are
-    return found
+    call: FlashCall = cached_on(spans, key, lambda: (new_call(), arrays))[0]  # tables are known by where they are
+    return call
 
 
 def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
@@ -120,11 +120,11 @@ def gradients(
     arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
     rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
     with _current(q):
-        found = interface._flash_attn_bwd(
+        grads = interface._flash_attn_bwd(
             *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
         )
     return tuple(
-        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(found, (q, k, v), strict=True)
+        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)
     )
 
 
@@ -150,21 +150,21 @@ def _common(call: FlashCall) -> dict[str, Any]:
     """The arguments that both directions take."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "softmax_scale": call.scale, "window_size_left": call.left, "window_size_right": call.right,
         "seqused_k": call.used, "page_table": call.pages, "aux_tensors": [_led(x) for x in call.tables] or None,
         "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
     }  # fmt: skip
     if call.documents is not None:
-        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.documents.unbind()
-        found["max_seqlen_q"], found["max_seqlen_k"] = call.longest
+        arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = call.documents.unbind()
+        arguments["max_seqlen_q"], arguments["max_seqlen_k"] = call.longest
     if call.tiles is not None:
         first, second = call.order or (None, None)
-        found["block_sparse_tensors"] = BlockSparseTensorsTorch(
+        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(
             **call.tiles._asdict(), dq_write_order=first, dq_write_order_full=second,
             spt=None if call.order is None else False,
         )  # fmt: skip
-    return found
+    return arguments
 
 
 def _led(x: Tensor) -> Tensor:
@@ -182,15 +182,15 @@ def _number(x: int | float) -> Any:
 
 
 def _functions(call: FlashCall) -> dict[str, Callable[..., Any]]:
-    made = _loaded(call.mods.text, call.mods.body)
-    return {n: made[n] for n in call.mods.functions}
+    functions = _loaded(call.mods.text, call.mods.body)
+    return {n: functions[n] for n in call.mods.functions}
 
 
 @memo(group="kernels", weigh=5000)
 def _loaded(text: str, body: str) -> dict[str, Callable[..., Any]]:
     """The functions of a text. `__cute_hash__` names kernels: else the engine hashes a source without what it calls."""
-    made = load(text)
-    found = {n: f for n, f in made.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
-    for name, function in found.items():
+    namespace = load(text)
+    functions = {n: f for n, f in namespace.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
+    for name, function in functions.items():
         function.__cute_hash__ = sha256(f"{name} {body}".encode()).hexdigest()
-    return found
+    return functions

@@ -60,8 +60,8 @@ def backward(
     low2 = jnp.zeros_like(lse2) if low is None else low * LOG2E
     interpret = None if platform == "cuda" else simulator()
     numbers = [jnp.asarray(slots[s.name]) for s in plan.slots]
-    given = q, k, v, dout, lse2, low2, delta
-    found: dict[str, Array] = {}
+    operands = q, k, v, dout, lse2, low2, delta
+    grads: dict[str, Array] = {}
     common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
     plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
     of_dq, of_dkv = (Target(target.backend, *tile, tanh=target.tanh) for tile in kernels.tiles(g))
@@ -71,20 +71,20 @@ def backward(
     if rows:
         run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
         walk = _walked(walked(spans.rows((dq.block_q, dq.block_k))).in_order())
-        results = list(run(*given, *walk, *common, interpret=interpret))
+        results = list(run(*operands, *walk, *common, interpret=interpret))
         if "q" in grad_names:
-            found["q"] = results.pop(0)
+            grads["q"] = results.pop(0)
         for s, x in zip(sums(plan, rows), results, strict=True):
             x = x[..., : g.q_len]
             buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
     for part in kernels.parts(g, grad_names):
         run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
         walk = _walked(walked(spans.columns((dkv.block_q, dkv.block_k))))
-        results = run(*given, *walk, *common, interpret=interpret)
-        found |= dict(zip(sorted(part, reverse=True), results, strict=True))
-    found |= folded(buffers, g, slots, tables, plan.int64)
-    without = grad_names - found.keys()  # influence
-    return found | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
+        results = run(*operands, *walk, *common, interpret=interpret)
+        grads |= dict(zip(sorted(part, reverse=True), results, strict=True))
+    grads |= folded(buffers, g, slots, tables, plan.int64)
+    without = grad_names - grads.keys()  # influence
+    return grads | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 
 
 @memo(group="kernels")

@@ -30,8 +30,8 @@ def target(
     dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
     block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
     ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
-    asked = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
-    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if asked == "highest" else "approximate")
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
+    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if precision == "highest" else "approximate")
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -55,11 +55,11 @@ def forward(
         return _nothing(g, dtype, sinks)[: 3 + low]
     run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, low)
     numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    given = {} if sinks is None else {"sinks": sinks}
+    options = {} if sinks is None else {"sinks": sinks}
     if not on_device:
-        given["interpret"] = simulator()
+        options["interpret"] = simulator()
     walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k))).in_order()
-    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **given)  # type: ignore[no-any-return]
+    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **options)  # type: ignore[no-any-return]
 
 
 def text(

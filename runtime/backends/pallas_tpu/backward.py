@@ -52,32 +52,32 @@ def backward(
     numbers = geometry.origin, geometry.full, *values
     interpret, rolls = interpreter(platform), strided(platform)
     target = emitted.with_tiles(target)
-    own, others = target.dq or target, target.dkv or target
+    dq_target, dkv_target = target.dq or target, target.dkv or target
     captured = emitted.captured(plan, grad_names)
-    rows, columns = spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k)
+    rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
     walk = walked(rows, columns)
-    found: dict[Any, Array] = {}
-    heads = 1 if captured else together(geometry, str(q.dtype), own.block_q)
+    grads: dict[Any, Array] = {}
+    heads = 1 if captured else together(geometry, str(q.dtype), dq_target.block_q)
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if made := _kernel("dq", plan, own, geometry, str(q.dtype), grad_names, rolls, heads, searches(shared)):
-        kernel, names = made
-        found |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
-    group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
-    turned = walked(of_keys, -(-geometry.q_len // others.block_q), group)
-    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), grad_names, rolls, 1, searches(turned)):
-        kernel, names = made
+    if loaded := _kernel("dq", plan, dq_target, geometry, str(q.dtype), grad_names, rolls, heads, searches(shared)):
+        kernel, names = loaded
+        grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
+    group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
+    turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
+    if loaded := _kernel("dkv", plan, dkv_target, geometry, str(q.dtype), grad_names, rolls, 1, searches(turned)):
+        kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
-        found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            run = _by_position(plan, own, placeless, str(q.dtype), i, rolls, searches(walk))
-            found[i] = run(*arrays, walk, *numbers, interpret=interpret)
-    sums = [found.pop(i) for i, _ in captured]
+            run = _by_position(plan, dq_target, placeless, str(q.dtype), i, rolls, searches(walk))
+            grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
+    sums = [grads.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
-    return found | folded([g for _, g in captured], sums, geometry, slots, known)
+    return grads | folded([g for _, g in captured], sums, geometry, slots, known)
 
 
 def interpreter(platform: str) -> Any:
@@ -95,8 +95,8 @@ def reason(
     roots = [*roots_of(plan), *([] if derived.slope is None else [derived.slope]), *(g.weight for _, g in captured)]
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
-    except LoweringError as found:
-        return str(found)
+    except LoweringError as error:
+        return str(error)
     distances = geometry.q_len + geometry.kv_len
     for _, g in captured:
         if g.over == "diagonal" and distances > DISTANCES:
@@ -228,9 +228,9 @@ def _added(
         def chunk(i: Array, into: Array) -> Array:
             part = lax.dynamic_slice_in_dim(terms, i * rows, rows)
             q = env["q"] + i * rows + jnp.arange(rows)[:, None]
-            found = places(q, env["k"] + jnp.arange(terms.shape[1])[None])
-            found = [jnp.clip(x, 0, n - 1) for x, n in zip(found, into.shape, strict=True)]
-            return into.at[tuple(jnp.broadcast_to(x, part.shape) for x in found)].add(part)
+            indices = places(q, env["k"] + jnp.arange(terms.shape[1])[None])
+            indices = [jnp.clip(x, 0, n - 1) for x, n in zip(indices, into.shape, strict=True)]
+            return into.at[tuple(jnp.broadcast_to(x, part.shape) for x in indices)].add(part)
 
         return lax.fori_loop(0, terms.shape[0] // rows, chunk, into)
 

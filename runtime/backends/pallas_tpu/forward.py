@@ -56,8 +56,8 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
         )
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(pallas_tpu.roots(plan)), shapes)
-    except LoweringError as found:
-        return str(found)
+    except LoweringError as error:
+        return str(error)
     return ""
 
 
