@@ -179,7 +179,7 @@ class _Backward(AtenTiles):
             self.put(self.dq, block, dq)
 
     def _scaled_survivors(self, block: Block, piece: KeyPiece) -> Tensor | None:
-        return None if self.dropout_mask is None else self.survivors(block, piece).div_(self.keep)
+        return None if self.keep_mask is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
         """Yield (pieces, weights, scores before the score mod, or None where no derivative reads them).

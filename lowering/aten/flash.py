@@ -43,7 +43,7 @@ class Fused:
 def takes(tiles: AtenTiles) -> bool:
     """Whether the kernel takes such arrays, and keeps every weight as it is."""
     g, plan = tiles.geometry, tiles.plan
-    changed = plan.kept is not None or plan.weight is not None or tiles.stored
+    changed = plan.keep_mask is not None or plan.weight is not None or tiles.stored
     return not changed and g.head_dim == g.v_dim and bool(tiles.q.device.type == "cpu")
 
 

@@ -150,7 +150,7 @@ class _Forward(AtenTiles):
             # A product of 16 bits is rounded: of weights that sum to 1 it is the result, which is not rounded again.
             unit = self._sum(block, top, total) if self.half and len(todo) == 1 else 1
             for t, piece in zip(tiles, chunk, strict=True):
-                if self.dropout_mask is not None:
+                if self.keep_mask is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
                 hidden = t == 0 if self.careful and self.clean else None
                 if self.weight is not None:
@@ -179,7 +179,7 @@ class _Forward(AtenTiles):
             sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
             share = self.torch.exp2((sink - top).clamp_(max=60)).nan_to_num_(0.0)  # both may be -inf
             total = total + share.to(self.dtype)
-        return (total if self.dropout_mask is None else total * self.keep).clamp(min=1.0)
+        return (total if self.keep_mask is None else total * self.keep).clamp(min=1.0)
 
     @property
     def _hollow(self) -> bool:
@@ -212,7 +212,7 @@ class _Forward(AtenTiles):
         if self.exact is not None:
             self.put(self.exact, block, total.double().log2().add_(base).mul_(LN2).squeeze(-1))
         safe = torch.where(total == 0, 1.0, total) if self._hollow else total
-        acc = acc.div_(safe if self.dropout_mask is None else safe * self.keep)
+        acc = acc.div_(safe if self.keep_mask is None else safe * self.keep)
         self.put(self.out, block, acc)
         self.put(self.lse, block, total.log2().add_(base.to(self.dtype)).mul_(LN2).squeeze(-1))
         if self.top is not None:

@@ -77,18 +77,18 @@ class AtenTiles:
         self.common = not (plan.uses_batch or plan.uses_head or vectors(geometry))
         self.mask = None if plan.mask is None else self.program(plan.mask)
         self.still = plan.mask is not None and distance_only(plan.mask) and not vectors(geometry)
-        self.score = self.dropout_mask = None
+        self.score = self.keep_mask = None
         self.factor = self.unit  # of scaled products
         self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, TileProgram] = {}
         if plan.score is not None:
             programs = _score_programs(plan.score, self.dtype, not vectors(geometry), self.unit)
             self.score, self.strips, self.factor = programs
-        if plan.kept is not None:
+        if plan.keep_mask is not None:
             assert plan.rate is not None
             rate = float(np.float32(slots[plan.rate]))
             self.env[plan.rate], self.keep = rate, 1 - rate
-            self.dropout_mask = self.program(plan.kept)
+            self.keep_mask = self.program(plan.keep_mask)
 
     @cached_property
     def v(self) -> Tensor:
@@ -206,8 +206,8 @@ class AtenTiles:
 
     def survivors(self, block: Block, piece: KeyPiece) -> Tensor:
         """The weights of the piece that dropout keeps, 1 or 0, for cells [batch, group, height, width]."""
-        assert self.dropout_mask is not None
-        return self.dropout_mask(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
+        assert self.keep_mask is not None
+        return self.keep_mask(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
 
     # -- views ------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class CppKernel:
         self.lifted = {e: names.new(f"c{i}") for i, e in enumerate(lifted)}
         self.literals = tuple(e.name for e in lifted)
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64, self.lifted)
-        self.temporaries = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
+        self.locals = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
@@ -124,9 +124,9 @@ class CppKernel:
 
     def _name(self, node: Expr, level: int) -> str:
         if level == POSITION:
-            return self.temporaries.numbered("x")
+            return self.locals.numbered("x")
         where = {SCALAR: "fixed", ROW: "row", COLUMN: "column"}[level]
-        return f"{where}.{self.temporaries.new(self._called(node)) if node.op in LOOKUPS else self.temporaries.numbered('x')}"
+        return f"{where}.{self.locals.new(self._called(node)) if node.op in LOOKUPS else self.locals.numbered('x')}"
 
     def _called(self, node: Expr) -> str:
         if node.op == "var":

@@ -50,21 +50,21 @@ def kernels(
             f"gradients need q, k and v of one dtype, not {dims.dtype} and {dims.kv_dtype}; convert k and v before"
         )
     along = {s.along for s in sums(plan, grad_names)}
-    found = [delta_kernel(plan, dims, dlse)]
+    emitted = [delta_kernel(plan, dims, dlse)]
     if "q" in grad_names or "q" in along:
-        found += _DqKernel(plan, target.dq or target, dims, grad_names, "attention_dq" in listed).kernels()
-    apart = target.dv if {"k", "v"} <= set(grad_names) else None
+        emitted += _DqKernel(plan, target.dq or target, dims, grad_names, "attention_dq" in listed).kernels()
+    dv_target = target.dv if {"k", "v"} <= set(grad_names) else None
     if {"k", "v"} & set(grad_names) or "k" in along:
-        both = set(grad_names) - {"v"} if apart else grad_names
-        found += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
-    if apart:
-        found += _DkvKernel(plan, apart, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
-    return found
+        both = set(grad_names) - {"v"} if dv_target else grad_names
+        emitted += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
+    if dv_target:
+        emitted += _DkvKernel(plan, dv_target, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
+    return emitted
 
 
 def bare(plan: LoopPlan) -> LoopPlan:
     """The plan of `attention_delta`: rows without mask, score mod or weights."""
-    none: dict[str, Any] = dict.fromkeys(("mask", "score", "bounds", "kept", "by_query", "by_key"))
+    none: dict[str, Any] = dict.fromkeys(("mask", "score", "bounds", "keep_mask", "by_query", "by_key"))
     return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
@@ -95,8 +95,8 @@ class _DqKernel(GradientKernel):
         self.described = target.descriptors and describable(plan, dims)
 
     def kernels(self) -> list[writer.TritonKernel]:
-        found = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
-        return [found, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
+        kernel = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
+        return [kernel, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
@@ -133,15 +133,15 @@ class _DkvKernel(GradientKernel):
         if axis is None:
             return super().address(table, args)
         self.near, first = True, f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
-        own = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
+        row_step = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
         *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
         steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
-        return f"{' + '.join([table.name, *steps])} + ({own} + {self.clamped(index, size)} * {stride})"
+        return f"{' + '.join([table.name, *steps])} + ({row_step} + {self.clamped(index, size)} * {stride})"
 
     def kernels(self) -> list[writer.TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
-        found = writer.launched(self.name, text, grid, self.target, swapped=True)
-        return [found, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
+        kernel = writer.launched(self.name, text, grid, self.target, swapped=True)
+        return [kernel, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
