@@ -22,7 +22,7 @@ from frisket.grammar.memo import memo
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
 from frisket.runtime.backends.cpp.torch import LARGE, huge
-from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, live_of
+from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, kv_inputs_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.device import results
@@ -506,7 +506,7 @@ class TorchCache(nn.Module):
         has: dict[str, Any] = self._buffers
         k, v, sizes = has["k"], has["v"], self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
-        kv_inputs = live_of(has["k_scale"], has["v_scale"], has["pages"])
+        kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
         program_params = {n: x for n, x in params.items() if n not in ASKED} if params else params
         lse, top, sinks = map(params.get, ASKED)
         logits = att.options.sinks if sinks is None else sinks

@@ -20,14 +20,14 @@ from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
-from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot
+from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.backends.cpp.jax import low_of, norm_of
+from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan, PlanKey
@@ -58,12 +58,12 @@ class JaxCall:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
     times: tuple[int, int] = (1, 1)  # so many of the source's batches and heads beside one another, under jax.vmap
     shards: tuple[int, int] = (1, 1)  # the call is one of so many parts of the batches and heads, on several devices
-    rows: Rows | None = None  # where the arrays have queries and keys
+    rows: TokenPermutation | None = None  # where the arrays have queries and keys
 
     @property
     def stored(self) -> bool:
         """Whether keys and values are stored, in pages, in 8 bits or beside scales: there are no gradients then."""
-        return bool(self.geometry.kv_dtype or any(t.source in LIVE for t in self.plan.tables))
+        return bool(self.geometry.kv_dtype or any(t.source in KV_INPUTS for t in self.plan.tables))
 
     # -- running --
 
@@ -81,27 +81,27 @@ class JaxCall:
         how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}
         return how | ({"platform": platform} if RECORDS[backend].accelerated else {})
 
-    def _rows_around(self, backend: str) -> Rows | None:
+    def _rows_around(self, backend: str) -> TokenPermutation | None:
         """The rows by which arrays are put in order, around kernels that do not read them by tables."""
         return None if RECORDS[backend].executors["jax"].rows else self.rows
 
     @usual_promotion()
     def forward(
-        self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
+        self, backend: str, platform: str, arrays: Arrays, plan: Any = None, lse_residual: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top); with `low` also the rounding error of lse, and norm [batch, heads, q_len, `norm_width`],
+        """(out, lse, top); with `lse_residual` also the rounding error of lse, and norm [batch, heads, q_len, `norm_width`],
         which native kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and
         keeps what is made of it."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, low)
+            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, lse_residual)
             return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
-            return self._by_engine(backend, platform, arrays, low)
+            return self._by_engine(backend, platform, arrays, lse_residual)
         run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
         offset = RECORDS[backend].stats_kind == "offset"
-        if low:
-            how["low"] = True
+        if lse_residual:
+            how["lse_residual"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
             with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
@@ -110,14 +110,14 @@ class JaxCall:
                     sinks=arrays.get("sinks"), **how,
                 )  # fmt: skip
         except BuildError as error:
-            return self.forward(self._library_instead(error), platform, arrays, plan, low)
-        if not low:
+            return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
+        if not lse_residual:
             return result[:3]
         if not offset:
             return result if RECORDS[backend].exact_delta else (*result, _no_norm(*result[:2]))
-        return *result[:3], low_of(run.plan, result[3], result[1]), result[3]
+        return *result[:3], lse_residual_of(run.plan, result[3], result[1]), result[3]
 
-    def _by_engine(self, backend: str, platform: str, arrays: Arrays, low: bool) -> tuple[Any, ...]:
+    def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
         and an engine knows nothing of rows beside lse."""
         import jax.numpy as jnp
@@ -127,14 +127,14 @@ class JaxCall:
         program: Any = self.source.program if isinstance(self.source, Plan) else None
         facts = EngineCall(
             program, replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"]), str(arrays["q"].dtype),
-            "jax", platform, not on_host, self.stored, self.plan.kept is not None, "sinks" in arrays,
+            "jax", platform, not on_host, self.stored, self.plan.keep_mask is not None, "sinks" in arrays,
         )  # fmt: skip
         proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
         results = out, lse, jnp.full_like(lse, jnp.nan)
-        return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if low else results
+        return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if lse_residual else results
 
     def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -158,12 +158,12 @@ class JaxCall:
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if RECORDS[backend].stats_kind != "offset":
-            how["low"] = arrays.get("low")
+            how["lse_residual"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
-                how["norm"] = arrays.get("norm")
+                how["softmax_stats"] = arrays.get("norm")
         else:
             computed = "norm" not in arrays and "low" in arrays
-            how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            how["softmax_stats"] = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
         try:
             gradients: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
@@ -177,7 +177,9 @@ class JaxCall:
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
+        parts = [
+            _unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.keep_mask) if e is not None
+        ]
         origin = self.tree.unflatten(self.leaves)["origin"]
         own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
         return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
@@ -243,7 +245,7 @@ def _no_norm(out: Any, lse: Any) -> Any:
     return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
-def _in_order(rows: Rows, arrays: Arrays) -> Arrays:
+def _in_order(rows: TokenPermutation, arrays: Arrays) -> Arrays:
     return {n: _taken(x, rows.keys if n in ("k", "v") else rows.queries, n) for n, x in arrays.items()}
 
 
@@ -255,7 +257,7 @@ def _taken(x: Any, index: Any, name: str) -> Any:
 
 
 def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
-    names = {t.name for t in plan.tables if t.source in LIVE}
+    names = {t.name for t in plan.tables if t.source in KV_INPUTS}
     return [n for n in walk(e) if n.op == "lookup" and n.name in names]
 
 

@@ -24,13 +24,13 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import Rows, refuse_gradients, turn
+from frisket.runtime.calls.arrays import TokenPermutation, refuse_gradients, turn
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
@@ -54,7 +54,7 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
         compiled(call, options)
     if call.top and RECORDS[call.backend].engine is not None:
         raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
-    plan, (q, k, v) = call.plan, call.arrays.turned("bshd")
+    plan, (q, k, v) = call.plan, call.arrays.transposed("bshd")
     named = _named(call, options)
     g = call.geometry
     kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
@@ -92,7 +92,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         return _divided(tiled.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
     kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.spans_by_tile)
     tables = plan.tables()
-    known = [t for t in kernel.every_table if t.source not in LIVE]
+    known = [t for t in kernel.every_table if t.source not in KV_INPUTS]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
@@ -115,7 +115,7 @@ def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
 
 def _divided(
     plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    backend: str, tile: tuple[int, int] | None, rows: Rows | None,
+    backend: str, tile: tuple[int, int] | None, rows: TokenPermutation | None,
 ) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
@@ -164,9 +164,9 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     symbolic = not jax.sharding.get_abstract_mesh().manual_axes
 
-    def task(arrays: Arrays, grad_names: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
+    def task(arrays: Arrays, grad_names: tuple[str, ...] = (), lse_residual: bool = False) -> tuple[Any, ...]:
         arrays = {n: arrays[n] for n in "qkv"} | arrays
-        return bound(Task(call, tuple(arrays), grad_names, low=low), *arrays.values())
+        return bound(Task(call, tuple(arrays), grad_names, lse_residual=lse_residual), *arrays.values())
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
@@ -178,21 +178,21 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         grad_names = {n: () for n, x in learned.items() if not symbolic or x.perturbed}  # in the tree, without a leaf
         if symbolic:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top, *low = task(learned | fixed, low=True)
-        out, lse, *low = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *low))
-        return (out, lse, top), (learned, fixed, out, lse, low, grad_names)
+        out, lse, top, *lse_residual = task(learned | fixed, lse_residual=True)
+        out, lse, *lse_residual = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *lse_residual))
+        return (out, lse, top), (learned, fixed, out, lse, lse_residual, grad_names)
 
     @usual_promotion()
     def backwards(residuals: Any, cotangents: Any) -> Any:
-        learned, fixed, out, lse, (low, norm), grad_names = residuals
+        learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
         dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
+        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout} | (
             {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         )
         gradients: Arrays = {}
         if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
-            gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": norm}, inner), strict=True))
+            gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))
         if "sinks" in grad_names:
             gradients["sinks"] = of_sinks(learned["sinks"], **rows)
         return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
@@ -201,10 +201,10 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     return run
 
 
-def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = None) -> Any:
+def of_sinks(sinks: Any, out: Any, lse: Any, lse_residual: Any, dout: Any, dlse: Any = None) -> Any:
     """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
     finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
-    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - low)
+    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - lse_residual)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

@@ -25,22 +25,22 @@ from frisket.lowering.xla.symbolic import forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY
 from frisket.runtime.backends.registry import library
-from frisket.runtime.calls.arrays import arrays, named, parted, turn
+from frisket.runtime.calls.arrays import arrays, named, split_kv_args, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
-from frisket.runtime.plans.device import divided
+from frisket.runtime.plans.device import split_host_device
 
-FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
+MAX_SIZE = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
 
 
 def attend(att: Any, request: Request) -> tuple[Any, ...]:
     """(out, lse, top) of a call of symbolic lengths."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    kv_inputs, params = parted(params)
+    kv_inputs, params = split_kv_args(params)
     call_arrays = arrays(q, k, v, layout, exported=True)
     for what, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", kv_inputs)):
         if x or call_arrays.kv_dtype:
@@ -49,7 +49,7 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
     backend, only = att.options.backend or Settings.read().backend, library("jax")
     if backend not in (None, only, LIBRARY):
         raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on {only!r}" + EACH)
-    host, traced = divided(params, None, (), "jax")
+    host, traced = split_host_device(params, None, (), "jax")
     traced = {**{n: x for n, x in att.traced.items() if n not in params}, **traced}
     rate = att.options.dropout
     seed = seed_of(seed, rate, "jax")
@@ -60,7 +60,7 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
     _check_lengths(program, values, g)
     slots = loop_plan.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
     tables = {t.name: values[t.source] for t in loop_plan.tables}
-    q, k, v = (_forward_only.bind(x) for x in call_arrays.turned("bshd"))
+    q, k, v = (_forward_only.bind(x) for x in call_arrays.transposed("bshd"))
     out, lse, highest = forward(loop_plan, seen, g, q, k, v, slots, tables, values, sinks)
     return call_arrays.as_called(turn(out, "bshd", call_arrays.layout), lse, highest)
 
@@ -78,10 +78,10 @@ def _planned(
     parts = [None if p is None else written_out(p.expr, values) for p in (program.mask, program.score)]
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     seen, mod = prepare(parts[0], parts[1], sane)
-    limits = limits_of((FAR, g.heads, FAR, FAR), program.scalars, program.tables)
+    limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
     loop_plan = make_plan(
         seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
-        dropout=dropout, **program.beside(values),
+        dropout=dropout, **program.plan_arguments(values),
     )  # fmt: skip
     return loop_plan, None if seen is None else _intervals(seen, traced, limits)
 

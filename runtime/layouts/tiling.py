@@ -477,8 +477,8 @@ def check_reach(
                 coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not parameters.names_of(beyond).keys() & shapes.keys():
-                    found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
-                    shown[short] = bool(found.spans.count.any()) if found.exact else None
+                    analysis = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
             left = [x for x in left if shown[x] is not False]
         for coordinate, node, axis, have in filter(shown.get, left):
             need, name, shape = stops[coordinate], node.name, known[node.name].shape
