@@ -16,8 +16,8 @@ two ends once per query and compare every key of a border tile with them, instea
 whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
 
 >>> from frisket.dsl.sugar import eq, k, q
->>> found = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
->>> found.first, found.last, found.rest
+>>> ends = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
+>>> ends.first, ends.last, ends.rest
 (q - 255, q, k % 4 == 1)
 >>> ends_of(q >= k, axis="q").first
 k
