@@ -28,20 +28,25 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    sinks: Tensor | None = None, top: bool = True, norm: bool = False,
+    sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
     `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
-    None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is the
-    rounding error of lse, [batch, heads, q_len]."""
+    None: the flash kernel, which does not tell the largest score, may then be used. With `softmax_stats` a fourth is
+    the rounding error of lse, [batch, heads, q_len]."""
     import torch
 
     with torch.no_grad():
         done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        results = done.everything(sinks, top, norm)
-        if norm and sinks is None and not top and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
+        results = done.everything(sinks, top, softmax_stats)
+        if (
+            softmax_stats
+            and sinks is None
+            and not top
+            and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any())
+        ):
             results = done.everything(None, True, True)  # the flash kernel does not say the rounding error
         # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
         # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
@@ -49,7 +54,7 @@ def forward(
         if not (done.careful and done.clean) and plan.mask is not None and bool(results[0].sum().isnan()):
             done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=True)
             done.clean = True
-            results = done.everything(sinks, top, norm)
+            results = done.everything(sinks, top, softmax_stats)
     return results
 
 
@@ -58,7 +63,7 @@ class _Forward(AtenTiles):
 
     unit = LOG2E
 
-    def everything(self, sinks: Tensor | None, top: bool, norm: bool) -> tuple[Any, ...]:
+    def everything(self, sinks: Tensor | None, top: bool, softmax_stats: bool) -> tuple[Any, ...]:
         g, torch = self.geometry, self.torch
         shape = (g.batch, g.kv_heads, self.group, g.q_len)
         new = {"dtype": self.dtype, "device": self.q.device}
@@ -66,7 +71,9 @@ class _Forward(AtenTiles):
         self.lse = torch.empty(shape, **new)
         self.top = torch.empty(shape, **new) if top else None
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
-        self.exact = torch.zeros(shape, dtype=torch.float64) if norm else None  # lse; where it is -inf, anything
+        self.exact = (
+            torch.zeros(shape, dtype=torch.float64) if softmax_stats else None
+        )  # lse; where it is -inf, anything
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
         self.values = self.given_v if self.half or self.stored else self.v
@@ -79,8 +86,8 @@ class _Forward(AtenTiles):
         results = self.out.flatten(1, 2).to(self.input_dtype), self.lse.flatten(1, 2), largest
         if self.exact is None:
             return results
-        low = (self.exact - self.lse).to(self.dtype)
-        return (*results, low.masked_fill_(~low.isfinite(), 0.0).flatten(1, 2))
+        lse_residual = (self.exact - self.lse).to(self.dtype)
+        return (*results, lse_residual.masked_fill_(~lse_residual.isfinite(), 0.0).flatten(1, 2))
 
     def _blocks(self) -> Iterator[Block]:
         rows = []

@@ -89,9 +89,9 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, lse_residual: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top); with `lse_residual` also the rounding error of lse, and norm [batch, heads, q_len, `norm_width`],
-        which native kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and
-        keeps what is made of it."""
+        """(out, lse, top); with `lse_residual` also the rounding error of lse, and softmax_stats [batch, heads, q_len,
+        `norm_width`], which native kernels write in its place, zeros of other kernels. `plan` is the source where it is
+        at hand, and keeps what is made of it."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
             results = bare.forward(backend, platform, _in_order(rows, arrays), plan, lse_residual)
@@ -163,7 +163,9 @@ class JaxCall:
                 how["softmax_stats"] = arrays.get("norm")
         else:
             computed = "norm" not in arrays and "low" in arrays
-            how["softmax_stats"] = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            how["softmax_stats"] = (
+                softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            )
         try:
             gradients: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,

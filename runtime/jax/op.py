@@ -202,7 +202,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
 
 
 def of_sinks(sinks: Any, out: Any, lse: Any, lse_residual: Any, dout: Any, dlse: Any = None) -> Any:
-    """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
+    """-sum of exp(sink - lse - lse_residual) * delta over batch entries and queries."""
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
     finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight

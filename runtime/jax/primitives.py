@@ -54,21 +54,21 @@ NOWHERE = AbstractMesh((), ())
 @dataclass(frozen=True)
 class Task:
     """The work of a primitive with operands of these names: the forward, or the backward where there are
-    `grad_names`. `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes
-    beside lse."""
+    `grad_names`. `levels` of jax.vmap are axes in front, the outermost first. `lse_residual` asks for what a backward
+    takes beside lse."""
 
     call: JaxCall
     names: tuple[str, ...]
     grad_names: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
-    low: bool = False
+    lse_residual: bool = False
 
     def __repr__(self) -> str:
         return f"({self.call})" + (f" -> {', '.join(self.grad_names)}" if self.grad_names else "")
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.grad_names or ("out", "lse", "top", *["low", "norm"] * self.low)
+        return self.grad_names or ("out", "lse", "top", *["low", "norm"] * self.lse_residual)
 
     def axes(self, name: str) -> str:
         """The axes of an array, without the mapped ones in front; empty for others."""
@@ -98,7 +98,7 @@ class Task:
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
             if not self.grad_names:
-                return self.call.forward(backend, platform, arrays, low=self.low)
+                return self.call.forward(backend, platform, arrays, lse_residual=self.lse_residual)
             gradients = self.call.backward(backend, platform, arrays, frozenset(self.grad_names))
             return tuple(gradients[n] for n in self.grad_names)
 
@@ -327,7 +327,7 @@ def _on_mesh(ctx: Any) -> Any:
 
 def _named(operation: Any, task: Task) -> None:
     """Name the work of each device in the module: caches of what is compiled tell one mask from another by this."""
-    name = f"{task.call.digest} {task.names} {task.grad_names} {task.levels} {task.low}"
+    name = f"{task.call.digest} {task.names} {task.grad_names} {task.levels} {task.lse_residual}"
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
     operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})

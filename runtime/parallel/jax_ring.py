@@ -209,7 +209,7 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
 
 def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
-    """(out, lse, low) before any key: of the sinks alone."""
+    """(out, lse, lse_residual) before any key: of the sinks alone."""
     q = learned["q"]
     batch, length, heads, _ = q.shape
     real = jnp.float64 if q.dtype == np.float64 else jnp.float32
@@ -251,8 +251,9 @@ class _Ring:
         return grads
 
     def _walk(self, local_keys: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
-        """The state after all steps: (out, lse, low) forward, sums of gradients backward. `step(keys, k_at, state)`
-        gives the next state and the gradients named in `returned`, which are added to the state of the keys' rank."""
+        """The state after all steps: (out, lse, lse_residual) forward, sums of gradients backward. `step(keys, k_at,
+        state)` gives the next state and the gradients named in `returned`, which are added to the state of the keys'
+        rank."""
         if not self.steps:  # the mask shows nothing
             return state
         shard, ahead = self.shard, self._received(local_keys, self.steps[0])
@@ -471,7 +472,7 @@ class Shard:
 
     def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:
         """(dq, gradients of `values` that are learned, of `keys`) by attention to these keys. `rows` holds q, the
-        whole attention's out, lse and low, and their cotangents."""
+        whole attention's out, lse and lse_residual, and their cotangents."""
         floats = {n: x for n, x in values.items() if n in self.learnable}
         moving = {n: x for n, x in keys.items() if n in self.learnable}
 

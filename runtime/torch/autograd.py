@@ -71,9 +71,9 @@ class Attend(torch.autograd.Function):
     def forward(
         ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
     ) -> Any:
-        out, lse, top, norm = ready.saving(seed, largest, q, k, v, sinks, *values)
+        out, lse, top, softmax_stats = ready.saving(seed, largest, q, k, v, sinks, *values)
         ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
         ctx.set_materialize_grads(False)
         if top is not None:
             ctx.mark_non_differentiable(top)
@@ -101,9 +101,9 @@ class AttendAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out, lse, norm = repeat.forward(q, k, v, True)
+        out, lse, softmax_stats = repeat.forward(q, k, v, True)
         ctx.again, ctx.versions = (repeat, ready), _versions(ready)
-        ctx.save_for_backward(q, k, v, None, out, lse, norm)
+        ctx.save_for_backward(q, k, v, None, out, lse, softmax_stats)
         ctx.set_materialize_grads(False)
         return out
 
@@ -177,7 +177,7 @@ def _versions(ready: Ready) -> list[int]:
 
 def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
-    q, k, v, sinks, out, lse, norm, *values = saved
+    q, k, v, sinks, out, lse, softmax_stats, *values = saved
     names, grad_names = _gradient_names(ready.kv_inputs, needed)
     if forward_ad._current_level >= 0:
         refuse_tangents(*saved, dout, dlse)
@@ -187,18 +187,18 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
     grads = ready.gradients(seed, grad_names, saved, dout, dlse) if grad_names else {}
     if needed[3]:
-        grads = {**grads, "sinks": dsinks(share_of_sinks(ready, sinks, lse, norm), out, lse, dout, dlse)}
+        grads = {**grads, "sinks": dsinks(share_of_sinks(ready, sinks, lse, softmax_stats), out, lse, dout, dlse)}
     inputs = (q, k, v, sinks, *values)
     return [grads[n].to(x) if need else None for n, need, x in zip(names, needed, inputs, strict=True)]
 
 
 def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
-    q, k, v, _, out, lse, norm = saved
+    q, k, v, _, out, lse, softmax_stats = saved
     plain = dout is not None and dlse is None and forward_ad._current_level < 0
     plain = plain and not torch._C._is_torch_function_mode_enabled()
     if plain and not torch.compiler.is_compiling():  # compiled autograd would guard on addresses
-        grads: list[Any] | None = repeat.gradients(q, k, v, out, lse, norm, dout, needed)
+        grads: list[Any] | None = repeat.gradients(q, k, v, out, lse, softmax_stats, dout, needed)
         if grads is not None:
             return [*grads, None]
     return gradients(ready, None, saved, dout, dlse, needed)
@@ -213,16 +213,16 @@ def _gradient_names(
     return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
-def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tensor:
-    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `norm` knows of the row
-    where it does, since a float32 lse of 1e5 is off by 0.004."""
+def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, softmax_stats: Any) -> Tensor:
+    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `softmax_stats` knows of
+    the row where it does, since a float32 lse of 1e5 is off by 0.004."""
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
-    if norm is None:
+    if softmax_stats is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.stats_kind == "offset":
-        share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
+        share = (sinks.double()[:, None] - lse_of(ready.plan, softmax_stats, lse)).exp().to(lse.dtype)
     else:  # the rounding error of lse; twice, where it comes from a graph
-        share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()
+        share = (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
     return share
 
 

@@ -187,13 +187,15 @@ def _of_ranks(x: Tensor, place: RankPart, have: Placements, shape: Sequence[int]
 
 def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`frisket::attend_backward`."""
-    dout, dlse, q, k, v, sinks, values, out, lse, norm, numbers, spec, names, needed = args
+    dout, dlse, q, k, v, sinks, values, out, lse, softmax_stats, numbers, spec, names, needed = args
     with torch.no_grad():
         place = place_of(q, k, v, names)
         tensors, ints, rank_names = placed(place, q, values, numbers, names, k.shape[2])
-        dout, dlse, mine, out, lse, norm = (local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, norm))
+        dout, dlse, mine, out, lse, softmax_stats = (
+            local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, softmax_stats)
+        )
         arrays = mine, keys_of(place, k), keys_of(place, v), place.heads(sinks)
-        grads = op(dout, dlse, *arrays, tensors, out, lse, norm, ints, spec, rank_names, needed)
+        grads = op(dout, dlse, *arrays, tensors, out, lse, softmax_stats, ints, spec, rank_names, needed)
         inputs = [(i, x) for i, x in enumerate((q, k, v, sinks, *[x for x in values if x.is_floating_point()]))]
         inputs = [(i, x) for (i, x), need in zip(inputs, needed, strict=True) if need]
         return [_gradient(place, i, x, g) for (i, x), g in zip(inputs, grads, strict=True)]

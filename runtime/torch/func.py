@@ -24,7 +24,7 @@ from .running import names_of
 
 
 class FuncAttend(torch.autograd.Function):
-    """(out, lse, top, norm) of ((numbers, spec, names), q, k, v, sinks, *values)."""
+    """(out, lse, top, softmax_stats) of ((numbers, spec, names), q, k, v, sinks, *values)."""
 
     @staticmethod
     def forward(static: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
@@ -34,9 +34,9 @@ class FuncAttend(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.static, *arrays = inputs
-        out, lse, top, norm = output
-        ctx.save_for_backward(*arrays, out, lse, norm)
-        ctx.mark_non_differentiable(top, norm)
+        out, lse, top, softmax_stats = output
+        ctx.save_for_backward(*arrays, out, lse, softmax_stats)
+        ctx.mark_non_differentiable(top, softmax_stats)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -44,11 +44,11 @@ class FuncAttend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
-        *arrays, out, lse, norm = ctx.saved_tensors
+        *arrays, out, lse, softmax_stats = ctx.saved_tensors
         running.refuse_stored(arrays[0], arrays[1], ctx.static[2])
         floating = [x is not None and x.is_floating_point() for x in arrays]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
-        grads = iter(FuncBackward.forward(ctx.static, tuple(needed), dout, dlse, out, lse, norm, *arrays))
+        grads = iter(FuncBackward.forward(ctx.static, tuple(needed), dout, dlse, out, lse, softmax_stats, *arrays))
         return None, *(next(grads) if need else None for need in needed)
 
     @staticmethod
@@ -58,9 +58,9 @@ class FuncAttend(torch.autograd.Function):
             return each(FuncAttend.forward, info.batch_size, dims, args), (0,) * 4
         n = info.batch_size
         arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
-        out, lse, top, norm = FuncAttend.forward(static, *arrays, sinks, *values)
+        out, lse, top, softmax_stats = FuncAttend.forward(static, *arrays, sinks, *values)
         has_top = top.ndim > 1
-        results = _split(out, n), _split(lse, n), _split(top, n) if has_top else top, _split(norm, n)
+        results = _split(out, n), _split(lse, n), _split(top, n) if has_top else top, _split(softmax_stats, n)
         return results, (0, 0, 0 if has_top else None, 0)
 
 
@@ -68,10 +68,12 @@ class FuncBackward(torch.autograd.Function):
     """The gradients that are needed."""
 
     @staticmethod
-    def forward(static: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, norm: Any, *arrays: Any) -> Any:
+    def forward(
+        static: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, softmax_stats: Any, *arrays: Any
+    ) -> Any:
         q, k, v, sinks, *values = arrays
         flags = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
-        inputs = running.gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), static, flags)
+        inputs = running.gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), static, flags)
         return tuple(torch.ops.frisket.attend_backward(*inputs))
 
     @staticmethod
@@ -142,13 +144,23 @@ def _transformed_attend_alone(*inputs: Any) -> Any:
 
 
 def _transformed_attend_backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, values: Any, out: Any, lse: Any, norm: Any, *rest: Any
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+    softmax_stats: Any,
+    *rest: Any,
 ) -> Any:
     """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
     numbers, spec, names, needed = rest
     floats = iter(needed[4:])
     needed = (*needed[:4], *(x.is_floating_point() and next(floats) for x in values))
-    arrays = dout, dlse, out, lse, norm, q, k, v, sinks
+    arrays = dout, dlse, out, lse, softmax_stats, q, k, v, sinks
     return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *arrays, *values))
 
 

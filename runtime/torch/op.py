@@ -63,7 +63,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
-    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
+    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, softmax_stats too: see
+    `Ready.saving`."""
     if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
@@ -415,12 +416,12 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
 
 
 def _or_library(
-    backward: Callable[..., Any], rows: TokenPermutation | None, *arguments: Any, norm: Any = None, **more: Any
+    backward: Callable[..., Any], rows: TokenPermutation | None, *arguments: Any, softmax_stats: Any = None, **more: Any
 ) -> dict[str, Tensor]:
     """The gradients of a native backward, or of library calls where the native one cannot be built."""
     try:
         with deferring("share" not in more):
-            grads: dict[str, Tensor] = backward(*arguments, norm=norm, **more)
+            grads: dict[str, Tensor] = backward(*arguments, softmax_stats=softmax_stats, **more)
     except BuildError as error:
         fall_back(error)
         other = RECORDS[library("torch")].executor("torch", gradients=True)

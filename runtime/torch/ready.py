@@ -64,7 +64,7 @@ class Ready:
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `norm`
+    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `softmax_stats`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
@@ -84,7 +84,8 @@ class Ready:
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
         saving: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """(out, lse, top), with `saving` norm too; `values`: of `kv_inputs`, sinks [heads]. All get gradients."""
+        """(out, lse, top), with `saving` softmax_stats too; `values`: of `kv_inputs`, sinks [heads]. All get
+        gradients."""
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
                 return self(q, k, v, values, seed, sinks, top, saving)
@@ -114,16 +115,16 @@ class Ready:
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.inputs(q.device, seed, values)
         arguments = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*arguments, sinks=sinks, top=top, norm=True)
+        return self.forward(*arguments, sinks=sinks, top=top, softmax_stats=True)
 
     def run_part(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
         slots, tables = self.inputs(values[0].device, seed, values[4:])
         common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
-        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
+        out, lse, _, softmax_stats = self.forward(*common, sinks=values[3], top=False, softmax_stats=True)
         if self.stats_kind != "offset":
-            return out, lse.double() + norm, None
-        return out, lse_of(self.plan, norm, lse), norm
+            return out, lse.double() + softmax_stats, None
+        return out, lse_of(self.plan, softmax_stats, lse), softmax_stats
 
     def gradients(
         self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
@@ -132,10 +133,10 @@ class Ready:
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
         `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
         of each row's weights."""
-        q, k, v, sinks, out, lse, norm, *values = saved
+        q, k, v, sinks, out, lse, softmax_stats, *values = saved
         slots, tables = self.inputs(q.device, seed, values)
-        more = {"norm": norm} if self.stats_kind else {}
-        if share is not None and self.stats_kind != "low":  # there lse and norm say all
+        more = {"softmax_stats": softmax_stats} if self.stats_kind else {}
+        if share is not None and self.stats_kind != "low":  # there lse and softmax_stats say all
             more["share"] = share
         grads: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,

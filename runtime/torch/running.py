@@ -73,8 +73,8 @@ def attend(
     bare = sinks is None and names in BARE
     like = earlier_call(attention_of(spec, ()), q, k, v, "saving") if bare else None
     if like is not None and (results := like[1].forward(q, k, v, True)) is not None:
-        out, lse, norm = results
-        return out, lse, lse.new_empty(0), norm
+        out, lse, softmax_stats = results
+        return out, lse, lse.new_empty(0), softmax_stats
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     grad_names, record = grad_names_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
@@ -83,14 +83,16 @@ def attend(
             ready = kept_ready(att, request)
             learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
             ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.kv_inputs], learned)
-        out, lse, top, norm = attend_op(att, request, saving=True)
+        out, lse, top, softmax_stats = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     width = norm_width(q.dtype, v.shape[3], q.device.type)
-    if norm is None:
-        norm = lse.new_zeros((*lse.shape, width))
-    elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
-        norm = torch.stack([norm, norm, *[torch.zeros_like(norm)] * (width - 2)], -1)
-    return out.contiguous(), lse.contiguous(), top, norm
+    if softmax_stats is None:
+        softmax_stats = lse.new_zeros((*lse.shape, width))
+    elif softmax_stats.ndim == 3:  # a graph has one shape for all that executors know of rows
+        softmax_stats = torch.stack(
+            [softmax_stats, softmax_stats, *[torch.zeros_like(softmax_stats)] * (width - 2)], -1
+        )
+    return out.contiguous(), lse.contiguous(), top, softmax_stats
 
 
 def attend_alone(
@@ -120,8 +122,8 @@ def tiles(
 
 def attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
-    needed: Sequence[bool],
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
+    spec: str, names: str, needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     if not (q.numel() and k.numel()):  # lse is the sink, and every other gradient is 0
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
@@ -131,14 +133,14 @@ def attend_backward(
     bare = sinks is None and names in BARE
     if bare and (like := earlier_call(attention_of(spec, ()), q, k, v, "saving")) is not None:
         with torch.no_grad():
-            saved = q, k, v, None, out, lse, norm
+            saved = q, k, v, None, out, lse, softmax_stats
             results = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))
         return [g.contiguous() for g in results if g is not None]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
         ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
         inputs = [request.params[n] for _, n in ready.kv_inputs]
-        saved = (q, k, v, sinks, out, lse, norm, *inputs)
+        saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
         learned = {n for _, n in ready.kv_inputs}
         needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
         flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
@@ -175,8 +177,8 @@ def fake_attend(
     check_devices(q, k, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
-    norm = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, norm
+    softmax_stats = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, softmax_stats
 
 
 def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -186,8 +188,8 @@ def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 def fake_attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
-    needed: Sequence[bool],
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
+    spec: str, names: str, needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     inputs = (q, k, v, sinks, *floats(values))
     return [x.new_empty(x.shape) for x, need in zip(inputs, needed, strict=True) if need and x is not None]
@@ -195,15 +197,15 @@ def fake_attend_backward(
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sinks, values, numbers, spec, names = inputs
-    out, lse, top, norm = output
-    ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
-    ctx.mark_non_differentiable(top, norm)
+    out, lse, top, softmax_stats = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
+    ctx.mark_non_differentiable(top, softmax_stats)
     ctx.set_materialize_grads(False)
     ctx.static = numbers, spec, names
 
 
 def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
-    q, k, v, sinks, out, lse, norm, *values = ctx.saved_tensors
+    q, k, v, sinks, out, lse, softmax_stats, *values = ctx.saved_tensors
     numbers, _, names = ctx.static
     refuse_stored(q, k, names)
     floating = [x.is_floating_point() for x in values]
@@ -213,7 +215,7 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
     if (dout is None and dlse is None) or not any(needed):
         return None, None, None, None, [None] * len(values), None if numbers else [], None, None
-    inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), ctx.static, needed)
+    inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), ctx.static, needed)
     results = iter(torch.ops.frisket.attend_backward(*inputs))
     grads = [next(results) if need else None for need in needed]
     rest = iter(grads[4:])
@@ -223,7 +225,7 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
 def gradient_inputs(
     dout: Any, dlse: Any, arrays: tuple[Any, ...], values: Any, results: tuple[Any, ...], static: Any, needed: Any
 ) -> tuple[Any, ...]:
-    """The arguments of the backward operator; `results` are out, lse and norm."""
+    """The arguments of the backward operator; `results` are out, lse and softmax_stats."""
     numbers, spec, names = static
     return dout, dlse, *arrays, list(values), *results, numbers, spec, names, list(needed)
 

@@ -85,11 +85,13 @@ def with_permutation(
 
 def gradients_with_permutation(
     backward: Callable[..., Any], rows: TokenPermutation, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, softmax_stats: Any = None, share: Any = None,
-    **more: Any,
+    v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, softmax_stats: Any = None,
+    share: Any = None, **more: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of a backward, whose arrays are put in order, and its gradients back."""
-    q, out, lse, dout, dlse, softmax_stats, share = (_at(x, rows.queries) for x in (q, out, lse, dout, dlse, softmax_stats, share))
+    q, out, lse, dout, dlse, softmax_stats, share = (
+        _at(x, rows.queries) for x in (q, out, lse, dout, dlse, softmax_stats, share)
+    )
     k, v = (_at(x, rows.keys) for x in (k, v))
     more |= {n: x for n, x in (("softmax_stats", softmax_stats), ("share", share)) if x is not None}
     grads: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)

@@ -179,8 +179,8 @@ class Repeat(NamedTuple):
     """Calls that differ from one in the entries of their arrays alone."""
 
     fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
-    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, norm). None where arrays must be
-    # copied first, or a table of the plan was written to
+    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, softmax_stats). None where arrays
+    # must be copied first, or a table of the plan was written to
     forward: Callable[..., Any]
     gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
     memory: list[Any]  # the memory that records point to
@@ -233,8 +233,8 @@ def repeat(
         if large:
             huge(out)
         lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
-        norm = None if lse is None else lse.new_empty((*size[:3], width))
-        to_lse, to_norm = (0, 0) if lse is None or norm is None else (lse.data_ptr(), norm.data_ptr())
+        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
+        to_lse, to_norm = (0, 0) if lse is None or softmax_stats is None else (lse.data_ptr(), softmax_stats.data_ptr())
         arrays = pack(
             0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
             at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
@@ -245,17 +245,24 @@ def repeat(
             common = common[:TABLES] + ADDRESS.pack(words[0][2]) + common[TABLES + ADDRESS.size :]
         if run(common + arrays):
             raise out_of_memory("frisket_forward")
-        return (out, lse, norm) if saving else out
+        return (out, lse, softmax_stats) if saving else out
 
     def gradients(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, norm: Tensor, dout: Tensor, needed: Sequence[bool]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_stats: Tensor,
+        dout: Tensor,
+        needed: Sequence[bool],
     ) -> list[Tensor | None] | None:
         if "frisket_backward" not in kernel_call.kernel.functions:
             return None
         run, record = kernel("frisket_backward")
-        if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, norm)):
+        if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, softmax_stats)):
             return None
-        words = [0, lse.data_ptr(), 0, norm.data_ptr(), norm.shape[3], 0, 0]
+        words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
         for x in (q, k, v, out, dout):
             *x_strides, step = x.stride()
             if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():

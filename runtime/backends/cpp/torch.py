@@ -32,12 +32,12 @@ KEPT = 64  # records of calls, with the spans they point to
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
-    norm: bool = False, rows: TokenPermutation | None = None,
+    softmax_stats: bool = False, rows: TokenPermutation | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
-    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With `norm` a
-    fourth result is what the backward has to know of each row."""
+    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With
+    `softmax_stats` a fourth result is what the backward has to know of each row."""
     import torch
 
     g = geometry
@@ -48,7 +48,7 @@ def forward(
     huge(out)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
-    known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if norm else None
+    known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
     sinks = _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     kernel_call.call(
@@ -56,30 +56,30 @@ def forward(
         [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
          *_NOTHING],
     )  # fmt: skip
-    return (out, lse, peak, known) if norm else (out, lse, peak)
+    return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    grad_names: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
+    grad_names: frozenset[str], sinks: Tensor | None = None, softmax_stats: Tensor | None = None,
     share: Tensor | None = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of `grad_names`: "q", "k", "v", and names of tables and slots of the plan, those in float32
-    (float64 beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float
-    is at the size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and that is the part
-    that these keys have of each row's weights."""
+    (float64 beside float64). `out`, `lse` and `softmax_stats` are the forward's; without `softmax_stats` weights are as
+    exact as a float is at the size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and
+    that is the part that these keys have of each row's weights."""
     import torch
 
-    if share is not None and norm is not None:
-        norm = torch.stack([norm[..., 0], norm[..., 1] * share], -1)
-        lse = lse.masked_fill(norm[..., 1] == 0, -torch.inf)
+    if share is not None and softmax_stats is not None:
+        softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * share], -1)
+        lse = lse.masked_fill(softmax_stats[..., 1] == 0, -torch.inf)
 
     g = geometry
     kernel_call = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
     arrays = (q, k, v, out, dout.to(q.dtype))
     copies: list[Tensor] = []
-    lse, dlse, sinks, norm = (_real(x, kernel_call.real) for x in (lse, dlse, sinks, norm))
+    lse, dlse, sinks, softmax_stats = (_real(x, kernel_call.real) for x in (lse, dlse, sinks, softmax_stats))
     grads = {n: torch.empty(s, dtype=q.dtype) for n, s in kernel_call.shapes.items() if n in grad_names}
     for x in grads.values():
         huge(x)
@@ -88,7 +88,15 @@ def backward(
     )
     sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0 if norm is None else norm.shape[3], 0, 0]
+    words = [
+        _at(sinks),
+        lse.data_ptr(),
+        0,
+        _at(softmax_stats),
+        0 if softmax_stats is None else softmax_stats.shape[3],
+        0,
+        0,
+    ]
     for x in (*arrays, *map(grads.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
@@ -104,11 +112,11 @@ def backward(
     return grads
 
 
-def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
-    """lse in float64, exact to the last bit of the scores, from lse and the forward's `norm`."""
+def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
+    """lse in float64, exact to the last bit of the scores, from lse and the forward's `softmax_stats`."""
     import torch
 
-    top, share = norm[..., 0].double(), norm[..., 1].double().abs()
+    top, share = softmax_stats[..., 0].double(), softmax_stats[..., 1].double().abs()
     known = share > 1e-30  # below, lse is the sink
     exact = top * (1.0 if plan.score is not None else math.log(2.0)) - share.log()
     return torch.where(known, exact, lse.double())

@@ -29,16 +29,18 @@ def text(
 
 def forward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False, norm: bool = False,
+    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False,
+    softmax_stats: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(out, lse, None) of a call, with `norm` another None: the engine gives no largest scores, nor lse's rounding."""
+    """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
+    rounding."""
     if top:
         raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
     g = geometry
     call = prepared(plan, spans, g, target, slots, tables, q.device, False, True)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     out, lse = attend(call, g, q, k, v, sinks)
-    return (out, lse, None, None) if norm else (out, lse, None)
+    return (out, lse, None, None) if softmax_stats else (out, lse, None)
 
 
 def backward(

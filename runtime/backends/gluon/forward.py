@@ -35,15 +35,17 @@ def text(
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False, norm: bool = False,
+    top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(out, lse, largest scores or None), with `norm` also the rounding error of lse, as Triton's forward has them.
-    Tensors that TMA cannot address are copied."""
+    """(out, lse, largest scores or None), with `softmax_stats` also the rounding error of lse, as Triton's forward has
+    them. Tensors that TMA cannot address are copied."""
     q, k, v = (addressable(x) for x in (q, k, v))
     context = triton_launch.bound(plan, spans, geometry, target, q, k)
     values = context.values(slots, tables)
-    kind = "gluon", values.device_slots, sinks is not None, top, norm
-    return launched(context, kind, lambda: _launch(context, spans, *kind[1:]), values, (q, k, v), sinks, top, norm)
+    kind = "gluon", values.device_slots, sinks is not None, top, softmax_stats
+    return launched(
+        context, kind, lambda: _launch(context, spans, *kind[1:]), values, (q, k, v), sinks, top, softmax_stats
+    )
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -62,12 +64,12 @@ def _launch(
     device_slots: tuple[str, ...],
     sinks: bool,
     top: bool,
-    low: bool,
+    lse_residual: bool,
 ) -> triton_launch.Launch:
     g, target = context.geometry, context.target
     plan, dims = forward_plan(context.plan, g), context.dims(device_slots)
-    rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
-    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=low)
+    rows = ["Lse", *["Top"] * top, *["Low"] * lse_residual, *["Sinks"] * sinks]
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=lse_residual)
     return context.launch(
         kernels, "attention_forward", of_forward(g, target), target,
         {**blocks_of(target, g), **dict.fromkeys(rows, "")},

@@ -34,14 +34,14 @@ def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
     dout: Array, dlse: Array | None, slots: Mapping[str, Any], tables: Mapping[str, Array], target: Target, *,
     grad_names: frozenset[str], sinks: Array | None = None, platform: str = "cpu",
-    low: Array | None = None,
+    lse_residual: Array | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
 
     `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
-    here; their own gradient is the caller's. `low` is the rounding error of lse. Equal calls give equal bits. Raises
-    LoweringError with the words of `reason`."""
+    here; their own gradient is the caller's. `lse_residual` is the rounding error of lse. Equal calls give equal bits.
+    Raises LoweringError with the words of `reason`."""
     import jax.numpy as jnp
 
     g = geometry
@@ -57,7 +57,7 @@ def backward(
         delta = delta - dlse
     # a row without keys has no gradient: p = exp2(s - inf) is 0
     lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    low2 = jnp.zeros_like(lse2) if low is None else low * LOG2E
+    low2 = jnp.zeros_like(lse2) if lse_residual is None else lse_residual * LOG2E
     interpret = None if platform == "cuda" else simulator()
     numbers = [jnp.asarray(slots[s.name]) for s in plan.slots]
     operands = q, k, v, dout, lse2, low2, delta

@@ -35,11 +35,11 @@ def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
     target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
-    low: jax.Array | None = None,
+    lse_residual: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
-    `low` is its rounding error.
+    `lse_residual` is its rounding error.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""
@@ -47,7 +47,7 @@ def backward(
 
     if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, grad_names):
         raise LoweringError(why)
-    arrays = _prepared(plan.guard)(q, k, v, out, lse, low, dout, dlse)
+    arrays = _prepared(plan.guard)(q, k, v, out, lse, lse_residual, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
     interpret, rolls = interpreter(platform), strided(platform)
@@ -110,13 +110,15 @@ def reason(
 
 @memo(group="kernels")
 def _prepared(guard: bool) -> Callable[..., Any]:
-    """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - low); the factor exp(-low) of
-    a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so large that
-    exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
+    """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - lse_residual); the factor
+    exp(-lse_residual) of a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so
+    large that exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
     import jax
     import jax.numpy as jnp
 
-    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, low: Any, dout: Array, dlse: Any) -> Any:
+    def prepared(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, lse_residual: Any, dout: Array, dlse: Any
+    ) -> Any:
         Float = jnp.float32
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
@@ -124,8 +126,8 @@ def _prepared(guard: bool) -> Callable[..., Any]:
             empty = lse == -jnp.inf
             delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
             dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
-        if low is not None:
-            factor = jnp.exp(-low.astype(Float))
+        if lse_residual is not None:
+            factor = jnp.exp(-lse_residual.astype(Float))
             delta, dout = delta * factor, dout.astype(Float) * factor.transpose(0, 2, 1)[..., None]
         return q, k, v, dout.astype(q.dtype), lse, delta
 

@@ -28,13 +28,13 @@ def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     target: Target, *, grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
-    norm: Tensor | None = None,
+    softmax_stats: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
 
     q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
-    them, and that is all of them needed here; their own gradient is the caller's. `norm` is the
+    them, and that is all of them needed here; their own gradient is the caller's. `softmax_stats` is the
     rounding error of lse, as the forward says. Equal calls give equal bits;
     without `deterministic`, gradients of tables that are read by position may be added up in any order.
     """
@@ -55,9 +55,9 @@ def backward(
     described = _described(context, q, k, v, dout)
     kind = "backward", read.device_slots, grad_names, dlse is not None, described
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
-    low = torch.zeros_like(lse) if norm is None else low_of(norm)
+    lse_residual = torch.zeros_like(lse) if softmax_stats is None else lse_residual_of(softmax_stats)
     operands = {
-        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": low.contiguous(),
+        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": lse_residual.contiguous(),
         "Stats": stats, "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
         **{f"D{n.upper()}": x for n, x in grads.items()},
     }  # fmt: skip
@@ -79,9 +79,9 @@ def _described(context: Bound, *arrays: Tensor) -> bool:
     return descriptors and all(x.data_ptr() & 15 == 0 for x in arrays) and context.describes(*arrays)
 
 
-def low_of(norm: Tensor) -> Tensor:
+def lse_residual_of(softmax_stats: Tensor) -> Tensor:
     """[batch, heads, q_len], of what a graph knows of rows, [batch, heads, q_len, 2], too."""
-    return norm if norm.ndim == 3 else norm[..., 0]
+    return softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0]
 
 
 def _zeros(names: frozenset[str], tables: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:

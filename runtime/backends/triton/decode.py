@@ -208,18 +208,18 @@ class Parts:
 
     def __init__(
         self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, device_slots: tuple[str, ...],
-        sinks: bool, top: bool, low: bool,
+        sinks: bool, top: bool, lse_residual: bool,
     ) -> None:  # fmt: skip
         g, target = context.geometry, chosen.target
         alike = replace(target, splits=int(chosen.alone))  # the kernels are the same for any number of parts
         kernels = emitted_kernels(
-            emit, plan, alike, context.dims(device_slots), packs=chosen.pack > 1, sinks=sinks, top=top, low=low,
-            balanced=chosen.balanced,
+            emit, plan, alike, context.dims(device_slots), packs=chosen.pack > 1, sinks=sinks, top=top,
+            low=lse_residual, balanced=chosen.balanced,
         )  # fmt: skip
         self.combine: Launch | None = None
         results = {"Out": "o", "Lse": ""}
         results |= {"Top": ""} if top else {}
-        results |= {"Low": ""} if low else {}
+        results |= {"Low": ""} if lse_residual else {}
         results |= {"Sinks": ""} if sinks else {}
         self.splits, self.partial_shapes = target.splits, chosen.results(g)
         partial = dict.fromkeys(self.partial_shapes, "")

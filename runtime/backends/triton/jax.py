@@ -50,11 +50,11 @@ TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
-    low: bool = False,
+    lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
     and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
-    tokens of a page, kv_heads, dim]. With `low` a fourth array is the rounding error of lse.
+    tokens of a page, kv_heads, dim]. With `lse_residual` a fourth array is the rounding error of lse.
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
     bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
@@ -65,7 +65,7 @@ def forward(
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
     row = (g.batch, g.heads, g.q_len), np.float32
     results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
-    results |= {"Low": row} if low else {}
+    results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
     plan = forward_plan(plan, g)
@@ -74,7 +74,7 @@ def forward(
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
     if few is None:
-        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=low)
+        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=lse_residual)
         outputs = call.run(
             source, "attention_forward", of_forward(g, target), target, inputs | last, results,
             None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
@@ -82,7 +82,7 @@ def forward(
         return tuple(outputs[n] for n in results)
     alone, decode_target = few.alone, few.target
     alike = replace(decode_target, splits=int(alone))
-    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": low, "balanced": few.balanced}
+    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": lse_residual, "balanced": few.balanced}
     source = _decode(plan, alike, dims, top=True, **flags)
     records = None if spans is None else partial(spans.rows, few.block)
     outputs = call.run(
@@ -101,10 +101,10 @@ def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
-    low: jax.Array | None = None,
+    lse_residual: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is its
-    rounding error. Equal calls give equal bits."""
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `lse_residual`
+    is its rounding error. Equal calls give equal bits."""
     import jax.numpy as jnp
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
@@ -115,7 +115,7 @@ def backward(
     kernel_plan = backward_plan(plan, g)
     call = JaxTritonCall(kernel_plan, g, slots, tables, dims, platform)
     inputs = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
-    inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if low is None else low.astype(np.float32)
+    inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if lse_residual is None else lse_residual.astype(np.float32)
     if dlse is not None:
         inputs["DLse"] = dlse.astype(np.float32)
     source, totals = (

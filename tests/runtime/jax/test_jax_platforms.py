@@ -139,12 +139,12 @@ def stand_ins(monkeypatch):
     calls = []
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, *given, low=False, **more):
+        def forward(plan, spans, g, q, k, v, *given, lse_residual=False, **more):
             calls.append((backend, direction))
             rows = jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)
-            return (jnp.zeros_like(q), *[rows] * (2 + low))
+            return (jnp.zeros_like(q), *[rows] * (2 + lse_residual))
 
-        def backward(plan, spans, g, q, k, v, *given, wanted, **more):
+        def backward(plan, spans, g, q, k, v, *given, grad_names, **more):
             calls.append((backend, direction))
             return {n: jnp.zeros_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
 
