@@ -94,12 +94,12 @@ def turned(x):
 
 
 def options(case, made, sinks, drop):
-    kept = made.kept
+    kept = made.keep_mask
     if kept is not None:  # in the user's names
         kept = ir.renamed(kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
     return {
         "scale": case.dim**-0.5, "params": {**case.slots, **drop}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks, "kept": kept, "rate": drop.get(RATE, 0.0),
+        "sizes": case.sizes, "sinks": sinks, "keep_mask": kept, "rate": drop.get(RATE, 0.0),
     }  # fmt: skip
 
 

@@ -138,8 +138,8 @@ class Both:
     def theirs(self, rounded=dense.exactly):
         arrays = [x.double().numpy() for x in self.qkv]
         more = {"sinks": None if self.sinks is None else self.sinks.double().numpy()}
-        if self.plan.kept is not None:
-            more |= {"kept": ir.build("ge", ir.random(param(SEED), *(ir.var(n) for n in "bhqk")), param(RATE, FLOAT))}
+        if self.plan.keep_mask is not None:
+            more |= {"keep_mask": ir.build("ge", ir.random(param(SEED), *(ir.var(n) for n in "bhqk")), param(RATE, FLOAT))}
             more |= {"rate": self.params[RATE]}
         same = {
             "scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,
