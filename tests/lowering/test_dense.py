@@ -86,7 +86,14 @@ def test_dense_gradients_equal_torch_autograd(dropped):
     torch = pytest.importorskip("torch")
     c = case(1)
     grads = dense.gradients(
-        c["q"], c["k"], c["v"], mask(), MOD, c["dout"], c["dlse"], **options(c) | ({} if dropped else {"keep_mask": None})
+        c["q"],
+        c["k"],
+        c["v"],
+        mask(),
+        MOD,
+        c["dout"],
+        c["dlse"],
+        **options(c) | ({} if dropped else {"keep_mask": None}),
     )
     t = {n: torch.tensor(c[n], requires_grad=True) for n in ("q", "k", "v", "sinks")}
     t |= {n: torch.tensor(x, requires_grad=True) for n, x in c["tables"].items()}

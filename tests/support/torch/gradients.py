@@ -139,7 +139,8 @@ class Both:
         arrays = [x.double().numpy() for x in self.qkv]
         more = {"sinks": None if self.sinks is None else self.sinks.double().numpy()}
         if self.plan.keep_mask is not None:
-            more |= {"keep_mask": ir.build("ge", ir.random(param(SEED), *(ir.var(n) for n in "bhqk")), param(RATE, FLOAT))}
+            chance = ir.random(param(SEED), *(ir.var(n) for n in "bhqk"))
+            more |= {"keep_mask": ir.build("ge", chance, param(RATE, FLOAT))}
             more |= {"rate": self.params[RATE]}
         same = {
             "scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,

@@ -95,7 +95,9 @@ def test_everything_at_once(name):
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
         "sizes": case.sizes, "sinks": sinks,
     }  # fmt: skip
-    want, want_lse = dense.attention(*arrays, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options)
+    want, want_lse = dense.attention(
+        *arrays, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+    )
     np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, rtol=0, atol=5e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **options), rtol=2e-6, atol=2e-6)
