@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.grammar.memo import Memo, beside, remember
+from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.entry import attention, scaled_attention
 from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
@@ -230,7 +230,7 @@ def parted(bias: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
 
 def by_version(owner: Tensor, mask: Tensor) -> MaskFacts:
     """The facts of a mask on a device, until its tensor dies or torch counts a write to it."""
-    known: dict[Any, MaskFacts] = beside(owner, ("sdpa", mask.dtype, tuple(mask.shape)), dict)
+    known: dict[Any, MaskFacts] = cached_on(owner, ("sdpa", mask.dtype, tuple(mask.shape)), dict)
     if (version := version_of(owner)) not in known:
         known.clear()
         known[version] = _read(mask)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.runtime.machine.extras import extras, pip_install
 
 with extras():
@@ -150,7 +150,7 @@ def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     if in_graph(q) or mask.requires_grad:  # one that learns is another in every layer
         return dense(mask, q, k)
     key = q.shape[:3], k.shape[2]
-    entries: dict[Any, tuple[Any, SymbolicMask]] = beside(mask, "symbolic", dict)  # for the layers to come
+    entries: dict[Any, tuple[Any, SymbolicMask]] = cached_on(mask, "symbolic", dict)  # for the layers to come
     if (version := version_of(mask)) != entries.get(key, (None,))[0]:
         entries.clear()
         entries[key] = version, dense(mask.detach(), q, k)  # another tensor, or it would hold itself

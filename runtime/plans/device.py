@@ -565,7 +565,7 @@ class Call:
 
 
 def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
-    """The arguments of `lowering.dense` for dropout; the names of `kept` are found in `params`."""
+    """The arguments of `lowering.dense` for dropout; the names of `keep_mask` are found in `params`."""
     if not rate:
         return {"params": {}}
     return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
