@@ -194,7 +194,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
             gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))
         if "sinks" in grad_names:
-            gradients["sinks"] = of_sinks(learned["sinks"], **rows)
+            gradients["sinks"] = of_sinks(learned["sinks"], out, lse, lse_residual, dout, rows.get("dlse"))
         return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
 
     run.defvjp(forwards, backwards, symbolic_zeros=symbolic)
