@@ -152,7 +152,7 @@ def ours(mask: Mask) -> dict[str, int]:
         pallas_tpu_backward._loaded.memo.clear()
         out, lse, _ = pallas_tpu.forward(made.plan, plan, g, x, x, x, *values, target)
         found = pallas_tpu_backward.backward(
-            made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, wanted=frozenset("qkv")
+            made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, grad_names=frozenset("qkv")
         )
         jax.block_until_ready(found)
         jax.effects_barrier()

@@ -73,10 +73,10 @@ class Checker(Walk):
 
     def _then(self, node: Node, frame: Frame) -> Steps:
         parts = yield from self.parts(node.args, frame)
-        found = [f for p in parts if (f := self.numbers(frame, "`then`", [p]))]
-        if len(found) < 2:
+        operands = [f for p in parts if (f := self.numbers(frame, "`then`", [p]))]
+        if len(operands) < 2:
             return ERROR
-        first, second = (ir.to_float(f[0][0]) for f in found)
+        first, second = (ir.to_float(f[0][0]) for f in operands)
         if "score" not in ir.uses(second):
             return self.report(frame, parts[1][0], "what follows `then` does not use `score`", "add: `score + ...`")
         self.charge(second, node, frame)
@@ -122,48 +122,49 @@ class Checker(Walk):
 
     def _call(self, node: Node, frame: Frame) -> Value | Steps:
         name = node.value.text
-        given = [a for a in node.args if a.kind != "keyword"]
+        arg_nodes = [a for a in node.args if a.kind != "keyword"]
         keywords = {a.value.text: a for a in node.args if a.kind == "keyword"}
-        if len(given) + len(keywords) < len(node.args):
+        if len(arg_nodes) + len(keywords) < len(node.args):
             return self.report(frame, node, "a keyword is given twice", "keep one of them")
         overloads = None if name in frame.names or name in LEAVES else self.definitions_of(name, frame)
         if overloads is not None:
-            return self._call_definition(node, frame, overloads, given, keywords)
+            return self._call_definition(node, frame, overloads, arg_nodes, keywords)
         if name in frame.names or name in LEAVES or name in self.known:
             remedy = "to multiply, write `*`"
             if name in self.known and self.known[name][0]:
-                remedy = f"it is a table: write `{name}[{self._written(frame, given)}]`"
+                remedy = f"it is a table: write `{name}[{self._written(frame, arg_nodes)}]`"
             return self.report(frame, node, f"`{name}` is not a function", remedy)
         if name == "at":
-            return at(self, node, frame, given, keywords)
+            return at(self, node, frame, arg_nodes, keywords)
         if keywords and name in BUILT_IN:
             return self.report(frame, node, f"`{name}` takes no keywords", "give the arguments in order")
         if name in FUNCTIONS:
-            return self._function(node, frame, given)
+            return self._function(node, frame, arg_nodes)
         if name in CALLED:
-            return CALLED[name](self, node, frame, given)
+            return CALLED[name](self, node, frame, arg_nodes)
         near = get_close_matches(name, [*BUILT_IN, *library.definitions(), *self.definitions], 1)
         known = f"did you mean `{near[0]}`?" if near else "define it: `def " + name + "(...) = ...`"
-        if given and not keywords and not (near and near[0] in library.definitions()):
-            known += f"{'' if near else '.'} A table is read with brackets: `{name}[{self._written(frame, given)}]`"
+        if arg_nodes and not keywords and not (near and near[0] in library.definitions()):
+            known += f"{'' if near else '.'} A table is read with brackets: `{name}[{self._written(frame, arg_nodes)}]`"
         return self.report(frame, node, f"there is no function `{name}`", known)
 
-    def _written(self, frame: Frame, given: list[Node]) -> str:
-        return ", ".join(frame.text[a.start : a.stop] for a in given)
+    def _written(self, frame: Frame, arg_nodes: list[Node]) -> str:
+        return ", ".join(frame.text[a.start : a.stop] for a in arg_nodes)
 
-    def _function(self, node: Node, frame: Frame, given: list[Node]) -> Steps:
+    def _function(self, node: Node, frame: Frame, arg_nodes: list[Node]) -> Steps:
         name = node.value.text
         function = FUNCTIONS[name]
-        if not function.least <= len(given) <= function.most:
+        if not function.least <= len(arg_nodes) <= function.most:
             extra = f", or `{name}(j in 0..n: ...)`" if name in REDUCTIONS else ""
-            return self.arity(node, frame, f"`{function.signature}`{extra}", len(given))
+            return self.arity(node, frame, f"`{function.signature}`{extra}", len(arg_nodes))
 
-        return function.apply(self, frame, (yield from self.parts(given, frame)))
+        return function.apply(self, frame, (yield from self.parts(arg_nodes, frame)))
 
     def _call_definition(
-        self, node: Node, frame: Frame, overloads: dict[int, Definition], given: list[Node], keywords: dict[str, Node]
-    ) -> Value | Steps:
-        name, n = node.value.text, len(given)
+        self, node: Node, frame: Frame, overloads: dict[int, Definition], arg_nodes: list[Node],
+        keywords: dict[str, Node],
+    ) -> Value | Steps:  # fmt: skip
+        name, n = node.value.text, len(arg_nodes)
         definition = overloads.get(n)
         coordinates = {c: a.args[0] for c, a in keywords.items()}
         if strange := next((c for c in coordinates if c not in COORDINATES), None):
@@ -175,11 +176,11 @@ class Checker(Walk):
                 remedy = _signatures(overloads)
             return self.report(frame, keywords[strange], f"`{strange}` {what}", remedy)
         if definition is None and 0 in overloads and n in (2, 4) and not coordinates:
-            definition, coordinates, given = overloads[0], dict(zip(COORDINATES[-n:], given)), []
+            definition, coordinates, arg_nodes = overloads[0], dict(zip(COORDINATES[-n:], arg_nodes)), []
         if definition is None:
             for more in (2, 4):
                 if n - more in overloads and n > max(overloads):  # else some of a longer form are missing
-                    args = [frame.text[a.start : a.stop] for a in given]
+                    args = [frame.text[a.start : a.stop] for a in arg_nodes]
                     pairs = [f"{c} = {a}" for c, a in zip(COORDINATES[-more:], args[n - more :])]
                     shown = ", ".join(args[: n - more] + pairs)
                     return self.report(
@@ -187,10 +188,10 @@ class Checker(Walk):
                         f"coordinates are keywords: `{name}({shown})`",
                     )  # fmt: skip
             return self.arity(node, frame, _signatures(overloads).removeprefix("it is "), n)
-        return self._expand(node, frame, definition, given, coordinates)
+        return self._expand(node, frame, definition, arg_nodes, coordinates)
 
     def _expand(
-        self, node: Node, frame: Frame, definition: Definition, given: list[Node], coordinates: Mapping[str, Node]
+        self, node: Node, frame: Frame, definition: Definition, arg_nodes: list[Node], coordinates: Mapping[str, Node]
     ) -> Steps:
         """The body of a definition with its parameters and coordinates replaced, all at once."""
         if frame.depth >= MAX_CALLS:
@@ -202,9 +203,9 @@ class Checker(Walk):
             above = above.parent
         self.expanded.add((definition.name, len(definition.params)))
         names: dict[str, Value | str] = {}
-        moved: dict[Expr, Expr] = {}
+        mapping: dict[Expr, Expr] = {}
         args: list[Expr | None] = []
-        for param, arg in zip(definition.params, given):
+        for param, arg in zip(definition.params, arg_nodes):
             bare = self._bare(arg, frame)
             value = bare if bare is not None else (yield arg, frame)
             e = value.expr if isinstance(value, Value) else None
@@ -213,7 +214,7 @@ class Checker(Walk):
                 # a number keeps the caller's coordinates: it goes in after they have changed
                 self.fresh += 1
                 place = ir.make("param", (), ("argument", self.fresh), e.type)
-                moved[place] = e
+                mapping[place] = e
                 value = Value(place, value.flex)
             names[param] = value
             if isinstance(bare, str):
@@ -227,7 +228,7 @@ class Checker(Walk):
         for (_, advice), condition in zip(definition.checks, definition.conditions):
             holds = yield condition.body, replace(inner, text=condition.text)
             if holds.expr is not None:
-                self.require(condition, inner.site or node, ir.expanded(ir.substitute(holds.expr, moved)), advice)
+                self.require(condition, inner.site or node, ir.expanded(ir.substitute(holds.expr, mapping)), advice)
         self.changed_meanings |= {definition.changed} - {""}
         body = yield definition.body, inner
         if moves is None or body.expr is None:
@@ -235,11 +236,11 @@ class Checker(Walk):
         # arguments may decide conditions such as `left == -1`
         named = definition.library and frame.site is None and None not in args
         e = ir.expanded(body.expr) if named else body.expr
-        e = decided(e, {}) if given else e
+        e = decided(e, {}) if arg_nodes else e
         if coordinates:
-            moved |= {LEAVES[c]: x for c, x in zip(coordinates, moves)}
+            mapping |= {LEAVES[c]: x for c, x in zip(coordinates, moves)}
             self.charge(e, node, frame)
-            e = ir.substitute(e, moved)
+            e = ir.substitute(e, mapping)
         if named:
             places = {c: x for c, x in zip(coordinates, moves) if x is not LEAVES[c]}
             e = ir.call(definition.name, ir.expanded(e), [a for a in args if a is not None], places)
@@ -276,7 +277,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
         checker.problems.clear()
         checker.sites.clear()
         checker.needs.clear()
-        found = {kind: _root(checker, kind, node) for kind, node in roots.items()}
+        exprs = {kind: _root(checker, kind, node) for kind, node in roots.items()}
         _unused_definitions(checker)
         if not checker.changed:
             break
@@ -284,7 +285,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
     if checker.problems:
         problems = sorted(checker.problems.values(), key=lambda p: (p.span.start, -p.span.stop))
         raise MaskSyntaxError(checker.text, problems[:20], checker.name)
-    return {kind: e for kind, e in found.items() if e is not None}
+    return {kind: e for kind, e in exprs.items() if e is not None}
 
 
 def _root(checker: Checker, kind: str, node: Node) -> Expr | None:

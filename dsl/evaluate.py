@@ -118,12 +118,12 @@ class _Evaluation:
                 f"`{kind}` over {stop - start:,} values would take {self.spent:,} steps at {positions:,} positions, "
                 f"more than {MOST:,}\n  ask for fewer positions, or put the inner reduction in a table"
             )
-        own, fold = make("bound", (), height), OPERATORS[JOIN[kind]]
+        bound_var, fold = make("bound", (), height), OPERATORS[JOIN[kind]]
         width = max(1, _AT_ONCE // max(positions, 1))
-        found: Array | None = None
+        total: Array | None = None
         for first in range(start, stop, width):
             several = np.arange(first, min(first + width, stop)).reshape(-1, *(1,) * len(shape))
-            part = self(body, {**bound, own: several})
+            part = self(body, {**bound, bound_var: several})
             if part.ndim <= len(shape):  # the body does not read its variable
                 part = part[None]
             if kind == "sum":
@@ -132,9 +132,9 @@ class _Evaluation:
             else:
                 parts = [_ALL_AT_ONCE[kind](part, axis=0)]
             for x in parts:
-                found = x if found is None else fold(found, x)
-        assert found is not None
-        return found
+                total = x if total is None else fold(total, x)
+        assert total is not None
+        return total
 
 
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
@@ -145,8 +145,8 @@ def table_array(tables: Mapping[str, Any], name: str) -> Array:
 
 def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
     if node.op == "segment":
-        found = np.searchsorted(table, indices[0], side="right") - 1
-        return np.clip(found, 0, max(len(table) - 2, 0))
+        place = np.searchsorted(table, indices[0], side="right") - 1
+        return np.clip(place, 0, max(len(table) - 2, 0))
     if table.ndim != len(indices):
         raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
     clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
@@ -190,11 +190,11 @@ def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
 def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
     """Write reductions with known bounds out as chains of operators."""
     while True:
-        found = [n for n in walk(root) if n.op == "reduce"]
-        if not found:
+        reductions = [n for n in walk(root) if n.op == "reduce"]
+        if not reductions:
             return root
         # the last in walk order has no reduction above it: outer binders go first
-        node = found[-1]
+        node = reductions[-1]
         kind, height = node.name
         start, stop = (int(evaluate(a, env or {})) for a in node.args[:2])
         terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(start, stop)]

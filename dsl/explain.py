@@ -1,8 +1,8 @@
 """Explains why a position is visible or hidden, or a tile empty, partial or full: the deciding clause and its values.
 
 >>> from frisket.dsl.sugar import k, q
->>> found = explain((q >= k) & (q - k < 4), {"q": 9, "k": 2})
->>> found.visible, found.because
+>>> answer = explain((q >= k) & (q - k < 4), {"q": 9, "k": 2})
+>>> answer.visible, answer.because
 (False, 'q - k < 4 is false: q - k = 7')
 """
 
@@ -120,21 +120,21 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
         parts = list(e.args)
         if truth == (e.op == "and"):
             return [c for a in parts for c in _deciding(a, truth, value)]
-        held = {a: value(a) == truth for a in parts}
+        holds = {a: value(a) == truth for a in parts}
         for a in parts:
-            if held[a].all():
+            if holds[a].all():
                 return _deciding(a, truth, value)
         for a in e.args:  # none alone: those without which it would not hold
-            rest = [held[x] for x in parts if x is not a]
+            rest = [holds[x] for x in parts if x is not a]
             if np.logical_or.reduce(rest).all():
                 parts.remove(a)
         return [make(e.op, tuple(parts), None, e.type)]
     if e.op == "where":
         c, x, y = e.args
-        taken = value(c)
-        if taken.all() or not taken.any():
-            chosen = x if taken.all() else y
-            return _deciding(c, bool(taken.all()), value) + _deciding(chosen, truth, value)
+        condition = value(c)
+        if condition.all() or not condition.any():
+            chosen = x if condition.all() else y
+            return _deciding(c, bool(condition.all()), value) + _deciding(chosen, truth, value)
     return [e]
 
 
@@ -165,10 +165,10 @@ class Wording:
     def __init__(self, shown: Expr) -> None:
         self.calls = {expanded(n): n for n in walk(shown) if n.op == "call"}
         try:
-            text, found = places(shown, _known(shown)) if self.calls else ("", [])
+            text, spans = places(shown, _known(shown)) if self.calls else ("", [])
         except BudgetError:  # the mask has no text: clauses stand for themselves
-            text, found = "", []
-        self.places = {e: text[span.start : span.stop] for span, e in found}
+            text, spans = "", []
+        self.places = {e: text[span.start : span.stop] for span, e in spans}
 
     def __call__(self, e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
         """The text of a clause (None: a constant), and the texts of the parts whose values give the reason."""

@@ -47,13 +47,13 @@ class Walk(KnownNames):
             else:
                 value = self._seen(node, frame, step)
             while stack:
-                steps, asked, where = stack[-1]
+                steps, open_node, where = stack[-1]
                 try:
                     node, frame = steps.send(value)
                     break
                 except StopIteration as done:
                     stack.pop()
-                    value = self._seen(asked, where, done.value)
+                    value = self._seen(open_node, where, done.value)
             else:
                 return value  # type: ignore[no-any-return]
 
@@ -127,25 +127,25 @@ def dot(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Steps:
     if len(args) != 2 or [len(a) for a in axes] != [1, 1]:
         return w.report(frame, node, "`dot` takes two tables with one whole axis each", f"for example `{FORMS['dot']}`")
     w.fresh += 1
-    own = ir.make("bound", (), ("dot", w.fresh))
+    bound_var = ir.make("bound", (), ("dot", w.fresh))
     name = f"axis {w.fresh}"  # no name in a text has a space
-    inner = replace(frame, names={**frame.names, name: Value(own)})
+    inner = replace(frame, names={**frame.names, name: Value(bound_var)})
     rows = [Node("lookup", None, [_axis(a, name) for a in g.args], g.start, g.stop) for g in args]
     parts = yield from w.parts(rows, inner)
-    found, table = w.numbers(frame, "`dot`", parts), w.table(frame, args[0].args[0], None)
-    if found is None or table is None:
+    operands, table = w.numbers(frame, "`dot`", parts), w.table(frame, args[0].args[0], None)
+    if operands is None or table is None:
         return ERROR
-    (x, y), flex = found
+    (x, y), flex = operands
     end = ir.extent(table[0], axes[0][0] - 1)
-    return Value(ir.reduce("sum", ir.ZERO, end, lambda j: ir.substitute(x * y, {own: j})), flex)
+    return Value(ir.reduce("sum", ir.ZERO, end, lambda j: ir.substitute(x * y, {bound_var: j})), flex)
 
 
 def _axis(node: Node, name: str) -> Node:
     return Node("name", name, [], node.start, node.stop) if node.kind == "colon" else node
 
 
-def misused(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Value:
-    return w.arity(node, frame, f"`{FORMS[node.value.text]}`", len(given))
+def misused(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Value:
+    return w.arity(node, frame, f"`{FORMS[node.value.text]}`", len(args))
 
 
 CALLED: dict[str, Callable[[Walk, Node, Frame, list[Node]], Value | Steps]] = {
@@ -164,14 +164,14 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
     bounds = w.integers(frame, "a bound", ends)
     fine = bounds is not None and _range(w, kind.text, bounds, node, frame)
     w.fresh += 1
-    own = ir.make("bound", (), ("own", w.fresh))
-    inner = replace(frame, names={**frame.names, variable.text: Value(own)})
+    bound_var = ir.make("bound", (), ("own", w.fresh))
+    inner = replace(frame, names={**frame.names, variable.text: Value(bound_var)})
     value = yield body, inner
     if kind.text in ("any", "all"):
         e, flex = w.boolean(frame, body, value, f"`{kind.text}`"), frozenset[str]()
     else:
-        found = w.numbers(frame, f"`{kind.text}`", [(body, value)])
-        e, flex = (None, frozenset()) if found is None else (found[0][0], found[1])
+        operands = w.numbers(frame, f"`{kind.text}`", [(body, value)])
+        e, flex = (None, frozenset()) if operands is None else (operands[0][0], operands[1])
     if e is None or bounds is None or not fine:
         return ERROR
     inside = 1 + max((n.name[1] for n in ir.walk(e) if n.op == "reduce"), default=-1)
@@ -179,7 +179,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
         message = f"reductions are nested more than {MAX_REDUCTIONS} deep"
         return w.report(frame, node, message, "put the inner ones in a table")
     w.charge(e, node, frame, 3**inside)  # opening a binder opens those inside it
-    return Value(ir.reduce(kind.text, bounds[0], bounds[1], lambda j: ir.substitute(e, {own: j})), flex)
+    return Value(ir.reduce(kind.text, bounds[0], bounds[1], lambda j: ir.substitute(e, {bound_var: j})), flex)
 
 
 def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> bool:

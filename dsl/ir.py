@@ -65,7 +65,7 @@ class Expr:
     plain: bool  # no `call` in it
     # None before it is asked:
     formula: Expr | None  # without calls; of a plain node None
-    leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
+    leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` gives
     interval: Any  # of `simplify.affine`
     rank: Any  # of `simplify.affine`
     settled: object  # the rules of which none changes this node or one below it
@@ -134,15 +134,15 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
     # 1, 1.0, True and 0.0, -0.0 are equal in Python and different here.
     tag = struct.pack("<d", name) if isinstance(name, float) else name
     key = (op, tuple(map(id, args)), tag, type)
-    found = _interned.get(key)
-    if found is None:
-        found = object.__new__(Expr)
-        found.op, found.args, found.name, found.type = op, args, name, type
-        found.depth = 1 + max([a.depth for a in args], default=0)
-        found.plain = op != "call" and False not in [a.plain for a in args]
-        found.formula = found.leaves = found.interval = found.rank = found.settled = None
-        _interned[key] = found
-    return found
+    node = _interned.get(key)
+    if node is None:
+        node = object.__new__(Expr)
+        node.op, node.args, node.name, node.type = op, args, name, type
+        node.depth = 1 + max([a.depth for a in args], default=0)
+        node.plain = op != "call" and False not in [a.plain for a in args]
+        node.formula = node.leaves = node.interval = node.rank = node.settled = None
+        _interned[key] = node
+    return node
 
 
 # -- leaves ---------------------------------------------------------------------------------------
@@ -268,14 +268,14 @@ def disj(*args: Expr) -> Expr:
 
 
 def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
-    kept: dict[Expr, None] = {}
+    unique: dict[Expr, None] = {}
     for a in args:
         for part in a.args if a.op == op else (a,):
             if part is zero:
                 return zero
             if part is not unit:
-                kept[part] = None
-    terms = tuple(kept)
+                unique[part] = None
+    terms = tuple(unique)
     return unit if not terms else terms[0] if len(terms) == 1 else make(op, terms, None, BOOL)
 
 
@@ -372,11 +372,11 @@ def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     # (whose heights may equal ours) cannot catch our variable.
     kind, height = node.name
     lo, hi, body = node.args
-    own = make("bound", (), ("fresh", next(_fresh)))
-    opened = substitute(body, {make("bound", (), height): own})
+    bound_var = make("bound", (), ("fresh", next(_fresh)))
+    opened = substitute(body, {make("bound", (), height): bound_var})
     changed = substitute(opened, mapping)
     ends = substitute(lo, mapping), substitute(hi, mapping)
-    return reduce(kind, *ends, lambda j: substitute(changed, {own: j}))
+    return reduce(kind, *ends, lambda j: substitute(changed, {bound_var: j}))
 
 
 def _call_at(node: Expr, now: tuple[Expr, ...], mapping: Mapping[Expr, Expr]) -> Expr:
@@ -452,10 +452,10 @@ def _named(node: Expr) -> tuple[Leaf, ...]:
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
     if len(below) == 1 and not mine:
         return below[0]
-    found = {leaf[:2]: leaf for leaves in below for leaf in leaves}
+    by_name = {leaf[:2]: leaf for leaves in below for leaf in leaves}
     if mine:
-        found[node.op, node.name] = node.op, node.name, len(node.args), node.type
-    return tuple(found.values())
+        by_name[node.op, node.name] = node.op, node.name, len(node.args), node.type
+    return tuple(by_name.values())
 
 
 def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]]:

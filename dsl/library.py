@@ -94,7 +94,7 @@ def read_entries(text: str) -> tuple[Entry, ...]:
     """The definitions of a text laid out as the library is: `## Section`, then one paragraph each, three lines
     of comment (sentence, formula, source) above a `def`, then perhaps `example: ` and a call, `check: ` lines with a
     condition on the parameters and an advice, and a warning after `changed: `."""
-    found, section = [], ""
+    entries, section = [], ""
     for paragraph in text.split("\n\n"):
         *above, body = re.split(r"^(?=def )", paragraph.strip("\n"), maxsplit=1, flags=re.M)
         if paragraph.startswith("## "):
@@ -108,19 +108,19 @@ def read_entries(text: str) -> tuple[Entry, ...]:
             example = ": ".join(lines["example"]) if "example" in lines else "" if params else head[1]
             checks = tuple((rest[0], rest[1]) for word, *rest in words if word == "check")
             about = sentence, formula, source, body, section, example, checks, ": ".join(lines.get("changed", ()))
-            found.append(Entry(head[1], params, signature, *about))
-    return tuple(found)
+            entries.append(Entry(head[1], params, signature, *about))
+    return tuple(entries)
 
 
 @memo(group="once")
 def definitions() -> dict[str, dict[int, Definition]]:
     """The definitions of the library: name -> number of parameters -> definition."""
-    found: dict[str, dict[int, Definition]] = {}
+    overloads: dict[str, dict[int, Definition]] = {}
     for e in _read():
-        found.setdefault(e.name, {})[len(e.params)] = Definition(
+        overloads.setdefault(e.name, {})[len(e.params)] = Definition(
             e.name, e.params, e.text, library=True, checks=e.checks, changed=e.changed
         )
-    return found
+    return overloads
 
 
 @memo(group="once")

@@ -56,7 +56,7 @@ class Guess:
     @property
     def type(self) -> Type:
         wish = (FLOAT, self.floating), (BOOL, self.logical), (INT, True), (FLOAT, True), (BOOL, True)
-        return next(t for t, wanted in wish if wanted and t in self.allowed)
+        return next(t for t, applies in wish if applies and t in self.allowed)
 
 
 Part = tuple[Node, Value]
@@ -105,8 +105,8 @@ class Operators:
             guess = self.guesses[name]
             both = guess.allowed & allowed
             if not both:
-                kinds, here = _types(guess.allowed), _types(allowed)
-                self.report(frame, node, f"`{name}` is {kinds} elsewhere and {here} here", _declare(name, guess.rank))
+                kinds, types = _types(guess.allowed), _types(allowed)
+                self.report(frame, node, f"`{name}` is {kinds} elsewhere and {types} here", _declare(name, guess.rank))
                 return False
             self._update(guess, both, guess.floating, guess.logical)
         return value.expr is not None and value.expr.type in allowed
@@ -177,10 +177,10 @@ class Operators:
             return ERROR if ints is None else Value(build(SIGNS[sign], *ints))
         if sign == "**":
             return self.power(frame, parts)
-        found = self.numbers(frame, f"`{sign}`", parts)
-        if found is None:
+        operands = self.numbers(frame, f"`{sign}`", parts)
+        if operands is None:
             return ERROR
-        (x, y), flex = found
+        (x, y), flex = operands
         if sign == "/":
             for _, value in parts:
                 self.prefer(value, FLOAT)
@@ -189,15 +189,15 @@ class Operators:
 
     def power(self, frame: Frame, parts: Sequence[Part]) -> Value:
         (_, base), (_, exponent) = parts
-        found = self.numbers(frame, "`**`", parts)
-        if found is None or base.expr is None or exponent.expr is None:
+        operands = self.numbers(frame, "`**`", parts)
+        if operands is None or base.expr is None or exponent.expr is None:
             return ERROR
         literal = exponent.expr.op == "lit" and exponent.expr.type is INT and exponent.expr.name >= 0
         if literal and base.expr.type is INT:
             return Value(build("pow", base.expr, exponent.expr), base.flex)
         for _, value in parts:
             self.prefer(value, FLOAT)
-        x, y = (to_float(e) for e in found[0])
+        x, y = (to_float(e) for e in operands[0])
         return Value(build("pow", x, y))
 
     def chain(self, frame: Frame, signs: Sequence[str], parts: Sequence[Part]) -> Value:
@@ -220,8 +220,8 @@ class Operators:
                     self.prefer(value, BOOL)
             if x.expr is not None and y.expr is not None and x.expr.type is y.expr.type is BOOL:
                 return Value(build(SIGNS[sign], x.expr, y.expr))
-        found = self.numbers(frame, f"`{sign}`", parts)
-        return ERROR if found is None else Value(build(SIGNS[sign], *found[0]))
+        operands = self.numbers(frame, f"`{sign}`", parts)
+        return ERROR if operands is None else Value(build(SIGNS[sign], *operands[0]))
 
     def logic(self, frame: Frame, node: Node, signs: Sequence[str], parts: Sequence[Part]) -> Value:
         """`and or xor`: logic on Bools, bitwise on Ints where spelled with a sign."""
@@ -255,8 +255,8 @@ class Operators:
         message = f"`{sign}` takes Bools, {shown} is {exprs[i].type.with_article}"
         if not sign.isalpha():
             message = f"`{sign}` takes Bools or Ints, not both; {shown} is {exprs[i].type.with_article}"
-        beside = [p for p, _ in parts[i + 1 : i + 2]] + [p for p, _ in parts[max(i - 1, 0) : i]]
-        for other in beside:
+        neighbours = [p for p, _ in parts[i + 1 : i + 2]] + [p for p, _ in parts[max(i - 1, 0) : i]]
+        for other in neighbours:
             if other.kind == "compare" and not sign.isalpha() and exprs[i].type is INT:
                 return self.report(frame, node, message, _grouped(frame.text, sign, part, other))
         bits = "; for bits write `" + {"and": "&", "or": "|", "xor": "^"}[SIGNS[sign]] + "`"
@@ -311,14 +311,14 @@ class Operators:
 
     def unary(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
         """A function that keeps the type of a number."""
-        found = self.numbers(frame, label, [part])
-        return ERROR if found is None else Value(make(found[0][0]), found[1])
+        operands = self.numbers(frame, label, [part])
+        return ERROR if operands is None else Value(make(operands[0][0]), operands[1])
 
     def floating(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
         """A function of one Float."""
-        found = self.numbers(frame, label, [part])
+        operands = self.numbers(frame, label, [part])
         self.prefer(part[1], FLOAT)
-        return ERROR if found is None else Value(make(to_float(found[0][0])))
+        return ERROR if operands is None else Value(make(to_float(operands[0][0])))
 
 
 def _fold(op: str, exprs: Sequence[Expr]) -> Expr:
@@ -391,18 +391,18 @@ def expm1(x: Expr) -> Expr:
 
 def _extreme(op: str) -> Meaning:
     def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-        found = c.numbers(frame, f"`{op}`", parts)
-        return ERROR if found is None else Value(reduce(lambda x, y: build(op, x, y), found[0]), found[1])
+        operands = c.numbers(frame, f"`{op}`", parts)
+        return ERROR if operands is None else Value(reduce(lambda x, y: build(op, x, y), operands[0]), operands[1])
 
     return apply
 
 
 def _clamp(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-    found = c.numbers(frame, "`clamp`", parts)
-    if found is None:
+    operands = c.numbers(frame, "`clamp`", parts)
+    if operands is None:
         return ERROR
-    x, low, high = found[0]
-    return Value(build("min", build("max", x, low), high), found[1])
+    x, low, high = operands[0]
+    return Value(build("min", build("max", x, low), high), operands[1])
 
 
 def _float_function(name: str) -> Meaning:
@@ -413,10 +413,10 @@ def _float_function(name: str) -> Meaning:
 def _rounded(name: str, make: Callable[[Expr], Expr]) -> Meaning:
     def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
         c.prefer(parts[0][1], FLOAT)
-        found = c.numbers(frame, f"`{name}`", parts)
-        if found is None:
+        operands = c.numbers(frame, f"`{name}`", parts)
+        if operands is None:
             return ERROR
-        (x,), _ = found
+        (x,), _ = operands
         return Value(x if x.type is INT else make(x))
 
     return apply
@@ -437,8 +437,8 @@ def _float(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
         return c.report(
             frame, node, f"`float` takes a number, {c.quote(frame, node)} is a Bool", "write `1.0 if ... else 0.0`"
         )
-    found = c.numbers(frame, "`float`", parts)
-    return ERROR if found is None else Value(ir.to_float(found[0][0]))
+    operands = c.numbers(frame, "`float`", parts)
+    return ERROR if operands is None else Value(ir.to_float(operands[0][0]))
 
 
 def _on_ints(name: str, make: Callable[..., Expr]) -> Meaning:

@@ -61,11 +61,11 @@ def _tokens(text: str, name: str) -> list[Token]:
     open_: list[Token] = []
     words = tables.words
     position = 0
-    for found in tables.tokens.finditer(text):
-        start, position = position, found.end()
-        if found.start() > start:
+    for match in tables.tokens.finditer(text):
+        start, position = position, match.end()
+        if match.start() > start:
             _strange(text, name, start)
-        kind, word = found.lastgroup, found.group()
+        kind, word = match.lastgroup, match.group()
         if kind == "NL":
             if not open_ and out and out[-1].symbol not in ("NL", "="):
                 out.append(Token("NL", word, start, position))
@@ -124,7 +124,7 @@ def _run(tokens: list[Token], text: str, name: str) -> Node:
     states, rules, end = tables.states, tables.rules, tables.end
     path: list[int] = [tables.start]
     values: list[Any] = []
-    made = 0
+    node_count = 0
     for i, token in enumerate(tokens):
         while True:
             action = states[path[-1]].get(token.symbol)
@@ -134,7 +134,7 @@ def _run(tokens: list[Token], text: str, name: str) -> Node:
                 break
             origin, size, act = rules[-action - 1]
             if act is not None:
-                made += 1
+                node_count += 1
                 parts = values[-size:]
                 del values[-size:]
                 values.append(ACTIONS[act](parts, text, name))
@@ -144,7 +144,7 @@ def _run(tokens: list[Token], text: str, name: str) -> Node:
                 return Node("program", None, values[0], 0, len(text))
         path.append(action)
         values.append(token)
-        if made > 4 * MAX_NODES:
+        if node_count > 4 * MAX_NODES:
             fail(text, name, token.start, token.stop, f"the text has more than {MAX_NODES:,} parts")
     raise AssertionError("the last token is $END, which ends the loop")
 

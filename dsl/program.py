@@ -63,8 +63,8 @@ class Parsed:
 
 def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
     """The Expr of a text of any type: the inverse of `show`."""
-    found = read(text, params=params or {})
-    e = found.expr if found.expr is not None else found.mask if found.mask is not None else found.score
+    parsed = read(text, params=params or {})
+    e = parsed.expr if parsed.expr is not None else parsed.mask if parsed.mask is not None else parsed.score
     assert e is not None
     return e
 
@@ -83,7 +83,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     reader.clash(params)
     checker = Checker(text, name, known=known, definitions=reader.definitions)
     shown = _elaborate(checker, roots, list(reader.problems))
-    found = {kind: ir.expanded(e) for kind, e in shown.items()}
+    exprs = {kind: ir.expanded(e) for kind, e in shown.items()}
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
     hides = "here and hides the library's"
@@ -91,23 +91,23 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         *(f"`{n}` is defined {hides} `{n}`" for n in reader.definitions if n in library.definitions()),
         *(f"`{n}` is a parameter {hides} `{n}`" for n in known if n in library.definitions()),
     ]
-    lone = found.get("expr")
+    lone = exprs.get("expr")
     sites = [(s, ir.expanded(e)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
     return Parsed(
-        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites,
+        text, name, exprs.get("mask"), exprs.get("score"), lone, reader.defaults, reader.declared, notes, sites,
         dict(checker.needs), frozenset(checker.changed_meanings), shown,
     )  # fmt: skip
 
 
 def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:
     try:
-        found = elaborate(checker, roots)
+        exprs = elaborate(checker, roots)
     except MaskSyntaxError as error:
         error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
         raise error from None
     if early:
         raise MaskSyntaxError(checker.text, early, checker.name)
-    return found
+    return exprs
 
 
 def _unused(unused: list[str], checker: Checker) -> str:
@@ -193,18 +193,18 @@ def type_of(name: str, value: Any) -> tuple[int, Type]:
     return value.ndim, {"b": BOOL, "f": FLOAT}.get(kind, INT)
 
 
-def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tuple[int, Type]:
+def _agreed(name: str, inferred: tuple[int, Type], declared: Declared | None) -> tuple[int, Type]:
     """The declared type of a name whose value can be read as that type: an Int as a Float."""
     if declared is None:
-        return found
-    if found[0] != declared.rank:
-        raise ParameterError(f"`{name}` is declared with {declared.rank} axes, the value has {found[0]}")
-    if found[1] is declared.type or (found[1], declared.type) == (INT, FLOAT):
+        return inferred
+    if inferred[0] != declared.rank:
+        raise ParameterError(f"`{name}` is declared with {declared.rank} axes, the value has {inferred[0]}")
+    if inferred[1] is declared.type or (inferred[1], declared.type) == (INT, FLOAT):
         return declared.rank, declared.type
-    axes = f"[{', '.join('_' * found[0])}]" if found[0] else ""
+    axes = f"[{', '.join('_' * inferred[0])}]" if inferred[0] else ""
     raise ParameterError(
-        f"`{name}` is declared {declared.type}, the value is {found[1]}; nothing is rounded or cast: "
-        f"give {declared.type}, or declare `param {name}: {found[1].value.lower()}{axes}`"
+        f"`{name}` is declared {declared.type}, the value is {inferred[1]}; nothing is rounded or cast: "
+        f"give {declared.type}, or declare `param {name}: {inferred[1].value.lower()}{axes}`"
     )
 
 
@@ -254,7 +254,7 @@ class _StatementReader:
     def define(self, s: Node) -> None:
         name, params = s.value.text, [p.text for p in s.args[0]]
         if name in RESERVED or name in BUILT_IN:
-            self.report(s.value, f"`{name}` is {_kept(name)}", "choose another name")
+            self.report(s.value, f"`{name}` is {_kind_of_name(name)}", "choose another name")
             return
         for p in s.args[0]:
             if p.text in (*ir.COORDINATES, *ir.SIZES, "score"):
@@ -289,8 +289,8 @@ class _StatementReader:
         value = constant(node)
         fits = value is not None and declared.rank == 0
         if fits:
-            found = type_of(name, value)[1]
-            fits = found is declared.type or (found, declared.type) == (INT, FLOAT)
+            inferred = type_of(name, value)[1]
+            fits = inferred is declared.type or (inferred, declared.type) == (INT, FLOAT)
         if not fits or value is None:
             self.report(
                 node, f"the default of `{name}` is not {declared.type}",
@@ -307,7 +307,7 @@ class _StatementReader:
                 self.problems[Problem(message, at, "rename one of them")] = None
 
 
-def _kept(name: str) -> str:
+def _kind_of_name(name: str) -> str:
     return "a built-in function" if name in BUILT_IN else "reserved"
 
 

@@ -22,8 +22,8 @@ from .program import entries_of
 from .types import BOOL, INT
 from .work import RING
 
-# Positions are assumed to stay below FAR in products and shifts with a number, below NEAR elsewhere.
-NEAR, FAR = 1 << 14, 1 << 20
+# Positions are assumed to stay below the second in products and shifts with a number, below the first elsewhere.
+MAX_POSITION, MAX_SCALED_POSITION = 1 << 14, 1 << 20
 AS_POSITIONS = frozenset({"bound", "extent", "floor", "int"})  # operators with values as large as positions
 
 Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that side
@@ -173,8 +173,8 @@ class Widths:
     def fitted(self, e: Expr, dtype: Any) -> Expr:
         """An Int reduced to a dtype, unless its ends are within. uint64 has values that no Int has: it stays exact."""
         info = np.iinfo(dtype)
-        most = FAR if e.op in ("mul", "shl") and any(a.op == "lit" for a in e.args) else NEAR
-        low, high = self.ends[e, FAR] = self._ends(e, most)
+        most = MAX_SCALED_POSITION if e.op in ("mul", "shl") and any(a.op == "lit" for a in e.args) else MAX_POSITION
+        low, high = self.ends[e, MAX_SCALED_POSITION] = self._ends(e, most)
         if (info.min <= low and high <= info.max) or info.max >= 2**63:
             return e
         if e.op in RING:  # of sums and products, the outermost alone is reduced
@@ -184,7 +184,7 @@ class Widths:
         if e.op in RING or info.min < 0:
             e = build("wrap", e, lit(info.bits if info.min < 0 else 64))
         e = e if info.min < 0 else build("bitand", e, lit(int(info.max)))
-        self.ends[e, NEAR] = self.ends[e, FAR] = int(info.min), int(info.max)
+        self.ends[e, MAX_POSITION] = self.ends[e, MAX_SCALED_POSITION] = int(info.min), int(info.max)
         return e
 
     def _dtype(self, e: Expr) -> Any:

@@ -55,8 +55,8 @@ def places(e: Expr, known: Collection[str] = ()) -> tuple[str, list[tuple[Span, 
     call stands for are at the call.
 
     >>> from frisket.dsl.sugar import q, k
-    >>> text, found = places((q >= k) & (k < 4))
-    >>> [text[span.start : span.stop] for span, _ in found]
+    >>> text, spans = places((q >= k) & (k < 4))
+    >>> [text[span.start : span.stop] for span, _ in spans]
     ['q', 'k', 'q >= k', 'k', '4', 'k < 4', 'q >= k & k < 4']
     """
     _within_budget(e)

@@ -203,16 +203,16 @@ def memo(
         table: Any
         if group:
             table = _shared(group)
-            made: Any = partial(table.front, function)
+            wrapper: Any = partial(table.front, function)
         elif by == "value":
             table = _Answers(name_of(function), function, entries, bytes, weigh)
-            made = table.front
+            wrapper = table.front
         else:
             table = Memo(name_of(function), entries, bytes, weigh)
-            made = _by_object(function, table, by == "weak")
-        update_wrapper(made, function)
-        made.memo = table
-        return made  # type: ignore[no-any-return]
+            wrapper = _by_object(function, table, by == "weak")
+        update_wrapper(wrapper, function)
+        wrapper.memo = table
+        return wrapper  # type: ignore[no-any-return]
 
     return remembered
 
@@ -223,31 +223,31 @@ def _by_object(function: Callable[..., Any], table: Memo, weak: bool) -> Any:
         entry = table._entries.get(key)
         if entry is None:
             table.misses += 1
-            held = weakref.ref(args[0], lambda _: table.drop(key)) if weak else args
-            return table.put(key, function(*args), held)
+            owner = weakref.ref(args[0], lambda _: table.drop(key)) if weak else args
+            return table.put(key, function(*args), owner)
         table.hits += 1  # the first one made goes first: no time is lost on which one was used last
         return entry[0]
 
     return call
 
 
-_beside = Memo("beside objects", 4096, weigh=1000)  # their owners answer for their size
+_on_objects = Memo("beside objects", 4096, weigh=1000)  # their owners answer for their size
 
 
-def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
+def cached_on(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     """The answer of `make`, remembered under the key while `owner` lives, to which it must not refer.
 
     >>> class Table(list): pass
     >>> table = Table([3, 4])
-    >>> [beside(table, "sum", lambda: sum(table)) for _ in range(2)]
+    >>> [cached_on(table, "sum", lambda: sum(table)) for _ in range(2)]
     [7, 7]
     """
-    place, kept = (id(owner), key), _beside  # as it ends, Python takes a module's names before the last owners
-    entry = kept._entries.get(place)
+    place, table = (id(owner), key), _on_objects  # as it ends, Python takes a module's names before the last owners
+    entry = table._entries.get(place)
     if entry is None:
-        kept.misses += 1
-        return kept.put(place, make(), weakref.ref(owner, lambda _: kept.drop(place)))
-    kept.hits += 1
+        table.misses += 1
+        return table.put(place, make(), weakref.ref(owner, lambda _: table.drop(place)))
+    table.hits += 1
     answer: R = entry[0]
     return answer
 

@@ -1,7 +1,7 @@
 """Dense attention and its gradients in float64 by the interpreter: the oracle of every kernel.
 
-Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `kept` is an
-Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
+Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `keep_mask` is
+an Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
 `sinks` [heads] are logits without a value. `rounded` goes over every array of a product: with one that rounds to
 bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is. Scores, the steps of a score mod, the
 softmax, dP and delta = sum(p * dP) are then float32, as in jax.nn and in kernels.
@@ -87,7 +87,7 @@ class _DenseRows:
 def _rows(
     q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
     tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
-    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, stored: Collection[str] = (),
+    keep_mask: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, stored: Collection[str] = (),
 ) -> _DenseRows:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     check_room(shape, 8)
@@ -109,8 +109,8 @@ def _rows(
     else:  # a large lse is off by more than p may be in 16 bits
         p /= np.where(total == 0, 1, total)[..., None]
     drop = np.ones(shape, p.dtype)
-    if kept is not None:
-        survives = np.broadcast_to(evaluate(kept, env, tables), shape)
+    if keep_mask is not None:
+        survives = np.broadcast_to(evaluate(keep_mask, env, tables), shape)
         drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
     return _DenseRows(env, p, drop, top, lse)
 
@@ -122,8 +122,8 @@ def _steps(rounded: Rounded) -> dict[str, Callable[..., Array]]:
         return {}
 
     def step(op: Callable[..., Array], node: Expr, *args: Array) -> Array:
-        found = op(*args)
-        return found.astype(dtype) if node.type is FLOAT else found
+        value = op(*args)
+        return value.astype(dtype) if node.type is FLOAT else value
 
     return {name: partial(step, op) for name, op in OPERATORS.items()}
 
@@ -143,7 +143,7 @@ def attention(
 ) -> tuple[Array, Array]:
     """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]).
 
-    Needs `scale`, `params` and `tables`, values by name; takes `origin`, `sizes`, `sinks`, `kept` and `rate`.
+    Needs `scale`, `params` and `tables`, values by name; takes `origin`, `sizes`, `sinks`, `keep_mask` and `rate`.
     """
     q, k, v = _per_query_head(rounded, q, k, v)
     with np.errstate(all="ignore"):
@@ -187,8 +187,8 @@ def gradients(
             factor = 1.0 if x is None else evaluate(x, rows.env, tables, _steps(rounded))
             return rounded(np.where(rows.p == 0, 0.0, dm * factor))
 
-        found = None if score is None else derivatives(unrolled(score, rows.env, tables))
-        ds = times(None if found is None else found.slope)
+        backward = None if score is None else derivatives(unrolled(score, rows.env, tables))
+        ds = times(None if backward is None else backward.slope)
         factor = q.dtype.type(scale)
         grads: dict[str, Any] = {
             "dq": rounded(ds @ k * factor),
@@ -197,7 +197,7 @@ def gradients(
             "dsinks": None if sinks is None else _dsinks(np.asarray(sinks, q.dtype), rows.lse, delta),
             "dtables": {}, "dscalars": {},
         }  # fmt: skip
-        for g in () if found is None else found.gradients:
+        for g in () if backward is None else backward.gradients:
             parts = times(g.weight)
             if not g.index:
                 grads["dscalars"][g.source] = grads["dscalars"].get(g.source, 0.0) + parts.sum()

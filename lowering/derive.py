@@ -15,10 +15,10 @@ infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has
 
 >>> from frisket.dsl.sugar import function, h, k, q, score
 >>> from frisket.dsl.ir import lookup
->>> found = derivatives(function("tanh", score) + lookup("slope", (h,), FLOAT) * (k - q))
->>> found.slope
+>>> backward = derivatives(function("tanh", score) + lookup("slope", (h,), FLOAT) * (k - q))
+>>> backward.slope
 1.0 - tanh(score) * tanh(score)
->>> found.gradients
+>>> backward.gradients
 (Gradient(source='slope', index=(h,), weight=float(k - q), over='head'),)
 """
 
@@ -85,11 +85,11 @@ def by_source(
 
     A value read at several places has one entry in `gradients` for each: their buffers are brought to the table's shape
     by `fold` and added in the order given."""
-    found: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     for gradient, buffer in zip(gradients, buffers, strict=True):
         part = fold(gradient, buffer, tuple(tables[gradient.source].shape) if gradient.index else ())
-        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
-    return found
+        sums[gradient.source] = sums[gradient.source] + part if gradient.source in sums else part
+    return sums
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ def derivatives(score: Expr) -> Backward:
     of a Float table. A parameter reached through Int or Bool alone (floor, comparisons, the condition of `where`) has
     none, and neither has a table whose derivative is 0 everywhere."""
     simplified = Simplifier()
-    slope, found = lit(0.0), []
+    slope, gradients = lit(0.0), []
     for leaf, cotangent in _cotangents(score).items():
         weight = simplified(cotangent)
         if leaf is SCORE:
             slope = weight
         elif weight is not _ZERO:
-            found.append(Gradient(leaf.name, leaf.args, weight, over(leaf.args)))
-    return Backward(None if slope is _ONE else slope, tuple(found))
+            gradients.append(Gradient(leaf.name, leaf.args, weight, over(leaf.args)))
+    return Backward(None if slope is _ONE else slope, tuple(gradients))
 
 
 # -- reverse mode ---------------------------------------------------------------------------------
@@ -144,31 +144,31 @@ def _cotangents(score: Expr) -> dict[Expr, Expr]:
     A cotangent travels as (when, value): 0 unless `when`. The choice stays outside of every product on the way
     down, because 0 times the infinite slope of a branch not taken is NaN."""
     order = list(walk(score))
-    live = _live(order)
-    at: dict[Expr, tuple[Expr, Expr]] = {score: (TRUE, _ONE)} if score in live else {}
+    differentiable = _differentiable(order)
+    at: dict[Expr, tuple[Expr, Expr]] = {score: (TRUE, _ONE)} if score in differentiable else {}
     for node in reversed(order):
         if node not in at or not node.args or node.op == "lookup":
             continue
         when, value = at[node]
         for arg, part in zip(node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True):
-            if arg in live and part is not None:
+            if arg in differentiable and part is not None:
                 passed, chosen = part if isinstance(part, tuple) else (part, TRUE)
                 at[arg] = _joined(at.get(arg), (conj(when, chosen), passed))
     leaves = [e for e in order if e in at and (not e.args or e.op == "lookup")]
     return {e: _chosen(*at[e]) for e in leaves}
 
 
-def _live(order: list[Expr]) -> set[Expr]:
+def _differentiable(order: list[Expr]) -> set[Expr]:
     """The nodes of an Expr that carry a derivative."""
-    live: set[Expr] = set()
+    nodes: set[Expr] = set()
     for e in order:
         if e.type is not FLOAT:
             continue
-        if e is SCORE or e.op in ("param", "lookup") or (e.op not in FLAT and any(a in live for a in e.args)):
+        if e is SCORE or e.op in ("param", "lookup") or (e.op not in FLAT and any(a in nodes for a in e.args)):
             if e.op not in DERIVATIVES and e.args and e.op != "lookup":
                 raise LoweringError(f"`{e.op}` has no derivative; write it out before asking for gradients")
-            live.add(e)
-    return live
+            nodes.add(e)
+    return nodes
 
 
 def _joined(one: tuple[Expr, Expr] | None, two: tuple[Expr, Expr]) -> tuple[Expr, Expr]:
@@ -265,12 +265,12 @@ def over(index: tuple[Expr, ...]) -> Over:
     known: dict[Expr, frozenset[str]] = {}
     for e in walk(*index):
         forms[e] = _polynomial(e, forms)
-        found = frozenset({e.name} & {"q", "k", "score"}) if e.op == "var" else _together(e.args, known)
+        coordinates = frozenset({e.name} & {"q", "k", "score"}) if e.op == "var" else _together(e.args, known)
         if _whole(e) and forms[e] != {(e,): 1}:
-            found = min(found, _moves(forms[e], known), key=len)
+            coordinates = min(coordinates, _moves(forms[e], known), key=len)
         elif e.op in COMPARISONS and e.args[0].type is INT:
-            found = min(found, _moves(_sum(forms[e.args[0]], forms[e.args[1]], -1), known), key=len)
-        known[e] = found
+            coordinates = min(coordinates, _moves(_sum(forms[e.args[0]], forms[e.args[1]], -1), known), key=len)
+        known[e] = coordinates
     on = _together(index, known)
     names: dict[frozenset[str], Over] = {
         frozenset(): "head", frozenset("q"): "row", frozenset("k"): "column", frozenset({"q - k"}): "diagonal",
@@ -289,9 +289,11 @@ def alone(entry: Expr) -> str | None:
     forms: dict[Expr, Polynomial] = {}
     for e in walk(entry):
         forms[e] = _polynomial(e, forms)
-    found = forms[entry]
-    moving = [p for p in found if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
-    return str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and found[moving[0]] == 1 else None
+    polynomial = forms[entry]
+    moving = [p for p in polynomial if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
+    return (
+        str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1 else None
+    )
 
 
 def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> frozenset[str]:
@@ -319,8 +321,8 @@ def _polynomial(e: Expr, forms: dict[Expr, Polynomial]) -> Polynomial:
     if e.op == "neg":
         return _sum({}, parts[0], -1)
     one, two = parts
-    found = _product(one, two) if e.op == "mul" else _sum(one, two, 1 if e.op == "add" else -1)
-    return found if len(found) <= _MOST else alone
+    polynomial = _product(one, two) if e.op == "mul" else _sum(one, two, 1 if e.op == "add" else -1)
+    return polynomial if len(polynomial) <= _MOST else alone
 
 
 def _sum(one: Polynomial, two: Polynomial, sign: int) -> Polynomial:
@@ -340,16 +342,16 @@ def _product(one: Polynomial, two: Polynomial) -> Polynomial:
 
 def _moves(form: Polynomial, known: dict[Expr, frozenset[str]]) -> frozenset[str]:
     """The coordinates a polynomial depends on; q and k that occur as multiples of q - k count as one."""
-    found: set[str] = set()
+    coordinates: set[str] = set()
     steps: dict[tuple[Expr, ...], dict[str, int]] = {}
     for product, factor in form.items():
         places = [i for i, e in enumerate(product) if e.op == "var" and e.name in ("q", "k")]
         if len(places) == 1:
             (at,) = places
             steps.setdefault(product[:at] + product[at + 1 :], {})[product[at].name] = factor
-            found |= _together((*product[:at], *product[at + 1 :]), known)
+            coordinates |= _together((*product[:at], *product[at + 1 :]), known)
         else:
-            found |= _together(product, known)
+            coordinates |= _together(product, known)
     for step in steps.values():
-        found |= {"q - k"} if step.get("q", 0) == -step.get("k", 0) else set(step)
-    return frozenset(found)
+        coordinates |= {"q - k"} if step.get("q", 0) == -step.get("k", 0) else set(step)
+    return frozenset(coordinates)

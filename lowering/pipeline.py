@@ -158,8 +158,8 @@ class Stages:
             fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
             shown += f"\nrules: {fired}"
         if name == "facts" and self.layout is not None:
-            asked = self.layout.questions
-            shown += "".join(f"\n{n:9} {show(asked[n])}" for n in ("always", "never"))
+            questions = self.layout.questions
+            shown += "".join(f"\n{n:9} {show(questions[n])}" for n in ("always", "never"))
         return shown or "library calls"
 
     def _repr_html_(self) -> str:

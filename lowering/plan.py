@@ -34,8 +34,8 @@ Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with on
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
-LIVE = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
-FAR = 1 << 28  # past every position that is compared with the ends of runs
+KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
+RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of runs
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
@@ -60,7 +60,7 @@ class TableUse:
     """A run-time table of the kernel; `source` is the user's name for it. `derived` names the table computed from the
     user's before the kernel: "segment" is the segment of every index from 0 to the start of the last segment, "segment
     below" the segment of -1, -2 and on to the first; "run_first" and "run_last" are the ends of the run of equal
-    entries that holds an index, "segment_first" and "segment_last" those of its segment, or -FAR and FAR."""
+    entries that holds an index, "segment_first" and "segment_last" those of its segment, or -RUN_LIMIT, RUN_LIMIT."""
 
     name: str
     source: str = field(compare=False)
@@ -108,7 +108,7 @@ class LoopPlan:
     uses_head: bool  # the mask depends on h
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
-    kept: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
+    keep_mask: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
     weight: Expr | None = None  # factor of its weight, once weights are summed: the scale of a stored value
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
@@ -144,8 +144,8 @@ class LoopPlan:
     def __str__(self) -> str:
         lines = [f"mask     {'every position' if self.mask is None else show(self.mask, self._names())}"]
         lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
-        if self.kept is not None:
-            lines.append(f"kept     {show(self.kept, self._names())}")
+        if self.keep_mask is not None:
+            lines.append(f"kept     {show(self.keep_mask, self._names())}")
         if self.weight is not None:
             lines.append(f"weight   {show(self.weight, self._names())}")
         if self.pages is not None:
@@ -173,7 +173,7 @@ class LoopPlan:
 
     def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         """An array for every table of the kernel, from the user's tables; tables of single calls have none."""
-        known = [t for t in self.every_table if t.source not in LIVE]
+        known = [t for t in self.every_table if t.source not in KV_INPUTS]
         return {t.name: derived_table(tables[t.source], t.derived) for t in known}
 
 
@@ -284,18 +284,18 @@ def make_plan(
     """
     formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
     parts = [e for e in (mask, score) if e is not None]
-    held = uses(mask) if mask is not None else frozenset()
+    reads = uses(mask) if mask is not None else frozenset()
     wide = needs_int64((*parts, *formulas), limits or {})
     ours = untied(parts)
     if ours:  # operands that only names tell apart: in an order that names do not decide
         parts, formulas = ([simplify(renamed(e, ours)) for e in group] for group in (parts, formulas))
     names = _Names({new: name for name, new in ours.items()})
     lifted = [names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas]
-    given = iter(lifted)
-    new_mask = next(given) if mask is not None else None
-    new_score = next(given) if score is not None else None
-    new_bounds = Bounds(*given) if bounds is not None else None
-    kept = names.lift(renamed(survives(at), ours)) if dropout else None
+    exprs = iter(lifted)
+    new_mask = next(exprs) if mask is not None else None
+    new_score = next(exprs) if score is not None else None
+    new_bounds = Bounds(*exprs) if bounds is not None else None
+    keep_mask = names.lift(renamed(survives(at), ours)) if dropout else None
     scaled = names.lift(renamed(weight, ours)) if weight is not None else None
     facts = frozenset((fact, ours.get(name, name)) for fact, name in facts)
     by_query, by_key = (
@@ -307,7 +307,7 @@ def make_plan(
         mask=new_mask, score=new_score, score_class=score_class(score), slots=tuple(names.slots.values()),
         tables=tuple(t for t in names.tables.values() if t.derived not in ENDS_OF_RUNS), bounds=new_bounds,
         guard=not (rows_nonempty and (score is None or score_finite)),
-        uses_batch="b" in held, uses_head="h" in held, int64=wide, text=text, kept=kept, weight=scaled,
+        uses_batch="b" in reads, uses_head="h" in reads, int64=wide, text=text, keep_mask=keep_mask, weight=scaled,
         pages=None if paged is None else paged.name, page=pages.size if pages else 0,
         unwritten=unwritten or weight is not None or pages is not None, by_query=by_query, by_key=by_key,
         run_tables=tuple(t for t in names.tables.values() if t.derived in ENDS_OF_RUNS),
@@ -356,14 +356,14 @@ class _Names:
         """The ends of a mask along an axis, lifted; None where there are none, or where they leave the mask's integers:
         `q - k <= n` is `k >= q - n`, which is further from 0."""
         reach = max(limits.get(n, 0) for n in "qk")
-        found = ends_of(mask, axis, facts if reach < FAR else frozenset())
-        if found is None:
+        ends = ends_of(mask, axis, facts if reach < RUN_LIMIT else frozenset())
+        if ends is None:
             return None
-        parts = [e for e in (found.first, found.last) if e is not None]
+        parts = [e for e in (ends.first, ends.last) if e is not None]
         if not wide and needs_int64(parts, limits):
             return None
-        first, last = (None if e is None else self.lift(e, units=False) for e in (found.first, found.last))
-        return Ends(first, last, self.lift(found.asks), self.lift(found.rest))
+        first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
+        return Ends(first, last, self.lift(ends.asks), self.lift(ends.rest))
 
     def _slot(self, key: tuple[Any, ...], type: Type, **what: Any) -> Expr:
         if key not in self.slots:
@@ -396,12 +396,12 @@ def derived_table(table: Any, derived: str) -> Any:
         return table
     if derived not in ENDS_OF_RUNS:
         return _segments(table, derived)
-    made, (how, end) = Table(np.asarray(table)), derived.split("_")
+    host_table, (how, end) = Table(np.asarray(table)), derived.split("_")
     if how == "run":
-        found = made.run(end, np.indices(made.array.shape, sparse=True))
+        positions = host_table.run(end, np.indices(host_table.array.shape, sparse=True))
     else:  # from the last segment's first index on, lookups clamp
-        found = made.segment(end, np.arange(max(int(made.array[1:-1].max(initial=0)), 0) + 1))
-    return np.clip(found, -FAR, FAR).astype(np.int32)
+        positions = host_table.segment(end, np.arange(max(int(host_table.array[1:-1].max(initial=0)), 0) + 1))
+    return np.clip(positions, -RUN_LIMIT, RUN_LIMIT).astype(np.int32)
 
 
 def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
@@ -410,8 +410,8 @@ def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
         at = np.arange(max(int(array[-2:][0]), 0) + 1)
     else:  # back to where the first segment ends
         at = -1 - np.arange(max(-int(array[1:][0]), 0) + 1) if len(array) > 1 else np.array([-1])
-    found = np.searchsorted(array, at, side="right") - 1
-    return np.clip(found, 0, max(len(array) - 2, 0)).astype(np.int32)
+    segments = np.searchsorted(array, at, side="right") - 1
+    return np.clip(segments, 0, max(len(array) - 2, 0)).astype(np.int32)
 
 
 def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
@@ -429,14 +429,14 @@ def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
 def _near(ends: Ends | None, limits: Mapping[str, float]) -> Ends | None:
     """Ends that stay in 32 bits: a number far past all positions stands for any further one. None where an end reads
     several numbers, or by other operators."""
-    found = [] if ends is None else [e for e in (ends.first, ends.last) if e is not None]
-    if ends is None or not needs_int64(found, {n: x + 1 for n, x in limits.items()}, np.inf):
+    bounds = [] if ends is None else [e for e in (ends.first, ends.last) if e is not None]
+    if ends is None or not needs_int64(bounds, {n: x + 1 for n, x in limits.items()}, np.inf):
         return ends
-    leaves = [{n for n in walk(e) if n.op in ("param", "lookup") and n.name in limits} for e in found]
+    leaves = [{n for n in walk(e) if n.op in ("param", "lookup") and n.name in limits} for e in bounds]
     linear = {"add", "sub", "min", "max", "lit", "var", "param", "lookup"}
-    if max(map(len, leaves)) > 1 or not {n.op for n in walk(*found)} <= linear:
+    if max(map(len, leaves)) > 1 or not {n.op for n in walk(*bounds)} <= linear:
         return None
-    near = {n: build("max", build("min", n, lit(2 * FAR)), lit(-2 * FAR)) for n in set().union(*leaves)}
+    near = {n: build("max", build("min", n, lit(2 * RUN_LIMIT)), lit(-2 * RUN_LIMIT)) for n in set().union(*leaves)}
     return replace(ends, **{n: substitute(e, near) for n in ("first", "last") if (e := getattr(ends, n)) is not None})
 
 
@@ -447,7 +447,7 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float 
     for e in walk(*parts):
         if e.type is INT and e not in wrapping:
             args = [size.get(a, 0.0) for a in e.args]
-            size[e] = float(FAR) if e.op in ENDS_OF_RUNS else magnitude(e, args, limits)
+            size[e] = float(RUN_LIMIT) if e.op in ENDS_OF_RUNS else magnitude(e, args, limits)
             wide = min(size[e], 2.0**62 if e.op == "lookup" else size[e])
             if wide >= most and (e.op in RING or e.op == "abs"):
                 remedy = "bound its parameters, or keep its products and powers smaller"
@@ -516,9 +516,9 @@ def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
     last = np.repeat(runs.stop[heads + length - 1], length)
     over = (place == most - 1) & (np.repeat(length, length) > most)
     stop, kind = np.where(over, last, runs.stop), np.where(over, PARTIAL, runs.kind)
-    kept = place < most
+    within = place < most
     joined = int((last - runs.start)[over].sum())
-    return Runs(*(x[kept] for x in (runs.slice, runs.row, runs.start, stop, kind))), joined
+    return Runs(*(x[within] for x in (runs.slice, runs.row, runs.start, stop, kind))), joined
 
 
 def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -41,7 +41,7 @@ from .sass import Loop, Sass
 from .simulate import Role, simulate
 from .steps import steps
 
-FEW = (2, 6)  # border and full tiles of the run that says what a prologue and a tail take
+PROBE = (2, 6)  # border and full tiles of the run that says what a prologue and a tail take
 SECONDS_A_LAUNCH = 3e-6  # of each kernel, as events on a stream see it
 Counts = NDArray[np.int64]
 
@@ -150,9 +150,9 @@ def path(kernel: Sass, begin: int, ends: Iterable[int]) -> list[int]:
 
 def overhead(x: Kernel, gpu: Gpu) -> float:
     """Cycles of a block beside its tiles: a run of the whole program, less its steady loops."""
-    turns = {x.border: FEW[0], x.full: FEW[1]}  # of loops by number, in the order of the text
+    turns = {x.border: PROBE[0], x.full: PROBE[1]}  # of loops by number, in the order of the text
     alone = figures(x.compiled, gpu, 1)
-    key = ("overhead 2", VERSION, x.compiled.digest, x.compiled.warps, x.compiled.stages, x.border, x.full, FEW, gpu)
+    key = ("overhead 2", VERSION, x.compiled.digest, x.compiled.warps, x.compiled.stages, x.border, x.full, PROBE, gpu)
     taken: float = remembered(key, lambda: whole(x, gpu, turns))
     return max(0.0, taken - sum(n * alone[number].cycles for number, n in turns.items()))
 

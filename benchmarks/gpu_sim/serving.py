@@ -40,7 +40,7 @@ from .machine import GPUS, Gpu, resident
 from .simulate import Role, simulate
 from .steps import steps
 
-FAR = 479 - 263  # cycles from L2 to HBM, by Luo et al., as in `machine`
+HBM_CYCLES = 479 - 263  # cycles from L2 to HBM, by Luo et al., as in `machine`
 GROUP, KEY_HEADS, DIM = 8, 8, 128
 SEARCH = 2500  # cycles of a program that finds no row to work on: some four loads from L2, one after another
 FINE = 1 << 20  # up to so many tiles of all programs are followed one by one
@@ -342,7 +342,7 @@ def _timed(
     """The time of programs of (border, full) tiles of so many keys and rows; `more` are cycles of a second kernel, HBM
     brings a `share` of what programs read."""
     near = GPUS[step.arch]
-    far = replace(near, copy_latency=near.copy_latency + FAR, global_latency=near.global_latency + FAR)
+    far = replace(near, copy_latency=near.copy_latency + HBM_CYCLES, global_latency=near.global_latency + HBM_CYCLES)
     fit = resident(near, one.warps, one.registers, one.shared)
     working = 1 + max(i for i, n in enumerate(programs) if sum(n))  # the programs after these leave at once
     fit = max(1, min(fit, -(-working // near.processors)))

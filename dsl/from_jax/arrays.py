@@ -165,7 +165,7 @@ def _slice(p: Mapping[str, Any], x: Array) -> Element:
     return lambda i: x.at(tuple(index(e, *part) for e, part in zip(i, parts, strict=True)))
 
 
-def taken(x: Array, axis: int, start: int, stop: int) -> Array:
+def axis_slice(x: Array, axis: int, start: int, stop: int) -> Array:
     """`x[start:stop]` along one axis."""
     low, high = [0] * len(x.shape), list(x.shape)
     low[axis], high[axis] = start, stop
@@ -323,8 +323,8 @@ class Reductions:
 
             def nested(done: int) -> Expr:
                 if done == len(xc):
-                    found = (a.at(tuple(r[d] for d in range(len(a.shape)))) for a, r in zip((x, y), rows))
-                    return fold(lambda a, b: a * b, found)
+                    factors = (a.at(tuple(r[d] for d in range(len(a.shape)))) for a, r in zip((x, y), rows))
+                    return fold(lambda a, b: a * b, factors)
 
                 def body(j: Expr) -> Expr:
                     rows[0][xc[done]] = rows[1][yc[done]] = j
@@ -353,15 +353,15 @@ def _first(op: str) -> Callable[..., Element]:
             raise Refused(f"the place of an extreme of {x.shape[axis]} elements, more than {MAX_WRITTEN}; use a table")
 
         def element(i: Indices) -> Expr:
-            found = [x.at((*i[:axis], lit(j), *i[axis:])) for j in range(x.shape[axis])]
-            if found[0].type is BOOL:
-                wanted = found if op == "gt" else [~e for e in found]
+            elements = [x.at((*i[:axis], lit(j), *i[axis:])) for j in range(x.shape[axis])]
+            if elements[0].type is BOOL:
+                conditions = elements if op == "gt" else [~e for e in elements]
                 out = ZERO
-                for j, e in reversed(list(enumerate(wanted))):
+                for j, e in reversed(list(enumerate(conditions))):
                     out = lit(j) if e is TRUE else build("where", e, lit(j), out)
                 return out
-            place, best = ZERO, found[0]
-            for j, e in enumerate(found[1:], 1):
+            place, best = ZERO, elements[0]
+            for j, e in enumerate(elements[1:], 1):
                 better = build(op, e, best)
                 place, best = build("where", better, lit(j), place), build("where", better, e, best)
             return place

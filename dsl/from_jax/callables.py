@@ -38,7 +38,7 @@ from frisket.dsl.types import FLOAT, INT, Type
 from frisket.dsl.work import RING
 from frisket.grammar.memo import memo
 
-from .arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
+from .arrays import MAX_WRITTEN, SHAPED, Array, Reductions, axis_slice, broadcast, only_units, row, scalar, stacked
 from .scalars import REASONS, SCALARS, Refused, argument, choose, literal, type_of
 
 
@@ -124,7 +124,7 @@ class Reader:
                 return self.computed(eqn, inputs)
             raise
         values = partial(_compute, eqn, inputs) if known else None
-        return [_made(name, eqn.outvars[0].aval.shape, element, inputs, values)]
+        return [_array_of(name, eqn.outvars[0].aval.shape, element, inputs, values)]
 
     def element(self, eqn: Any, inputs: list[Array]) -> Any:
         name = eqn.primitive.name
@@ -159,7 +159,7 @@ class Reader:
         def element(results: Sequence[Array]) -> Any:
             return lambda i: choose(which.at(), *(r.at(i) for r in results))
 
-        return [_made("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
+        return [_array_of("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
 
     def scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         """A loop of few turns, written out. Values collected or read turn by turn have one axis more outside."""
@@ -183,7 +183,7 @@ class Reader:
 
     def split(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         ends = accumulate(int(n) for n in eqn.params["sizes"])
-        return [taken(inputs[0], eqn.params["axis"], *ends) for ends in pairwise([0, *ends])]
+        return [axis_slice(inputs[0], eqn.params["axis"], *ends) for ends in pairwise([0, *ends])]
 
     def search(self, eqn: Any, inputs: list[Array]) -> list[Array] | None:
         """jnp.searchsorted of a position: the segment that holds the position, counted from one more at the front. The
@@ -219,7 +219,7 @@ class Reader:
 MANY = {"cond": Reader.cond, "scan": Reader.scan, "split": Reader.split}
 
 
-def _made(name: str, shape: tuple[int, ...], element: Any, inputs: Sequence[Array], known: Any) -> Array:
+def _array_of(name: str, shape: tuple[int, ...], element: Any, inputs: Sequence[Array], known: Any) -> Array:
     source = next((x.source for x in inputs if x.source), "")
     pieces = bool(shape) and (any(x.pieces for x in inputs) or name in ("concatenate", "stack"))
     return Array(tuple(shape), element, known, source, pieces)
@@ -275,8 +275,8 @@ def _searches(eqn: Any, side: str) -> bool:
     import jax
 
     kinds = [argument(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    own = jax.make_jaxpr(lambda a, x: jax.numpy.searchsorted(a, x, side=side))(*kinds)
-    return str(own.eqns[0].params.get("jaxpr")) == str(eqn.params["jaxpr"])
+    reference = jax.make_jaxpr(lambda a, x: jax.numpy.searchsorted(a, x, side=side))(*kinds)
+    return str(reference.eqns[0].params.get("jaxpr")) == str(eqn.params["jaxpr"])
 
 
 # -- the user's line -----------------------------------------------------------------------------------
@@ -293,8 +293,8 @@ def _is_users(file: str) -> bool:
 def _place(eqn: Any) -> str:
     """The line of the user's code that wrote an equation."""
     trace = getattr(eqn.source_info, "traceback", None)
-    found = ((f.file_name, f.line_num) for f in (trace.frames if trace is not None else ()) if _is_users(f.file_name))
-    return next((line(*place) for place in found), "")
+    places = ((f.file_name, f.line_num) for f in (trace.frames if trace is not None else ()) if _is_users(f.file_name))
+    return next((line(*place) for place in places), "")
 
 
 def _power(x: Expr, y: Expr) -> Expr:
@@ -323,7 +323,7 @@ def patterns(wide: bool) -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callabl
     int64 too."""
     import jax
 
-    found: dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]] = {}
+    by_op: dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]] = {}
     for (where, type, count, meant), whole in product(WRITTEN, ("int32", "int64")[: 1 + wide]):
         module, name = where.split(".")
         function = getattr(getattr(jax, module), name)
@@ -334,8 +334,8 @@ def patterns(wide: bool) -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callabl
         holes = tuple(ir.var(n, type) for n in (X, Y)[:count])
         reader = Reader(lambda wish, array: wish)
         (out,) = reader.run(closed.jaxpr, [reader.constant(c) for c in closed.consts], [scalar(e) for e in holes])
-        found.setdefault(out.at().op, []).append((out.at(), holes, meant))
-    return found
+        by_op.setdefault(out.at().op, []).append((out.at(), holes, meant))
+    return by_op
 
 
 def replaced(e: Expr) -> Expr:
@@ -369,8 +369,8 @@ def reaches_jax(fn: Any) -> bool:
 
 def _is_jax(value: Any) -> bool:
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    own = type(value).__module__  # of an array, a jitted function, a ufunc
-    return any(isinstance(n, str) and n.split(".")[0] in ("jax", "jaxlib") for n in (name, own))
+    type_module = type(value).__module__  # of an array, a jitted function, a ufunc
+    return any(isinstance(n, str) and n.split(".")[0] in ("jax", "jaxlib") for n in (name, type_module))
 
 
 def raised_in_jax(error: BaseException) -> bool:
@@ -390,9 +390,9 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     """The result of `fn` for these symbols: a symbol, or whatever is no number. `naming` names the captured arrays."""
     import jax
 
-    given = [s.expr for s in (*args, *keywords.values())]
+    exprs = [s.expr for s in (*args, *keywords.values())]
     whole = str(jax.dtypes.canonicalize_dtype(np.int64))
-    kinds = [argument((), "float32" if e.type is FLOAT else whole) for e in given]
+    kinds = [argument((), "float32" if e.type is FLOAT else whole) for e in exprs]
 
     def flat(*xs: Any) -> Any:
         return fn(*xs[: len(args)], **dict(zip(keywords, xs[len(args) :])))
@@ -411,7 +411,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     arrays = [(n, x) for n, x, _ in reached(fn) if n and hasattr(x, "shape") and hasattr(x, "dtype")]
     reader = Reader(naming, arrays, replaced, Widths({}))
     consts = [reader.constant(c) for c in closed.consts]
-    (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in given])
+    (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in exprs])
     return Symbol(out.at())
 
 

@@ -222,9 +222,9 @@ def _read_by(fn: FunctionType) -> Iterator[tuple[str, Any, Path]]:
 
 @memo(4096)
 def _global_names(code: CodeType) -> tuple[str, ...]:
-    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    outer = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _global_names(c)]
-    return tuple(dict.fromkeys([*own, *inner]))
+    return tuple(dict.fromkeys([*outer, *inner]))
 
 
 @memo(4096)

@@ -84,15 +84,15 @@ def symbol_of(value: Any) -> Symbol | None:
         value = float(value) if value.dtype.type is np.longdouble else value.item()
     if isinstance(value, bool | int | float):
         return Symbol(lit(value))
-    if context.front is not None and (found := context.front.lift(value)) is not None:
-        return found  # type: ignore[no-any-return]
+    if context.front is not None and (symbol := context.front.lift(value)) is not None:
+        return symbol  # type: ignore[no-any-return]
     return None
 
 
 def operand(value: Any, label: str) -> Symbol:
-    found = symbol_of(value)
-    if found is not None:
-        return found
+    symbol = symbol_of(value)
+    if symbol is not None:
+        return symbol
     shape = getattr(value, "shape", None)
     if shape is not None:
         fail(f"an array ({shown(shape)}) and a position meet in {label}: index the array first, as in `table[q]`")
@@ -125,8 +125,8 @@ def aligned(symbols: Sequence[Symbol], label: str = "an operation") -> tuple[lis
             fail(f"arrays of shapes {' and '.join(shown(s.shape) or 'one number' for s in symbols)} meet in {label}")
         new = axis(wide.size, wide.end)
         axes.append(new)
-        for a, moved in mine:
-            moved[a.bound] = new.bound if a.size == wide.size else ir.ZERO
+        for a, mapping in mine:
+            mapping[a.bound] = new.bound if a.size == wide.size else ir.ZERO
     exprs = [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)]
     return exprs, tuple(reversed(axes))
 
@@ -153,16 +153,16 @@ def indexed(x: Symbol, key: Any) -> Symbol:
     for i in [i for i, s in arrays.items() if s.expr.op == "lit" and not s.axes]:  # np.int64(-1), torch.tensor(-1)
         keys[i] = arrays.pop(i).expr.name
     parts, wide = aligned(list(arrays.values()), "an index")
-    found, at, left, moves = dict(zip(arrays, parts)), None, iter(x.axes), {}
+    indices, at, left, moves = dict(zip(arrays, parts)), None, iter(x.axes), {}
     axes: list[Axis] = []
     for i, y in enumerate(keys):
         if y is None:
             axes.append(axis(1))
             continue
         old = next(left)
-        if i in found:
+        if i in indices:
             at = len(axes) if at is None else at
-            moves[old.bound] = found[i]
+            moves[old.bound] = indices[i]
         elif isinstance(y, slice):
             start, stop, step = y.indices(old.size)
             n = len(range(start, stop, step))
@@ -172,8 +172,8 @@ def indexed(x: Symbol, key: Any) -> Symbol:
         else:
             moves[old.bound] = _literal(y, old.size, name)
     if wide:  # torch and numpy put the axes of index arrays first where they are not side by side
-        beside = sorted(found)
-        at = at if beside == list(range(beside[0], beside[-1] + 1)) else 0
+        places = sorted(indices)
+        at = at if places == list(range(places[0], places[-1] + 1)) else 0
         axes[at:at] = wide
     return Symbol(ir.substitute(x.expr, moves), tuple(axes))
 
@@ -207,8 +207,8 @@ def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Sym
         e = number(e)
     for i in sorted(chosen, reverse=True):
         e = _over(kind, x.axes[i], e)
-    kept = (axis(1) if i in chosen else a for i, a in enumerate(x.axes) if keepdim or i not in chosen)
-    return Symbol(e, tuple(kept))
+    axes = (axis(1) if i in chosen else a for i, a in enumerate(x.axes) if keepdim or i not in chosen)
+    return Symbol(e, tuple(axes))
 
 
 def _over(kind: str, a: Axis, e: Expr) -> Expr:
@@ -306,8 +306,8 @@ class Symbol:
         return no_truth() if value is None else bool(value)
 
     def __index__(self) -> int:
-        found = self._number("a position is not a number while the function is traced: no range(), no Python indexing")
-        return found.__index__()  # type: ignore[no-any-return]
+        value = self._number("a position is not a number while the function is traced: no range(), no Python indexing")
+        return value.__index__()  # type: ignore[no-any-return]
 
     def __float__(self) -> float:
         why = (

@@ -71,10 +71,10 @@ def trace(
         raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}{hint}")
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
     names = _places(fn, kind) if by_place else _arguments(fn, kind)
-    found: Kind = "score" if "score" in names.values() else "mask"
-    if kind is not None and kind != found and kind == "mask":
+    inferred: Kind = "score" if "score" in names.values() else "mask"
+    if kind is not None and kind != inferred and kind == "mask":
         raise TraceError("this function takes `score`, so it is a score mod; use frisket.score")
-    kind = kind or found
+    kind = kind or inferred
     had_torch = "torch" in sys.modules
     call = _called
     if "torch._dynamo" in sys.modules:  # symbols are none of its business: it would compile the user's function
@@ -116,8 +116,8 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
     used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
     tables = {n: t for n, t in tracer.tables.items() if n in used}
     read = tuple((tracer.read or {}).values())
-    scored, made = "score" in names.values(), to_float(e) if kind == "score" else e
-    return Traced(made, tables, kind, tuple(tracer.notes), read, e.type, scored)
+    scored, expr = "score" in names.values(), to_float(e) if kind == "score" else e
+    return Traced(expr, tables, kind, tuple(tracer.notes), read, e.type, scored)
 
 
 def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
@@ -154,17 +154,17 @@ def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
                 f"  write the parameters in the order {', '.join(ORDER[-len(by_place) :])}"
             )
         return {n: n for n in free}
-    taken = ", ".join(free) or "no arguments"
+    params = ", ".join(free) or "no arguments"
     if len(free) == 5 or (len(free) == 4 and kind != "score"):
         for name, place in _swapped(free):
             if name in ORDER:
                 raise TraceError(
-                    f"{_named(fn)} takes {taken}; by place `{name}` would be `{place}`, since not all are named among "
+                    f"{_named(fn)} takes {params}; by place `{name}` would be `{place}`, since not all are named among "
                     "b, h, q, k (and score)"
                 )
         return dict(zip(free, ORDER[-len(free) :], strict=True))
     raise TraceError(
-        f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), or take "
+        f"{_named(fn)} takes {params}; name its arguments among b, h, q, k (and score), or take "
         f"{'' if kind == 'score' else 'four (b, h, q, k) or '}five (score, b, h, q, k) by place"
     )
 
@@ -183,18 +183,18 @@ def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     any_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     needed = [p.name for p in placed if p.default is p.empty]
-    wanted = 5 if len(needed) > 4 or (kind == "score" and (any_more or len(placed) > 4)) else 4
-    names = [p.name for p in placed][:wanted]
+    count = 5 if len(needed) > 4 or (kind == "score" and (any_more or len(placed) > 4)) else 4
+    names = [p.name for p in placed][:count]
     if any_more:
-        names += [f"*{i}" for i in range(len(names), wanted)]
+        names += [f"*{i}" for i in range(len(names), count)]
     unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    if len(needed) > wanted or len(names) < wanted or unset:
-        taken = ", ".join(needed + unset) or "no arguments"
+    if len(needed) > count or len(names) < count or unset:
+        params = ", ".join(needed + unset) or "no arguments"
         raise TraceError(
-            f"{_named(fn)} takes {taken}; a mask_mod takes four by place, (b, h, q_idx, kv_idx), a score_mod five, "
+            f"{_named(fn)} takes {params}; a mask_mod takes four by place, (b, h, q_idx, kv_idx), a score_mod five, "
             "(score, b, h, q_idx, kv_idx); fix others with functools.partial, or give them defaults"
         )
-    return dict(zip(names, ORDER[5 - wanted :], strict=True))
+    return dict(zip(names, ORDER[5 - count :], strict=True))
 
 
 def _named(fn: Any) -> str:
@@ -203,14 +203,14 @@ def _named(fn: Any) -> str:
 
 
 def _result(fn: Callable[..., Any], kind: Kind, result: Any) -> Expr:
-    found = symbol_of(result)
-    if found is None:
+    symbol = symbol_of(result)
+    if symbol is None:
         raise TraceError(f"{_named(fn)} returns {what_is(result)}; return one expression of its arguments")
-    if found.axes:
+    if symbol.axes:
         raise TraceError(
-            f"{_named(fn)} returns an array of {shown(found.shape)}; index it, or reduce it as in `.any(-1)`"
+            f"{_named(fn)} returns an array of {shown(symbol.shape)}; index it, or reduce it as in `.any(-1)`"
         )
-    e = found.expr
+    e = symbol.expr
     if kind == "mask" and e.type is not BOOL:
         raise TraceError(
             f"a mask returns a Bool, {_named(fn)} returns {e.type.with_article}; "
@@ -230,7 +230,7 @@ class _Tracer:
 
     tables: dict[str, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # ids stay valid while these live
+    originals: list[Any] = field(default_factory=list)  # ids stay valid while these live
     notes: list[str] = field(default_factory=list)
     read: dict[int, Any] | None = field(default_factory=dict)  # tensors whose values were looked at; None: have none
     wishes: dict[int, str] = field(default_factory=dict)  # the name of the variable a tensor is in, by its id
@@ -275,7 +275,7 @@ class _Tracer:
         copy = FunctionType(fn.__code__, scope, fn.__name__, None, cells)
         vars(copy).update(vars(fn))
         self.copies[id(fn)] = copy
-        self.kept.append(fn)
+        self.originals.append(fn)
         for name in () if library else names_read(fn.__code__):
             if name in scope:
                 scope[name] = self.value(scope[name], name)
@@ -321,5 +321,5 @@ def _autograd_function(value: Any) -> type[Any] | None:
     """The torch.autograd.Function that a value is, or whose `apply` it is."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     cls = value if isinstance(value, type) else getattr(value, "__self__", None)
-    found = function is not None and isinstance(cls, type) and issubclass(cls, function) and cls is not function
-    return cls if found else None
+    is_autograd = function is not None and isinstance(cls, type) and issubclass(cls, function) and cls is not function
+    return cls if is_autograd else None

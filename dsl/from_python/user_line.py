@@ -80,11 +80,11 @@ def no_truth() -> NoReturn:
 def instead(where: str, module: str) -> str:
     """The replacement for the words on a user's line, with the functions of `module`."""
     source = where.partition("\n")[2]
-    found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
-    found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]
-    if not found and re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"[&|]", source):
-        found = [CHAIN]
-    return "; ".join(found or [*WORDS.values(), CHAIN]).format(module=module)
+    replacements = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
+    replacements = replacements or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]
+    if not replacements and re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"[&|]", source):
+        replacements = [CHAIN]
+    return "; ".join(replacements or [*WORDS.values(), CHAIN]).format(module=module)
 
 
 def _array_module() -> str:

@@ -6,8 +6,8 @@
 >>> def alibi(slopes):
 ...     return lambda score, b, h, q, k: torch.where(q >= k, score + slopes[h] * (k - q), -torch.inf)
 >>> slopes = torch.tensor([0.5, 0.25])
->>> found = trace(alibi(slopes))
->>> show(found.expr, found.tables), found.tables["slopes"] is slopes
+>>> traced = trace(alibi(slopes))
+>>> show(traced.expr, traced.tables), traced.tables["slopes"] is slopes
 ('where(q >= k, score + slopes[h] * (k - q), -inf)', True)
 
 Runs under a `TorchFunctionMode`, which sees every call of torch with the caller's line still on the stack. A tensor
@@ -111,7 +111,7 @@ class Front:
     ) -> None:  # fmt: skip
         self.torch = sys.modules["torch"]
         self.naming, self.values, self.wishes, self.read = naming, values, wishes, read
-        self.made: dict[int, Any] = {}  # tensors that the function made itself, by id
+        self.constants: dict[int, Any] = {}  # tensors that the function made itself, by id
         self.lifted: dict[int, tuple[Any, Symbol]] = {}
         self.offsets: dict[tuple[int, int], tuple[Any, Any]] = {}  # for searchsorted, by the id of a tensor and side
         self.seen: dict[tuple[Any, ...], Any] = {}  # one object for all views of the same elements
@@ -131,7 +131,7 @@ class Front:
             wish = self._wish(value)
             type_ = self._type(value, wish)
             shape = tuple(map(int, value.shape))  # one that is open in an exported program becomes this number there
-            if not shape and id(value) in self.made:
+            if not shape and id(value) in self.constants:
                 return Symbol(lit(_literal(value)))
             place = id(value) if self.read is None else value.data_ptr()
             key = (place, shape, value.stride(), value.dtype, value.requires_grad, value.is_neg())
@@ -174,8 +174,8 @@ class Front:
 
     def _members(self, x: Any) -> dict[str, Any]:
         if isinstance(x, self.torch.nn.Module):
-            held: dict[str, Any] = {**dict(x.named_parameters()), **dict(x.named_buffers())}
-            return {**{n.replace(".", "_"): t for n, t in held.items()}, **vars(x)}
+            tensors: dict[str, Any] = {**dict(x.named_parameters()), **dict(x.named_buffers())}
+            return {**{n.replace(".", "_"): t for n, t in tensors.items()}, **vars(x)}
         if isinstance(x, dict):
             return {str(n): t for n, t in x.items()}
         return {} if isinstance(x, ModuleType) else dict(getattr(x, "__dict__", {}))
@@ -190,8 +190,8 @@ class Front:
         with self.torch._C.DisableTorchFunction():
             tables = {n: entries_of(v) for n, v in self.values.items()}
             env = {**{f"axis {i}": g for i, g in enumerate(grid)}, **tables}
-            found = np.broadcast_to(evaluate(ir.substitute(x.expr, names), env, tables), tuple(x.shape))
-            return self.torch.from_numpy(found.copy()).to(self.dtype(x))
+            array = np.broadcast_to(evaluate(ir.substitute(x.expr, names), env, tables), tuple(x.shape))
+            return self.torch.from_numpy(array.copy()).to(self.dtype(x))
 
     def dtype(self, x: Symbol) -> Any:
         return {BOOL: self.torch.bool, INT: self.torch.int64, FLOAT: self.torch.float32}[x.expr.type]
@@ -219,7 +219,7 @@ class Front:
         name = name_of(func)
         inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
         symbols = [x for x in inputs if isinstance(x, Symbol)]
-        captured = [x for x in inputs if not isinstance(x, Symbol) and id(x) not in self.made]
+        captured = [x for x in inputs if not isinstance(x, Symbol) and id(x) not in self.constants]
         if name in RANDOM or (name.endswith("_") and name.strip("_") in RANDOM):
             fail(f"`torch.{name}` gives other numbers at every call; "
                  "in the language it is `random(seed, b, h, q, k)`, or capture a tensor of random numbers")  # fmt: skip
@@ -335,10 +335,10 @@ class Front:
         """The result of torch itself; a result that depends on no captured tensor is a constant."""
         inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
         if name_of(func) not in METADATA:
-            self.looks(x for x in inputs if id(x) not in self.made)
+            self.looks(x for x in inputs if id(x) not in self.constants)
         result = func(*args, **kwargs)
-        if all(id(x) in self.made for x in inputs):
-            self.made.update({id(x): x for x in _arrays(self.torch, (result,))})
+        if all(id(x) in self.constants for x in inputs):
+            self.constants.update({id(x): x for x in _arrays(self.torch, (result,))})
         return result
 
 

@@ -224,8 +224,8 @@ def _logaddexp(x: Expr, y: Expr) -> Expr:
     """log(exp(x) + exp(y)); at a tie, infinities too, each argument has half the derivative."""
     same = eq(x, y)
     gap = where(same, 1.0, x - y)
-    apart = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
-    return where(same, 0.5 * x + 0.5 * y + math.log(2.0), apart)
+    unequal = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
+    return where(same, 0.5 * x + 0.5 * y + math.log(2.0), unequal)
 
 
 def _on_floats(name: str, make: Callable[[Expr, Expr], Expr]) -> Function:
@@ -252,18 +252,18 @@ def _added(op: str) -> Function:
     """The functions `addcmul` and `addcdiv`: input + value * (tensor1 op tensor2)."""
 
     def call(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Symbol:
-        found = apply_binary(op, tensor1, tensor2)
-        found = found if isinstance(value, int) and value == 1 else apply_binary("mul", found, value)
-        return apply_binary("add", input, found)
+        term = apply_binary(op, tensor1, tensor2)
+        term = term if isinstance(value, int) and value == 1 else apply_binary("mul", term, value)
+        return apply_binary("add", input, term)
 
     return call
 
 
 def clamp(input: Any, min: Any = None, max: Any = None) -> Symbol:
-    found = operand(input, "`clamp`")
+    result = operand(input, "`clamp`")
     if min is not None:
-        found = apply_binary("max", found, min)
-    return found if max is None else apply_binary("min", found, max)
+        result = apply_binary("max", result, min)
+    return result if max is None else apply_binary("min", result, max)
 
 
 def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -> Symbol:
@@ -292,8 +292,8 @@ def gelu(input: Any, approximate: str = "none") -> Symbol:
 def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
     """The method of a Float function with a few numbers beside its argument."""
 
-    def call(input: Any, *given: float, inplace: bool = False, **named: float) -> Symbol:
-        numbers = {**defaults, **dict(zip(defaults, given)), **named}
+    def call(input: Any, *args: float, inplace: bool = False, **named: float) -> Symbol:
+        numbers = {**defaults, **dict(zip(defaults, args)), **named}
         if set(numbers) != set(defaults):
             raise TypeError(f"it takes {', '.join(defaults)}")
         return elementwise(lambda x: make(real(x), *(float(v) for v in numbers.values())), input, label="a function")
@@ -424,8 +424,8 @@ def inner(input: Any, other: Any) -> Symbol:
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Symbol:
     x, y = operand(elements, "`isin`"), operand(test_elements, "`isin`")
     flat = reshape(y, -1)
-    found = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, flat), -1)
-    return ~found if invert else found
+    member = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, flat), -1)
+    return ~member if invert else member
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
@@ -433,8 +433,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
     x = operand(input, "`linear`")
     if x.ndim != 1:
         fail(f"`linear` of an array with {x.ndim} axes: it takes one vector")
-    found = product(operand(weight, "`linear`"), x)
-    return found if bias is None else apply_binary("add", found, bias)
+    output = product(operand(weight, "`linear`"), x)
+    return output if bias is None else apply_binary("add", output, bias)
 
 
 def embedding(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Symbol:
@@ -446,10 +446,10 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Symbol:
     for i in range(1, len(parts)):
         parts[0], parts[i] = alike(parts[0], parts[i])
     parts = [alike(p, parts[0])[0] for p in parts]
-    new, found = axis(len(parts)), parts[-1]
+    new, element = axis(len(parts)), parts[-1]
     for i in reversed(range(len(parts) - 1)):
-        found = where(eq(new.bound, i), parts[i], found)
-    return moveaxis(Symbol(found, (new, *axes)), 0, dim)
+        element = where(eq(new.bound, i), parts[i], element)
+    return moveaxis(Symbol(element, (new, *axes)), 0, dim)
 
 
 def permute(input: Any, *dims: Any) -> Symbol:
@@ -461,8 +461,8 @@ def permute(input: Any, *dims: Any) -> Symbol:
 def moveaxis(input: Any, source: int, destination: int) -> Symbol:
     x = operand(input, "`moveaxis`")
     axes = list(x.axes)
-    moved = axes.pop(source)
-    axes.insert(destination % x.ndim, moved)
+    source_axis = axes.pop(source)
+    axes.insert(destination % x.ndim, source_axis)
     return Symbol(x.expr, tuple(axes))
 
 
@@ -495,11 +495,11 @@ def squeeze(input: Any, dim: Any = None) -> Symbol:
 def reshape(input: Any, *shape: Any) -> Symbol:
     """A row-major view in another shape: the old indices are quotients and remainders of the flat index."""
     x = operand(input, "`reshape`")
-    given = [int(n) for n in (shape[0] if shape and not isinstance(shape[0], int) else shape)]
-    total, known = math.prod(x.shape), math.prod(n for n in given if n >= 0)
-    sizes = [total // max(known, 1) if n < 0 else n for n in given]
+    dims = [int(n) for n in (shape[0] if shape and not isinstance(shape[0], int) else shape)]
+    total, known = math.prod(x.shape), math.prod(n for n in dims if n >= 0)
+    sizes = [total // max(known, 1) if n < 0 else n for n in dims]
     if math.prod(sizes) != total:
-        fail(f"an array of {total} entries has no shape {tuple(given)}")
+        fail(f"an array of {total} entries has no shape {tuple(dims)}")
     if tuple(sizes) == x.shape:
         return x
     axes = tuple(axis(n) for n in sizes)

@@ -2,16 +2,16 @@
 
 Every clause of a conjunction is read, where that is possible, as one of
 
-    QueryCondition(e) a condition on the query alone
+    QueryCondition(e)        a condition on the query alone
     Keys(e)                  a condition on the key alone
     Limit(of, side, f)       what `of` gives for the key is at least ("low") or at most ("high") f(q)
     Equal(of, f), Unequal    it is, or is not, f(q)
-    Along(e)                 a condition on q - k alone
+    OnDistance(e)            a condition on q - k alone
 
 where `of` is the key itself, a digit `k // step % base` of it, or any function of the key.
 
 >>> from frisket.dsl.sugar import eq, k, q
->>> products((q >= k) & eq((q - k) % 4, 1))
+>>> clause_disjuncts((q >= k) & eq((q - k) % 4, 1))
 [(Limit(of=KeyPosition(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
 """
 
@@ -30,7 +30,7 @@ from frisket.lowering.simplify.rules_boolean import negate
 
 from .questions import beyond
 
-PRODUCTS = 24  # conjunctions a mask may be a disjunction of
+MAX_DISJUNCTS = 24  # conjunctions a mask may be a disjunction of
 D = var("d")  # q - k
 _K = var("k")
 
@@ -49,13 +49,13 @@ class Digit:
 
 
 @dataclass(frozen=True)
-class Of:
+class OnKeyFunction:
     """Any function of the key, as the target of a clause."""
 
     e: Expr
 
 
-Target = KeyPosition | Digit | Of
+Target = KeyPosition | Digit | OnKeyFunction
 
 
 @dataclass(frozen=True)
@@ -98,37 +98,37 @@ class Unequal:
 
 
 @dataclass(frozen=True)
-class Along:
+class OnDistance:
     e: Expr  # of d = q - k
 
 
-Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | Along
+Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | OnDistance
 Conjunction = tuple[Clause, ...]
 
 
 @memo(group="expressions")
-def products(e: Expr) -> list[Conjunction] | None:
+def clause_disjuncts(e: Expr) -> list[Conjunction] | None:
     """The disjunction of conjunctions of clauses that equals `e`; None where a part is no clause, where there are more
-    than PRODUCTS of them, or where `e` is `beyond`."""
+    than MAX_DISJUNCTS of them, or where `e` is `beyond`."""
     if beyond(e):
         return None
-    found = read(e)
-    if found is not None:
-        return [found]
+    clauses = read(e)
+    if clauses is not None:
+        return [clauses]
     if e.op == "or":
-        parts = [products(a) for a in e.args]
+        parts = [clause_disjuncts(a) for a in e.args]
         joined = [c for p in parts if p is not None for c in p]
-        return None if any(p is None for p in parts) or len(joined) > PRODUCTS else joined
+        return None if any(p is None for p in parts) or len(joined) > MAX_DISJUNCTS else joined
     if e.op == "and":
         out: list[Conjunction] = [()]
         for a in e.args:
-            options = products(a)
-            if options is None or len(out) * len(options) > PRODUCTS:
+            options = clause_disjuncts(a)
+            if options is None or len(out) * len(options) > MAX_DISJUNCTS:
                 return None
             out = [x + y for x, y in product(out, options)]
         return out
     other = _as_logic(e)
-    return None if other is None else products(other)
+    return None if other is None else clause_disjuncts(other)
 
 
 def _as_logic(e: Expr) -> Expr | None:
@@ -161,23 +161,25 @@ def _as_logic(e: Expr) -> Expr | None:
 @memo(group="expressions")
 def read(e: Expr) -> Conjunction | None:
     """One clause of a mask, as a conjunction of clauses solved by row."""
-    held = depends(e)
-    if "k" not in held:
+    variables = depends(e)
+    if "k" not in variables:
         return () if e is TRUE else (QueryCondition(e),)
-    found: Conjunction | None = None
+    clauses: Conjunction | None = None
     if is_int_comparison(e):
-        found = _comparison(e)
+        clauses = _comparison(e)
     elif e.op == "or":
-        found = _widest([read(a) if depends(a) <= {"q"} or is_int_comparison(a) else None for a in e.args])
-    if held == {"k"}:
-        limits = [c for c in found or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, Of)]
-        return found if found is not None and len(limits) == len(found) else (Keys(e),)
-    return found if found is not None or e.op in ("and", "or") else _along(e)
+        clauses = _widest([read(a) if depends(a) <= {"q"} or is_int_comparison(a) else None for a in e.args])
+    if variables == {"k"}:
+        limits = [
+            c for c in clauses or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, OnKeyFunction)
+        ]
+        return clauses if clauses is not None and len(limits) == len(clauses) else (Keys(e),)
+    return clauses if clauses is not None or e.op in ("and", "or") else _on_distance(e)
 
 
-def _along(e: Expr) -> Conjunction | None:
-    moved = simplify(substitute(e, {var("q"): D + _K}))
-    return None if "k" in depends(moved) else (Along(moved),)
+def _on_distance(e: Expr) -> Conjunction | None:
+    shifted = simplify(substitute(e, {var("q"): D + _K}))
+    return None if "k" in depends(shifted) else (OnDistance(shifted),)
 
 
 def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
@@ -189,7 +191,7 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
         one = part[0]
         if isinstance(one, QueryCondition):
             rows.append(one.e)
-        elif isinstance(one, Limit) and not isinstance(one.of, Of):
+        elif isinstance(one, Limit) and not isinstance(one.of, OnKeyFunction):
             limits.append(one)
         else:
             return None
@@ -229,7 +231,7 @@ def _at_least(form: Linear) -> Conjunction | None:
     if not both and not key.terms:
         return (QueryCondition(build("ge", write(rest), lit(0))),)
     if not both and len(key.terms) > 1:
-        return (Limit(Of(write(key)), "low", write(-rest)),)
+        return (Limit(OnKeyFunction(write(key)), "low", write(-rest)),)
     if len(both) + len(key.terms) > 1:
         return None
     ((atom, factor),) = both or key.terms
@@ -250,8 +252,8 @@ def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
         return (Limit(_target(atom), side, write(f)),)
     if (atom.op, side) in (("abs", "high"), ("max", "high"), ("min", "low")):
         sides = atom.args if atom.op != "abs" else (atom.args[0], -atom.args[0])
-        found = [_at_least(linear(s) - f if side == "low" else f - linear(s)) for s in sides]
-        return None if any(c is None for c in found) else tuple(c for part in found if part is not None for c in part)
+        limits = [_at_least(linear(s) - f if side == "low" else f - linear(s)) for s in sides]
+        return None if any(c is None for c in limits) else tuple(c for part in limits if part is not None for c in part)
     return None
 
 
@@ -261,7 +263,7 @@ def _zero(form: Linear) -> Conjunction | None:
     if not both and not key.terms:
         return (QueryCondition(build("eq", write(rest), lit(0))),)
     if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):
-        return (Equal(Of(write(key)), write(-rest)),)
+        return (Equal(OnKeyFunction(write(key)), write(-rest)),)
     if len(both) + len(key.terms) > 1 or (both and abs(both[0][1]) > 1):
         return None
     ((atom, factor),) = both or key.terms
@@ -280,11 +282,11 @@ def _residue(atom: Expr, f: Linear) -> Conjunction | None:
     if both or key.terms not in (((_K, 1),), ((_K, -1),)):
         return None
     n = atom.args[1]
-    wanted = f - rest if key.terms[0][1] > 0 else rest - f
+    residue = f - rest if key.terms[0][1] > 0 else rest - f
     inside = simplify(conj(build("ge", write(f), lit(0)), build("lt", write(f), n)))
     return (
         *(() if inside is TRUE else (QueryCondition(inside),)),
-        Equal(Digit(1, n.name), build("mod", write(wanted), n)),
+        Equal(Digit(1, n.name), build("mod", write(residue), n)),
     )
 
 
@@ -295,7 +297,7 @@ def _target(atom: Expr) -> Target:
             return Digit(1, base)
         if inner.op == "floordiv" and inner.args[0] is _K and _positive(inner.args[1]):
             return Digit(inner.args[1].name, base)
-    return Of(atom)
+    return OnKeyFunction(atom)
 
 
 def _positive(e: Expr) -> bool:

@@ -29,8 +29,20 @@ from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import linear, write
 
-from .clauses import Along, Clause, Conjunction, Digit, KeyPosition, Keys, Limit, Of, QueryCondition, Unequal, Widest
-from .clauses import products as conjunctions
+from .clauses import (
+    Clause,
+    Conjunction,
+    Digit,
+    KeyPosition,
+    Keys,
+    Limit,
+    OnDistance,
+    OnKeyFunction,
+    QueryCondition,
+    Unequal,
+    Widest,
+    clause_disjuncts,
+)
 from .groups import Beyond, Groups, KeyFunction, below, chain, chained
 from .questions import _period
 from .tiles import Grid, Scope
@@ -51,12 +63,12 @@ class KeyInterval:
     digits: Mapping[Digit, tuple[Array, Array]] = field(default_factory=dict)  # least and greatest
     keys: frozenset[Expr] = frozenset()
     groups: Mapping[Expr, Array] = field(default_factory=dict)  # function of the key: its value
-    along: frozenset[Expr] = frozenset()
-    unequal: tuple[tuple[Of | Digit, Array], ...] = ()
+    distances: frozenset[Expr] = frozenset()
+    unequal: tuple[tuple[OnKeyFunction | Digit, Array], ...] = ()
 
     @property
     def plain(self) -> bool:
-        return not (self.digits or self.keys or self.groups or self.along or self.unequal)
+        return not (self.digits or self.keys or self.groups or self.distances or self.unequal)
 
     def within(self, lo: Array, hi: Array) -> KeyInterval:
         return replace(self, lo=np.maximum(self.lo, lo), hi=np.minimum(self.hi, hi))
@@ -75,7 +87,7 @@ class KeyInterval:
 
     def both(self, other: KeyInterval) -> KeyInterval:
         out = replace(
-            self.within(other.lo, other.hi), keys=self.keys | other.keys, along=self.along | other.along,
+            self.within(other.lo, other.hi), keys=self.keys | other.keys, distances=self.distances | other.distances,
             unequal=self.unequal + other.unequal,
         )  # fmt: skip
         for of, (least, greatest) in other.digits.items():
@@ -90,15 +102,15 @@ class Rowwise:
 
     def __init__(self, mask: Expr, grid: Grid, scope: Scope, slice: int) -> None:
         self.mask = literal(mask, scope.env)
-        found = conjunctions(self.mask)
-        if found is None:
+        disjuncts = clause_disjuncts(self.mask)
+        if disjuncts is None:
             raise Beyond
-        self.conjunctions, self.scope = found, scope
-        self.each = sum(_ROW + sum(map(steps, _reads(c))) for one in found for c in one) + _ROW
+        self.disjuncts, self.scope = disjuncts, scope
+        self.each = sum(_ROW + sum(map(steps, _reads(c))) for one in disjuncts for c in one) + _ROW
         self.at = {"b": int(grid.b[slice]), "h": int(grid.h[slice])}
         self.q0, self.q_len = int(grid.q[slice]), grid.q_len
         self.k0, self.k1 = int(grid.k[slice]), int(grid.k[slice]) + grid.kv_len - 1
-        self._along: dict[frozenset[Expr], Array] = {}
+        self._on_distance: dict[frozenset[Expr], Array] = {}
         self._sets: dict[frozenset[Expr], Array] = {}
         self._functions: dict[Expr, KeyFunction] = {}
         self._groups: dict[tuple[tuple[Expr, ...], frozenset[Expr]], Groups] = {}
@@ -112,7 +124,7 @@ class Rowwise:
         def value(e: Expr, q: Array) -> Array:
             return np.broadcast_to(self.scope.value(e, {**self.at, "q": q}), q.shape)
 
-        return pieces(self.conjunctions, self.q0, self.q0 + self.q_len, (self.k0, self.k1), value)
+        return pieces(self.disjuncts, self.q0, self.q0 + self.q_len, (self.k0, self.k1), value)
 
     def chunks(self, first: int = ROWS) -> Iterator[Array]:
         """The queries, in global positions, in chunks: a few at first and more later."""
@@ -127,7 +139,7 @@ class Rowwise:
         if self.pieces is None:
             yield from self.chunks(ROWS // 16)
         else:
-            yield from (p.asked() for p in self.pieces)
+            yield from (p.samples() for p in self.pieces)
 
     def counts(self) -> Array:
         """The number of keys each query of the slice sees, int64 [q_len]."""
@@ -137,7 +149,7 @@ class Rowwise:
         """The number of visible pairs of all queries."""
         if self.pieces is None:
             return sum(int(self._paid(q).sum()) for q in self.chunks())
-        return sum(p.total(self._paid(p.asked())) for p in self.pieces)
+        return sum(p.total(self._paid(p.samples())) for p in self.pieces)
 
     def _paid(self, q: Array) -> Array:
         self.scope.spend(len(q) * self.each)
@@ -184,11 +196,11 @@ class Rowwise:
     # -- clauses over some queries ----------------------------------------------------------------
 
     def _parts(self, q: Array) -> list[KeyInterval]:
-        wanted = dict.fromkeys(e for c in self.conjunctions for one in c for e in _reads(one))
-        found = self.scope.values(list(wanted), {**self.at, "q": q}) if wanted else []
-        values = dict(zip(wanted, found, strict=True))
+        functions = dict.fromkeys(e for c in self.disjuncts for one in c for e in _reads(one))
+        arrays = self.scope.values(list(functions), {**self.at, "q": q}) if functions else []
+        values = dict(zip(functions, arrays, strict=True))
         whole = KeyInterval(np.asarray(self.k0), np.asarray(self.k1))
-        return [self._part(c, whole, values) for c in self.conjunctions]
+        return [self._part(c, whole, values) for c in self.disjuncts]
 
     def _part(self, clauses: Conjunction, part: KeyInterval, values: Mapping[Expr, Array]) -> KeyInterval:
         for c in clauses:
@@ -196,8 +208,8 @@ class Rowwise:
                 part = part.where(values[c.e])
             elif isinstance(c, Keys):
                 part = replace(part, keys=part.keys | {c.e})
-            elif isinstance(c, Along):
-                part = replace(part, along=part.along | {c.e})
+            elif isinstance(c, OnDistance):
+                part = replace(part, distances=part.distances | {c.e})
             elif isinstance(c, Limit):
                 part = self._limited(part, c.of, c.side, values[c.f])
             elif isinstance(c, Widest):
@@ -215,7 +227,7 @@ class Rowwise:
                 part = self._equal(part, c.of, values[c.f])
         return part
 
-    def _limited(self, part: KeyInterval, of: KeyPosition | Digit | Of, side: str, f: Array) -> KeyInterval:
+    def _limited(self, part: KeyInterval, of: KeyPosition | Digit | OnKeyFunction, side: str, f: Array) -> KeyInterval:
         low = side == "low"
         if isinstance(of, KeyPosition):
             return part.within(f, np.asarray(self.k1)) if low else part.within(np.asarray(self.k0), f)
@@ -223,7 +235,7 @@ class Rowwise:
             return part.digit(of, f, np.asarray(of.base - 1)) if low else part.digit(of, np.asarray(0), f)
         return part.within(*self._function(of.e).range(f if low else None, None if low else f))
 
-    def _equal(self, part: KeyInterval, of: Of | Digit, f: Array) -> KeyInterval:
+    def _equal(self, part: KeyInterval, of: OnKeyFunction | Digit, f: Array) -> KeyInterval:
         if isinstance(of, Digit):
             return part.digit(of, f, f)
         known = self._function(of.e)
@@ -254,10 +266,10 @@ class Rowwise:
         if p.digits and (p.groups or p.keys or not chained(p.digits)):
             p = self._digits_spread(p)
         lo, hi = self._ends(p)
-        if p.along:
+        if p.distances:
             if p.keys or p.groups or p.digits:
                 raise Beyond
-            sums, first = self._along_sums(p.along), self.q0 - self.k1
+            sums, first = self._distance_sums(p.distances), self.q0 - self.k1
             return np.asarray(np.where(hi < lo, 0, sums[q - lo - first + 1] - sums[np.minimum(q - hi, q - lo) - first]))
         if p.groups:
             return self._grouped(p).count(list(p.groups.values()), lo - self.k0, hi - self.k0)
@@ -282,21 +294,21 @@ class Rowwise:
         for of, (least, greatest) in p.digits.items():
             digit = build("mod", build("floordiv", var("k"), lit(of.step)), lit(of.base))
             if least.size == greatest.size == 1:
-                held = conj(digit >= int(least.flat[0]), digit <= int(greatest.flat[0]))
-                out = replace(out, keys=out.keys | {held})
+                condition = conj(digit >= int(least.flat[0]), digit <= int(greatest.flat[0]))
+                out = replace(out, keys=out.keys | {condition})
             elif np.any(least < greatest):
                 raise Beyond
             else:
                 out = out.where(least == greatest).group(digit, least)
         return out
 
-    def _along_sums(self, along: frozenset[Expr]) -> Array:
+    def _distance_sums(self, terms: frozenset[Expr]) -> Array:
         """The number of distances below each of q0 - k1 .. q1 - k0 + 1 at which the conditions on d hold."""
-        if along not in self._along:
+        if terms not in self._on_distance:
             d = np.arange(self.q0 - self.k1, self.q0 + self.q_len - self.k0)
-            self.scope.spend(len(d) * sum(map(steps, along)))
-            self._along[along] = _sums(self.scope.value(conj(*sorted(along, key=str)), {**self.at, "d": d}), d)
-        return self._along[along]
+            self.scope.spend(len(d) * sum(map(steps, terms)))
+            self._on_distance[terms] = _sums(self.scope.value(conj(*sorted(terms, key=str)), {**self.at, "d": d}), d)
+        return self._on_distance[terms]
 
     def _set_sums(self, keys: frozenset[Expr]) -> Array:
         if keys not in self._sets:
@@ -306,8 +318,8 @@ class Rowwise:
     def _grouped(self, p: KeyInterval) -> Groups:
         name = tuple(p.groups), p.keys
         if name not in self._groups:
-            held = self._over_keys(conj(*sorted(p.keys, key=str))) if p.keys else None
-            self._groups[name] = Groups([self._over_keys(e) for e in p.groups], held)
+            counted = self._over_keys(conj(*sorted(p.keys, key=str))) if p.keys else None
+            self._groups[name] = Groups([self._over_keys(e) for e in p.groups], counted)
         return self._groups[name]
 
 
@@ -339,7 +351,7 @@ def _reads(c: Clause) -> tuple[Expr, ...]:
         return (c.e,)
     if isinstance(c, Widest):
         return c.fs if c.rows is FALSE else (*c.fs, c.rows)
-    return () if isinstance(c, Keys | Along) else (c.f,)
+    return () if isinstance(c, Keys | OnDistance) else (c.f,)
 
 
 def _sums(truth: Array, like: Array) -> Array:
@@ -369,7 +381,7 @@ class Piece:
         whole = (self.stop - self.start) // self.period if self.period else 0
         return whole if whole > 3 else 0
 
-    def asked(self) -> Integers:
+    def samples(self) -> Integers:
         """The queries that determine the piece: the first two periods and the last, and the remainder."""
         if not self.periods or not self.period:
             return np.arange(self.start, self.stop)
@@ -377,7 +389,7 @@ class Piece:
         return np.concatenate([np.arange(self.start, two), np.arange(tail, self.stop)])
 
     def total(self, count: Integers) -> int:
-        """The sum over the piece, from the counts of the queries `asked`."""
+        """The sum over the piece, from the counts of the `samples`."""
         if not self.periods or not self.period:
             return int(count.sum())
         p, n = self.period, self.periods
@@ -386,14 +398,14 @@ class Piece:
 
 
 def pieces(
-    conjunctions: list[Conjunction], start: int, stop: int, ends: tuple[int, int], value: Value
+    disjuncts: list[Conjunction], start: int, stop: int, ends: tuple[int, int], value: Value
 ) -> list[Piece] | None:
     """The pieces of queries `start..stop - 1` over keys `ends`, or None where the clauses are not quasi-affine or
     looking at every query is less work. `value(e, q)` is an Int of the query at queries q."""
-    found = _ends(conjunctions)
-    if found is None:
+    periodic = _ends(disjuncts)
+    if periodic is None:
         return None
-    period, edges, signs = found
+    period, edges, signs = periodic
     if period > min(_LONGEST, (stop - start) // 8):
         return None
     lines = {e: _Line(e, period, value) for e in {*edges, *signs, *map(lit, ends)}}
@@ -406,7 +418,7 @@ def pieces(
         out += [Piece(at, a, period), Piece(a, b, None)]
         at = b
     out = [p for p in out if p.start < p.stop]
-    return out if sum(len(p.asked()) for p in out) <= (stop - start) // 2 else None
+    return out if sum(len(p.samples()) for p in out) <= (stop - start) // 2 else None
 
 
 class _Line:
@@ -420,21 +432,21 @@ class _Line:
 
     def near(self, other: _Line) -> tuple[int, int] | None:
         """The first and last + 1 of the queries where two lines may be close; None if they keep their distance."""
-        gain, apart = self.gain - other.gain, self.values - other.values
+        gain, distance = self.gain - other.gain, self.values - other.values
         if gain == 0:
             return None
         if gain < 0:
-            gain, apart = -gain, -apart
-        first = (-_NEAR - int(apart.max())) // gain
-        last = -((int(apart.min()) - _NEAR) // gain)
+            gain, distance = -gain, -distance
+        first = (-_NEAR - int(distance.max())) // gain
+        last = -((int(distance.min()) - _NEAR) // gain)
         return first * self.period, (last + 1) * self.period
 
 
-def _ends(conjunctions: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | None:
+def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | None:
     """(common period, ends of ranges of keys, Ints whose sign matters) of a clause; None if not quasi-affine."""
     edges, signs, turning = dict[Expr, None](), dict[Expr, None](), dict[Expr, None]()
     turn = 1  # every digit of a key comes back after so many keys
-    for clause in (c for one in conjunctions for c in one):
+    for clause in (c for one in disjuncts for c in one):
         for form in _forms(_condition(clause)):
             if form is None:
                 return None
@@ -446,9 +458,9 @@ def _ends(conjunctions: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]]
         (edges if isinstance(of, KeyPosition) else turning).update(dict.fromkeys(fs))
         turn = turn if isinstance(of, KeyPosition) else math.lcm(turn, of.step * of.base)
     known = {e: _period(e, _Q) for e in (*edges, *signs, *turning)}
-    if any(found is None or (e in turning and found[1]) for e, found in known.items()):
+    if any(pair is None or (e in turning and pair[1]) for e, pair in known.items()):
         return None
-    period = math.lcm(turn, *(found[0] for found in known.values() if found is not None))
+    period = math.lcm(turn, *(pair[0] for pair in known.values() if pair is not None))
     gains = [known[e] for e in edges]
     # the ends, too, are to come back to the same digits
     again = [turn // math.gcd(turn, g[1] * (period // g[0])) for g in gains if g is not None]
@@ -464,7 +476,7 @@ def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | No
     """The key or digit that a clause limits, and the Ints of the query it is compared with."""
     if isinstance(clause, QueryCondition):
         return KeyPosition(), ()
-    if isinstance(clause, Keys | Along) or isinstance(clause.of, Of):
+    if isinstance(clause, Keys | OnDistance) or isinstance(clause.of, OnKeyFunction):
         return None
     return clause.of, clause.fs if isinstance(clause, Widest) else (clause.f,)
 

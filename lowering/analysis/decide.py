@@ -61,11 +61,11 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
         hidden = _known(never(mask), env, scope, len(grid.b))  # of tables, rows tell more for less
     for s in np.flatnonzero(~hidden):
         try:
-            found = _first_by_row(mask, grid, scope, int(s))
+            position = _first_by_row(mask, grid, scope, int(s))
         except (Beyond, EvaluationError):
-            found = _search(mask, {n: int(x[s]) for n, x in env.items()}, scope)
-        if found is not None:
-            return int(s), *found
+            position = _search(mask, {n: int(x[s]) for n, x in env.items()}, scope)
+        if position is not None:
+            return int(s), *position
     return None
 
 
@@ -183,11 +183,11 @@ def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | N
     for s in range(len(grid.b)):
         one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
         try:
-            found = _empty_by_row(mask, one, scope)
+            row = _empty_by_row(mask, one, scope)
         except (Beyond, EvaluationError):
-            found = _search_rows(mask, one, scope)
-        if found is not None:
-            return s, found
+            row = _search_rows(mask, one, scope)
+        if row is not None:
+            return s, row
     return None
 
 
@@ -222,9 +222,9 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
             for e in likely:
                 scope.spend(max(len(q), _CALL) * steps(e))
                 q = q[~np.broadcast_to(scope.value(e, {**at, "q": q}), q.shape)]
-            found = _rows_without(mask, at, q, keys, scope)
-            if found is not None:
-                return found
+            row = _rows_without(mask, at, q, keys, scope)
+            if row is not None:
+                return row
         else:
             middle = (first + last) // 2
             stack += [(middle + 1, last), (first, middle)]
@@ -368,17 +368,17 @@ class Lookup:
 def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
     """Every lookup of a mask, or of a score mod at the positions `visible` shows, in the order of the text."""
     nodes = [n for n in walk(e) if n.op in _READS]
-    found: dict[tuple[Expr, int], Lookup] = {}
+    checked: dict[tuple[Expr, int], Lookup] = {}
     proved: set[Expr] = set()
     while True:
         context = contexts(e, proved)
         for node in nodes:
             for axis in range(len(node.args)):
-                if (node, axis) not in found or not found[node, axis].proved:
-                    found[node, axis] = _checked(node, axis, conj(visible, context[node]), grid, scope)
-        now = {n for n in nodes if all(found[n, i].proved for i in range(len(n.args)))}
+                if (node, axis) not in checked or not checked[node, axis].proved:
+                    checked[node, axis] = _checked(node, axis, conj(visible, context[node]), grid, scope)
+        now = {n for n in nodes if all(checked[n, i].proved for i in range(len(n.args)))}
         if now == proved or now == set(nodes):
-            return tuple(found.values())
+            return tuple(checked.values())
         proved = now  # more neighbours may guard: ask again
 
 
@@ -391,9 +391,9 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
         free = any(n.op == "bound" and n.name not in closed for n in nodes)
         return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
 
-    found = {root: TRUE}
+    conditions = {root: TRUE}
     for node in reversed(list(walk(root))):
-        here = found.get(node, FALSE)
+        condition = conditions.get(node, FALSE)
         for i, a in enumerate(node.args):
             others = [x for j, x in enumerate(node.args) if j != i and sound(x)]
             guard = TRUE
@@ -403,8 +403,8 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
                 guard = conj(*(negate(x) for x in others))
             elif node.op == "where" and i and sound(node.args[0]):
                 guard = node.args[0] if i == 1 else negate(node.args[0])
-            found[a] = disj(found.get(a, FALSE), conj(here, guard))
-    return found
+            conditions[a] = disj(conditions.get(a, FALSE), conj(condition, guard))
+    return conditions
 
 
 def guards(e: Expr, short: Collection[Expr], unknown: Collection[str], grid: Grid, scope: Scope) -> Mapping[Expr, Expr]:
@@ -431,20 +431,20 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     index, size = node.args[axis], scope.arrays[node.name].shape[axis]
     lo, hi, start, stop, inside = _reach(node, axis, grid, scope)
     offsets = (start, stop) if node.op == "segment" else None
-    made = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
+    lookup = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
     if inside:
-        return made
+        return lookup
     outside = conj(where, disj(index < start, index >= stop))
     try:
         at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):
-        return replace(made, proved=False)
+        return replace(lookup, proved=False)
     if at is None:
-        return made
+        return lookup
     slice, q, k = at
     witness = (int(grid.b[slice]), int(grid.h[slice]), q, k)
     value = int(scope.value(index, dict(zip("bhqk", witness, strict=True))))
-    return replace(made, proved=False, witness=witness, value=value)
+    return replace(lookup, proved=False, witness=witness, value=value)
 
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:

@@ -112,7 +112,7 @@ class ValueNumbers:
 
 
 class Groups:
-    """Keys that agree in some functions, each group in order of position; `held` are the keys that count."""
+    """Keys that agree in some functions, each group in order of position; `counted` are the keys that count."""
 
     def __init__(self, functions: Sequence[Array], counted: Array | None = None) -> None:
         self.names = [ValueNumbers(f) for f in functions]
@@ -121,7 +121,7 @@ class Groups:
         self.group = self.rename(joint)
         self.start = np.zeros(self.rename.size + 1, np.int64)
         np.cumsum(np.bincount(self.group, minlength=self.rename.size), out=self.start[1:])
-        self._held = counted
+        self._counted = counted
 
     @cached_property
     def order(self) -> Array:
@@ -142,9 +142,9 @@ class Groups:
         return np.asarray(self.group[self.order] * len(self.group) + self.order)
 
     @cached_property
-    def held(self) -> Array | None:
+    def counts(self) -> Array | None:
         """The number of counted keys among the first keys in that order."""
-        return None if self._held is None else np.concatenate([[0], np.cumsum(self._held[self.order])])
+        return None if self._counted is None else np.concatenate([[0], np.cumsum(self._counted[self.order])])
 
     def _joint(self, names: Sequence[Array]) -> Array:
         out, unknown = names[0], names[0] < 0
@@ -154,13 +154,13 @@ class Groups:
 
     def count(self, values: Sequence[Array], lo: Array, hi: Array) -> Array:
         """The number of keys at positions `lo..hi` with these values, positions from 0; hi may be lo - 1."""
-        found = self._joint([name(v) for name, v in zip(self.names, values, strict=True)])
-        group = np.where(found < 0, -1, self.rename(found))
+        joint = self._joint([name(v) for name, v in zip(self.names, values, strict=True)])
+        group = np.where(joint < 0, -1, self.rename(joint))
         group, lo, stop = np.broadcast_arrays(group, lo, hi + 1)
         known = np.maximum(group, 0)
         first, last = self._before(known, lo), self._before(known, stop)
-        found = last - first if self.held is None else self.held[last] - self.held[first]
-        return np.asarray(np.where(group < 0, 0, found))
+        members = last - first if self.counts is None else self.counts[last] - self.counts[first]
+        return np.asarray(np.where(group < 0, 0, members))
 
     def _before(self, group: Array, at: Array) -> Array:
         """The place, among all keys by group, where the keys of `group` at positions from `at` on begin."""

@@ -45,7 +45,7 @@ class Range:
 
 
 TOP = Range(None, None, nan=TRUE)
-FAR = 2**62  # beyond every Int that fits
+BEYOND_INTS = 2**62  # beyond every Int that fits
 
 
 def point(e: Expr) -> Range:
@@ -55,8 +55,8 @@ def point(e: Expr) -> Range:
 @memo(group="expressions")
 def ends(e: Expr) -> Range:
     """The range of an Int or Float over the rectangle."""
-    held = depends(e)
-    if not held:
+    variables = depends(e)
+    if not variables:
         return point(e)
     if e.op == "var":
         return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
@@ -69,8 +69,8 @@ def ends(e: Expr) -> Range:
 
 def independent(*parts: Expr) -> bool:
     """Whether no two values vary with the same variable, so that they combine freely."""
-    held = [depends(p) for p in parts]
-    return sum(map(len, held)) == len(frozenset().union(*held))
+    variables = [depends(p) for p in parts]
+    return sum(map(len, variables)) == len(frozenset().union(*variables))
 
 
 def _affine(form: Linear) -> Range:
@@ -252,7 +252,7 @@ def _rounded(e: Expr) -> Range:
     def end(x: Expr | None, far: int) -> Expr | None:
         return None if x is None else where(r.nan, far, build(e.op, x)) if r.nan is not FALSE else build(e.op, x)
 
-    return Range(end(r.lo, -FAR), end(r.hi, FAR))
+    return Range(end(r.lo, -BEYOND_INTS), end(r.hi, BEYOND_INTS))
 
 
 def _monotone(e: Expr) -> Range:
@@ -285,7 +285,7 @@ def _lookup(e: Expr) -> Range:
 def table_box(e: Expr) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
     """The first and last index per axis of a lookup; an unknown end is the table's (queries clamp)."""
     ranges = [ends(a) for a in e.args]
-    far = lit(FAR)
+    far = lit(BEYOND_INTS)
     return (
         tuple(r.lo if r.lo is not None else ZERO for r in ranges),
         tuple(r.hi if r.hi is not None else far for r in ranges),

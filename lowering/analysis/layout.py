@@ -26,7 +26,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, fitted, from_boxes, merge, records, share, whole
 from frisket.lowering.simplify import simplify
 
-from .rows import Solved, by_query, solved, sweep
+from .rows import RowIntervals, by_query, row_intervals, sweep
 from .table import Table
 from .tiles import FULL, PARTIAL, WORK, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of
@@ -58,9 +58,9 @@ def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
     e = _sized(e, tables)
     if not any(n.op == "reduce" for n in walk(e)):
         return e
-    if (found := steps(e)) > most:
+    if (cost := steps(e)) > most:
         raise LoweringError(
-            f"the reductions here, written out, are {found:,} steps at every position, more than the {most:,} of a "
+            f"the reductions here, written out, are {cost:,} steps at every position, more than the {most:,} of a "
             "kernel\n  let them run over fewer values, or put the inner one in a table"
         )
     return unroll(e)
@@ -107,42 +107,46 @@ def analyse(
     env = {**dict(zip(SIZES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     formula = None
-    ways = _ways(expr, grid, scope)
-    if ways is not None and (made := _by_row(ways, grid, scope)) is not None:
-        found, formula = made, ways.formula
+    intervals = _intervals(expr, grid, scope)
+    if intervals is not None and (records_by_row := _by_row(intervals, grid, scope)) is not None:
+        tile_records, formula = records_by_row, intervals.formula
         method = "closed form" if formula is not None else "bounds"
-    elif ways is not None and _reads(expr) and (runs := by_query(ways, grid, scope)) is not None:
-        found, method = _recorded(runs, grid, scope), "query by query"
+    elif intervals is not None and _reads(expr) and (runs := by_query(intervals, grid, scope)) is not None:
+        tile_records, method = _recorded(runs, grid, scope), "query by query"
     else:
-        found, method = _recorded(from_boxes(classify(expr, grid, scope, look)), grid, scope), "coarse to fine"
-    spans = share(*found, slice_of)
+        tile_records, method = _recorded(from_boxes(classify(expr, grid, scope, look)), grid, scope), "coarse to fine"
+    spans = share(*tile_records, slice_of)
     counts = scope.settled, scope.looked_at, scope.spent, scope.undecided
     return Analysis(spans, formula, method, not scope.undecided, *counts)
 
 
-def closed_form(expr: Expr, grid: Grid, scope: Scope) -> Solved | None:
+def closed_form(expr: Expr, grid: Grid, scope: Scope) -> RowIntervals | None:
     """The intervals of a mask, bound and simplified, whose spans `analyse` writes as a formula, found without a row of
     tiles; None where it has none, though one may leave 64 bits in a row."""
-    ways = _ways(expr, grid, scope)
-    return ways if ways is not None and ways.formula is not None and _holds(ways, grid, scope) else None
+    intervals = _intervals(expr, grid, scope)
+    return (
+        intervals
+        if intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
+        else None
+    )
 
 
-def reads_at_most(ways: Solved, grid: Grid, scope: Scope, most: int) -> bool:
+def reads_at_most(intervals: RowIntervals, grid: Grid, scope: Scope, most: int) -> bool:
     """Whether no row reads more than `most` tiles, for a mask in closed form that depends on q - k alone. A row with
     endless keys around it reads the most; only where that row reads more are all rows asked."""
     (bq, bk), k = grid.block, grid.k[:, None]
     one = {**_rows(replace(grid, q_len=bq)), "k0": k - ENDLESS, "k1": k + ENDLESS}
     for every in (False, True):
-        first, last = scope.values(ways.yes[0], _rows(grid) if every else one)
+        first, last = scope.values(intervals.visible[0], _rows(grid) if every else one)
         if (((last - k) // bk - (first - k) // bk < most) | (last < first)).all():
             return True
     return False
 
 
-def _ways(expr: Expr, grid: Grid, scope: Scope) -> Solved | None:
-    ways = solved(expr)
-    holds = ways is not None and (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all())
-    return ways if holds else None
+def _intervals(expr: Expr, grid: Grid, scope: Scope) -> RowIntervals | None:
+    intervals = row_intervals(expr)
+    holds = intervals is not None and (intervals.needs is TRUE or scope.value(intervals.needs, _slices(grid)).all())
+    return intervals if holds else None
 
 
 def _recorded(runs: Runs, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -165,11 +169,11 @@ def grid_of(
     b0, h0, q0, k0 = origin
     used = uses(expr)
     shifts = (np.broadcast_to(np.asarray(q0, np.int64), (batch,)), np.broadcast_to(np.asarray(k0, np.int64), (batch,)))
-    apart = "b" in used or any((s != s[0]).any() for s in shifts)
-    nb, nh = batch if apart else 1, heads if "h" in used else 1
+    per_batch = "b" in used or any((s != s[0]).any() for s in shifts)
+    nb, nh = batch if per_batch else 1, heads if "h" in used else 1
     b, h = np.divmod(np.arange(nb * nh), nh)
     grid = Grid(q_len, kv_len, block, b0 + b, h0 + h, shifts[0][b], shifts[1][b])
-    rows, columns = np.arange(batch) % nb if apart else np.zeros(batch, int), np.arange(heads) % nh
+    rows, columns = np.arange(batch) % nb if per_batch else np.zeros(batch, int), np.arange(heads) % nh
     return grid, rows[:, None] * nh + columns[None, :]
 
 
@@ -193,43 +197,43 @@ def _slices(grid: Grid) -> dict[str, Array]:
     return {"b": grid.b[:, None], "h": grid.h[:, None]}
 
 
-def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
+def _holds(intervals: RowIntervals, grid: Grid, scope: Scope) -> bool:
     """Whether the keys of a row of tiles are one interval per term, over the queries of every slice."""
     at = _slices(grid)
-    unsure = [value for value, condition in ways.rises if not (condition is TRUE or scope.value(condition, at).all())]
-    looks = bool(unsure) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
-    asked = [*unsure, *(e for a in ways.anchors for e in (*a.lows, *a.highs))]
-    if looks and not scope.afford(len(grid.b) * grid.q_len * sum(map(steps, asked))):
+    unsure = [value for value, sure in intervals.rises if not (sure is TRUE or scope.value(sure, at).all())]
+    looks = bool(unsure) or any("q" in uses(e) for a in intervals.diagonals for e in (*a.lows, *a.highs))
+    exprs = [*unsure, *(e for a in intervals.diagonals for e in (*a.lows, *a.highs))]
+    if looks and not scope.afford(len(grid.b) * grid.q_len * sum(map(steps, exprs))):
         return False
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
-    found = (scope.value(e, at) for e in unsure)
-    if any((x[..., 1:] < x[..., :-1]).any() for x in found):  # a difference may leave 64 bits
+    arrays = (scope.value(e, at) for e in unsure)
+    if any((x[..., 1:] < x[..., :-1]).any() for x in arrays):  # a difference may leave 64 bits
         return False
-    for anchor in ways.anchors:
-        ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]
+    for diagonal in intervals.diagonals:
+        ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (diagonal.lows, diagonal.highs)]
         low = np.max([x.max(axis=1) for x in ends[0]], axis=0)
         if (low > np.min([x.min(axis=1) for x in ends[1]], axis=0)).any():
             return False
     return True
 
 
-def _by_row(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+def _by_row(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
     """The records of rows whose keys are one interval per term; None where keys are not, or an end of an interval
     leaves 64 bits, which the mask itself need not."""
     try:
-        if not (ways.rowwise and _holds(ways, grid, scope)):
+        if not (intervals.rowwise and _holds(intervals, grid, scope)):
             return None
-        return _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
+        return _closed(intervals, grid, scope) if intervals.full is not None else _swept(intervals, grid, scope)
     except (EvaluationError, Spent):
         return None
 
 
-def _closed(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _closed(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
-    assert ways.full is not None
-    ends = scope.values([*ways.yes[0], *ways.full], env)
+    assert intervals.full is not None
+    ends = scope.values([*intervals.visible[0], *intervals.full], env)
     first, last, full_first, full_last = (np.broadcast_to(x, shape) for x in ends)
     lo, hi = first - k0, last - k0  # a million tokens are ten thousand rows, so arrays are changed where they lie
     full_lo, full_hi = full_first - k0, full_last - k0
@@ -254,10 +258,10 @@ def _closed(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], 
     return out, count
 
 
-def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _swept(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
-    yes, no = ways.yes, ways.no or ()
+    yes, no = intervals.visible, intervals.hidden or ()
     flat = scope.values([e for pair in (*yes, *no) for e in pair], env)
     tiles = []
     for first, last in zip(flat[0::2], flat[1::2], strict=True):
@@ -329,10 +333,10 @@ def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:
     hook = scope.hooks()[e.op]
 
     @memo(64, weigh=200)  # first and last query of a row are often one
-    def asked(*args: Any) -> Any:
+    def call_hook(*args: Any) -> Any:
         return hook(e, *map(np.asarray, args)).item()
 
-    return asked
+    return call_hook
 
 
 @dataclass(frozen=True)
@@ -340,12 +344,12 @@ class DecodeSpans:
     """A mask prepared for rows of few queries."""
 
     formula: Bounds | None
-    apart: frozenset[str]  # "b", "h" if the mask knows them
+    axes: frozenset[str]  # "b", "h" if the mask knows them
     terms: int  # visible ones; 0 where the keys that every query sees have a form of their own
     always: IntegerProgram | None  # conditions that hold for the whole call
     ends: IntegerProgram  # of intervals, first and last in turn
     rises: IntegerProgram  # values that must not fall from query to query
-    anchors: tuple[tuple[IntegerProgram, int], ...]  # lows, then highs, and how many lows there are
+    diagonals: tuple[tuple[IntegerProgram, int], ...]  # lows, then highs, and how many lows there are
 
     def spans(
         self, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin, full: Sizes
@@ -353,12 +357,12 @@ class DecodeSpans:
         """The spans of one row of tiles; None where keys are not one interval. `full` has the sizes of the problem."""
         b0, h0, *places = origin
         qs, ks = ([x] * batch if type(x) is int else np.broadcast_to(x, (batch,)).tolist() for x in places)
-        apart = "b" in self.apart or any(x != qs[0] for x in qs) or any(x != ks[0] for x in ks)
-        nb, nh = batch if apart else 1, heads if "h" in self.apart else 1
+        per_batch = "b" in self.axes or any(x != qs[0] for x in qs) or any(x != ks[0] for x in ks)
+        nb, nh = batch if per_batch else 1, heads if "h" in self.axes else 1
         if q_len > block[0] or nb * nh > SLICES:
             return None
         env = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), full, strict=True))
-        kept: dict[Any, int] = {}
+        slots: dict[Any, int] = {}
         slice_of = np.zeros((batch, heads), np.int32)
         for b in range(nb):
             for h in range(nh):
@@ -366,12 +370,12 @@ class DecodeSpans:
                 row = self._row(env, qs[b], q_len, kv_len, block)
                 if row is None:
                     return None
-                slot = kept.setdefault(tuple(map(tuple, row)), len(kept))
+                slot = slots.setdefault(tuple(map(tuple, row)), len(slots))
                 if slot:
-                    slice_of[b if apart else slice(None), h if nh > 1 else slice(None)] = slot
-        most = max(1, *map(len, kept))
-        bounds = np.array([[[*row, *((0, 0, 0, 0),) * (most - len(row))]] for row in kept], np.int32)
-        return Spans(bounds, np.array([[len(row)] for row in kept], np.int32), slice_of)
+                    slice_of[b if per_batch else slice(None), h if nh > 1 else slice(None)] = slot
+        most = max(1, *map(len, slots))
+        bounds = np.array([[[*row, *((0, 0, 0, 0),) * (most - len(row))]] for row in slots], np.int32)
+        return Spans(bounds, np.array([[len(row)] for row in slots], np.int32), slice_of)
 
     def _row(self, env: dict[str, Any], q: int, q_len: int, kv_len: int, block: tuple[int, int]) -> Row | None:
         env |= {"q0": q, "q1": q + q_len - 1}
@@ -383,48 +387,48 @@ class DecodeSpans:
         cut = q_len % block[0] > 0
         if not self.terms:
             return _one_interval([x - k0 for x in ends], bk, cut)
-        found = zip(ends[::2], ends[1::2], strict=True)
-        pairs = [((a - k0) // bk, (z - k0) // bk + 1) if z >= a else (0, 0) for a, z in found]
+        intervals = zip(ends[::2], ends[1::2], strict=True)
+        pairs = [((a - k0) // bk, (z - k0) // bk + 1) if z >= a else (0, 0) for a, z in intervals]
         outside = [(0, columns)] if cut else [(columns - 1, columns)] if kv_len % bk else []
         return _recorded_row(_runs(pairs[: self.terms], [*pairs[self.terms :], *outside], columns))
 
     def _holds(self, env: dict[str, Any], q: int, q_len: int) -> bool:
         """Whether the keys of these queries are one interval per term."""
-        at = [env | {"q": q + i} for i in range(q_len)] if self.anchors or self.rises.answers else []
+        at = [env | {"q": q + i} for i in range(q_len)] if self.diagonals or self.rises.answers else []
         values = [self.rises(e) for e in at] if q_len > 1 and self.rises.answers else []
         if any(y < x for a, z in pairwise(values) for x, y in zip(a, z, strict=True)):
             return False
-        for program, lows in self.anchors:
-            found = [program(e) for e in at]
-            if max(max(x[:lows]) for x in found) > min(min(x[lows:]) for x in found):
+        for program, lows in self.diagonals:
+            distances = [program(e) for e in at]
+            if max(max(x[:lows]) for x in distances) > min(min(x[lows:]) for x in distances):
                 return False
         return True
 
 
 def decode_spans(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table]) -> DecodeSpans | None:
     """The simplified `mask` prepared for rows of few queries; None where its terms are not bounds on integers."""
-    ways = solved(mask)
-    if ways is None or not ways.rowwise:
+    intervals = row_intervals(mask)
+    if intervals is None or not intervals.rowwise:
         return None
     scope = Scope(params, tables)
     try:
         return DecodeSpans(
-            ways.formula,
+            intervals.formula,
             uses(mask) & {"b", "h"},
-            0 if ways.full is not None else len(ways.yes),
-            None if ways.needs is TRUE else IntegerProgram([ways.needs], scope),
-            IntegerProgram(_ends(ways), scope),
-            IntegerProgram([value for value, sure in ways.rises if sure is not TRUE], scope),
-            tuple((IntegerProgram([*a.lows, *a.highs], scope), len(a.lows)) for a in ways.anchors),
+            0 if intervals.full is not None else len(intervals.visible),
+            None if intervals.needs is TRUE else IntegerProgram([intervals.needs], scope),
+            IntegerProgram(_ends(intervals), scope),
+            IntegerProgram([value for value, sure in intervals.rises if sure is not TRUE], scope),
+            tuple((IntegerProgram([*a.lows, *a.highs], scope), len(a.lows)) for a in intervals.diagonals),
         )
     except (KeyError, EvaluationError):
         return None
 
 
-def _ends(ways: Solved) -> list[Expr]:
-    if ways.full is not None:
-        return [*ways.yes[0], *ways.full]
-    return [e for pair in (*ways.yes, *(ways.no or ())) for e in pair]
+def _ends(intervals: RowIntervals) -> list[Expr]:
+    if intervals.full is not None:
+        return [*intervals.visible[0], *intervals.full]
+    return [e for pair in (*intervals.visible, *(intervals.hidden or ())) for e in pair]
 
 
 def _one_interval(ends: Sequence[int], bk: int, cut: bool) -> Row:

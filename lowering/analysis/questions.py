@@ -37,7 +37,7 @@ from .intervals import ASK, K0, K1, Q0, Q1, Range, ends, table_box
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)
 _Q, _K = var("q"), var("k")
-TERMS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
+MAX_DISJUNCTS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
 DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
 _TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
 _PERIODIC = frozenset({"abs", "min", "max", "mul", "where"})  # operators that repeat where their operands do
@@ -64,32 +64,32 @@ def _size(e: Expr) -> int:
     return sum(1 for _ in walk(e))
 
 
-def terms(e: Expr) -> list[Expr] | None:
-    """The disjunction of conjunctions equal to `e`, as a list; None if it has more than TERMS, or is `beyond`."""
+def disjuncts(e: Expr) -> list[Expr] | None:
+    """The disjunction of conjunctions equal to `e`, as a list; None past MAX_DISJUNCTS, or if it is `beyond`."""
     if beyond(e):
         return None
     if e.op == "or":
         out: list[Expr] = []
         for a in e.args:
-            part = terms(a)
-            if part is None or len(out) + len(part) > TERMS:
+            part = disjuncts(a)
+            if part is None or len(out) + len(part) > MAX_DISJUNCTS:
                 return None
             out += part
         return out
     if e.op == "and":
-        parts = [terms(a) for a in e.args]
-        found: list[Expr] = [TRUE]
+        parts = [disjuncts(a) for a in e.args]
+        conjunctions: list[Expr] = [TRUE]
         for options in parts:
-            if options is None or len(found) * len(options) > TERMS:
+            if options is None or len(conjunctions) * len(options) > MAX_DISJUNCTS:
                 return None
-            found = [conj(x, y) for x, y in product(found, options)]
-        return [f for f in found if f is not FALSE]
+            conjunctions = [conj(x, y) for x, y in product(conjunctions, options)]
+        return [f for f in conjunctions if f is not FALSE]
     if e.op == "where" and e.type is BOOL:
         c, x, y = e.args
-        return terms(disj(conj(c, x), conj(negate(c), y)))
+        return disjuncts(disj(conj(c, x), conj(negate(c), y)))
     if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
         x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
-        return terms(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
+        return disjuncts(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
     if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
         return [simplify(build("lt", *e.args)), simplify(build("gt", *e.args))]
     return [e]
@@ -130,13 +130,13 @@ def infeasible(s: System) -> Expr:
     """Whether no integer point of the rectangle meets the bounds of `s`, as a sufficient condition."""
     q_low, q_high = [Q0, *s.low["q"]], [Q1, *s.high["q"]]
     k_low, k_high = [K0, *s.low["k"]], [K1, *s.high["k"]]
-    found: list[Expr] = []
+    conflicts: list[Expr] = []
     for lows, highs in ((q_low, q_high), (k_low, k_high), (s.low["d"], s.high["d"])):
         # the rectangle itself is never empty
-        found += [lo > hi for lo in lows for hi in highs if (lo, hi) not in ((Q0, Q1), (K0, K1))]
-    found += [d > qh - kl for d in s.low["d"] for qh in q_high for kl in k_low]
-    found += [d < ql - kh for d in s.high["d"] for ql in q_low for kh in k_high]
-    return disj(*found)
+        conflicts += [lo > hi for lo in lows for hi in highs if (lo, hi) not in ((Q0, Q1), (K0, K1))]
+    conflicts += [d > qh - kl for d in s.low["d"] for qh in q_high for kl in k_low]
+    conflicts += [d < ql - kh for d in s.high["d"] for ql in q_low for kh in k_high]
+    return disj(*conflicts)
 
 
 # -- never and always -----------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def never(e: Expr) -> Expr:
     """The condition under which `e` is certainly false at every point of the rectangle."""
     if beyond(e):
         return _of_parts(e, never, "and")
-    found = terms(e)
-    if found is None:  # too many conjunctions: judge the parts alone
+    conjunctions = disjuncts(e)
+    if conjunctions is None:  # too many conjunctions: judge the parts alone
         parts = [never(a) for a in e.args]
         return disj(*parts) if e.op == "and" else conj(*parts) if e.op == "or" else FALSE
-    return simplify(conj(*(_never_term(t) for t in found)))
+    return simplify(conj(*(_never_term(t) for t in conjunctions)))
 
 
 @memo(group="expressions")
@@ -222,8 +222,8 @@ def _never_comparison(e: Expr) -> Expr:
     if op in ("le", "lt"):
         return below(y.hi, x.lo, "lt" if op == "le" else "le")
     if op == "eq":
-        found = _congruent(e)
-        missed = FALSE if found is None else build("not", found[0])
+        congruence = _congruent(e)
+        missed = FALSE if congruence is None else build("not", congruence[0])
         return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"), missed)
     return conj(_same(x, y), _sane(x, y))
 
@@ -283,10 +283,10 @@ def some(e: Expr) -> Expr:
     """The condition under which every tile inside the rectangle certainly holds a point where `e` is true."""
     if beyond(e):
         return FALSE
-    found = terms(e)
-    if found is None:
+    conjunctions = disjuncts(e)
+    if conjunctions is None:
         return disj(*(some(a) for a in e.args)) if e.op == "or" else always(e)
-    return simplify(disj(*(_some_term(t) for t in found)))
+    return simplify(disj(*(_some_term(t) for t in conjunctions)))
 
 
 def _some_term(term: Expr) -> Expr:
@@ -294,19 +294,19 @@ def _some_term(term: Expr) -> Expr:
     bounds = [e for e in literals(term) if depends(e) and e not in s.rest]
     certain = [always(r) for r in s.rest]
     inside = conj(SINGLE, build("not", infeasible(s)))
-    found = conj(inside, *certain)
-    held = conj(*(always(x) for x in bounds)) if bounds else TRUE
+    condition = conj(inside, *certain)
+    bounds_hold = conj(*(always(x) for x in bounds)) if bounds else TRUE
     for i, r in enumerate(s.rest):
         others = certain[:i] + certain[i + 1 :]
-        found = disj(found, conj(held, _some_literal(r), *others))
+        condition = disj(condition, conj(bounds_hold, _some_literal(r), *others))
         if len(s.rest) == 1 and _apart(bounds, r):  # independent variables: both can be had at once
-            found = disj(found, conj(inside, _some_literal(r)))
-    return conj(*s.fixed, disj(held if not s.rest else FALSE, found))
+            condition = disj(condition, conj(inside, _some_literal(r)))
+    return conj(*s.fixed, disj(bounds_hold if not s.rest else FALSE, condition))
 
 
 def _apart(bounds: Iterable[Expr], r: Expr) -> bool:
-    held = frozenset[str]().union(*(depends(x) for x in bounds))
-    return not held & depends(r)
+    variables = frozenset[str]().union(*(depends(x) for x in bounds))
+    return not variables & depends(r)
 
 
 def _some_literal(e: Expr) -> Expr:
@@ -323,8 +323,8 @@ def _some_attained(e: Expr) -> Expr:
             lows, highs = table_box(e.args[0])
             return build("not", make("range_min", (*lows, *highs), e.args[0].name, BOOL))
         return FALSE
-    if (found := _congruent(e)) is not None and found[1]:
-        return found[0]
+    if (congruence := _congruent(e)) is not None and congruence[1]:
+        return congruence[0]
     op, form = relation(e.op, *e.args)
     r = ends(write(form))
     if r.lo is None or r.hi is None or not r.attained:
@@ -359,9 +359,9 @@ def _truth(e: Expr) -> int | None:
     if not is_int_comparison(e):
         return None
     form = linear(e.args[0]) - linear(e.args[1])
-    moved = simplify(substitute(e, {_Q: _Q + _K}))
-    if "k" not in uses(moved) and is_int_comparison(moved):  # a clause of q - k: one q is like another
-        e = substitute(moved, {_Q: -_K})
+    shifted = simplify(substitute(e, {_Q: _Q + _K}))
+    if "k" not in uses(shifted) and is_int_comparison(shifted):  # a clause of q - k: one q is like another
+        e = substitute(shifted, {_Q: -_K})
         form = linear(e.args[0]) - linear(e.args[1])
     along_k, along_q = (_period(write(form), x) for x in (_K, _Q))
     if along_k is None or along_q is None or along_k[1] or along_q[1] or along_k[0] * along_q[0] > _PERIODS:

@@ -26,11 +26,11 @@ from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds, Runs, merge
 from frisket.lowering.simplify import simplify
-from frisket.lowering.simplify.curves import Curve, depends, solve, together
+from frisket.lowering.simplify.curves import Curve, depends, solve, solve_equal_entries
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import K0, K1, Q0, Q1
-from .questions import System, system, terms
+from .questions import System, disjuncts, system
 from .tiles import Grid, Scope, outside
 
 Array = NDArray[Any]
@@ -39,7 +39,7 @@ _Q, _K = var("q"), var("k")
 
 
 @dataclass(frozen=True)
-class Anchor:
+class DiagonalCondition:
     """A condition on all queries of the call: every `lows` stays at or below every `highs`. Exprs are distances from q;
     distances that still vary with q have to be evaluated, query by query."""
 
@@ -60,14 +60,14 @@ class Term:
         return [substitute(c.value, {_Q: at}) for c in self.curves if c.side == side]
 
     @property
-    def anchor(self) -> Anchor | None:
+    def diagonal(self) -> DiagonalCondition | None:
         """The condition under which the keys of a row are one interval; None where they always are."""
         lows = [c for c in self.curves if c.side == "low"]
         highs = [c for c in self.curves if c.side == "high"]
         flat = [-d for d in self.system.high["d"]], [-d for d in self.system.low["d"]]
         if not self.curves or not (lows or flat[0]) or not (highs or flat[1]):
             return None
-        return Anchor((*map(_distance, lows), *flat[0]), (*map(_distance, highs), *flat[1]))
+        return DiagonalCondition((*map(_distance, lows), *flat[0]), (*map(_distance, highs), *flat[1]))
 
 
 def _distance(c: Curve) -> Expr:
@@ -77,26 +77,30 @@ def _distance(c: Curve) -> Expr:
 
 
 @dataclass(frozen=True)
-class Solved:
+class RowIntervals:
     """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of the
     call. The intervals hold for single queries where `needs` holds. They hold for rows if also no condition reads a
     query alone (`rowwise`), no value of `rises` decreases over the queries of the call (where the condition beside it
-    holds, it does not), and every anchor holds."""
+    holds, it does not), and every diagonal condition holds."""
 
-    yes: tuple[Interval, ...]
-    no: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too
+    visible: tuple[Interval, ...]
+    hidden: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too
     full: Interval | None  # the keys that every query sees, of a mask with one term
     needs: Expr
     rowwise: bool
     rises: tuple[tuple[Expr, Expr], ...]
-    anchors: tuple[Anchor, ...]
+    diagonals: tuple[DiagonalCondition, ...]
 
     @cached_property
     def formula(self) -> Bounds | None:
         """The intervals for kernels, whose prologues read no tables by query."""
-        if self.full is None or not self.rowwise or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):
+        if (
+            self.full is None
+            or not self.rowwise
+            or any(_reads(n) for e in (*self.visible[0], *self.full) for n in walk(e))
+        ):
             return None
-        return Bounds(self.yes[0][0], *self.full, self.yes[0][1])
+        return Bounds(self.visible[0][0], *self.full, self.visible[0][1])
 
 
 def _reads(e: Expr) -> bool:
@@ -105,35 +109,37 @@ def _reads(e: Expr) -> bool:
 
 
 @memo(group="expressions")
-def solved(mask: Expr) -> Solved | None:
+def row_intervals(mask: Expr) -> RowIntervals | None:
     """The intervals of `mask`, or None where a term is not made of bounds."""
     mine = _terms(mask)
     if mine is None:
         return None
     if len(mine) == 1:
-        return _solved(mine, [], _everywhere(mine[0]))
+        return _intervals(mine, [], _everywhere(mine[0]))
     theirs = _terms(simplify(negate(mask)))
-    return _solved(mine, theirs or [], None, rowwise=theirs is not None)
+    return _intervals(mine, theirs or [], None, rowwise=theirs is not None)
 
 
-def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None, rowwise: bool = True) -> Solved:
+def _intervals(
+    mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None, rowwise: bool = True
+) -> RowIntervals:
     both = [*mine, *theirs]
     curves = [c for t in both for c in t.curves]
-    anchors = (t.anchor for t in both)
-    return Solved(
+    diagonals = (t.diagonal for t in both)
+    return RowIntervals(
         tuple(_visible(t) for t in mine),
         None if full is not None or not rowwise else tuple(_visible(t) for t in theirs),
         full,
         simplify(conj(*(t.needs for t in both))),
         rowwise and all(not t.asks for t in both),
         tuple(dict.fromkeys((c.value, simplify(c.rising)) for c in curves)),
-        tuple(dict.fromkeys(a for a in anchors if a is not None)),
+        tuple(dict.fromkeys(a for a in diagonals if a is not None)),
     )
 
 
 def _terms(mask: Expr) -> list[Term] | None:
-    found = terms(mask)
-    parts = [_term(t) for t in found] if found is not None else [None]
+    conjunctions = disjuncts(mask)
+    parts = [_term(t) for t in conjunctions] if conjunctions is not None else [None]
     known = [p for p in parts if p is not None]
     return known if len(known) == len(parts) else None
 
@@ -145,17 +151,17 @@ def _term(term: Expr) -> Term | None:
     curves: list[Curve] = []
     asks: list[Expr] = []
     needs = TRUE
-    asked = conj(*(e for e in s.rest if "k" not in depends(e)))
+    query_conditions = conj(*(e for e in s.rest if "k" not in depends(e)))
     for e in s.rest:
         which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
-        found = together(e, asked) or solve(e if which == "k" else substitute(e, {_Q: _K}))
-        if which == "q" and (found is None or any(c.needs is not TRUE for c in found)):
+        solution = solve_equal_entries(e, query_conditions) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        if which == "q" and (solution is None or any(c.needs is not TRUE for c in solution)):
             asks.append(e)
             continue
-        if found is None:
+        if solution is None:
             return None
-        needs = conj(needs, *(c.needs for c in found))
-        for c in found:
+        needs = conj(needs, *(c.needs for c in solution))
+        for c in solution:
             if "q" in depends(c.value):
                 curves.append(c)
             else:
@@ -202,9 +208,9 @@ def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array
             hit |= (parts[:, t, :1] <= start) & (start < parts[:, t, 1:])
         return hit
 
-    live = (start < stop) & covered(seen)
+    visible = (start < stop) & covered(seen)
     kind = np.where(covered(hidden), 1, 2)
-    row, at = np.nonzero(live)
+    row, at = np.nonzero(visible)
     return row, start[row, at], stop[row, at], kind[row, at]
 
 
@@ -213,20 +219,20 @@ _PIECES = 64  # runs of tiles a row may have before tiles are asked instead
 _BATCH = 1 << 19  # intervals held at a time
 
 
-def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
+def by_query(intervals: RowIntervals, grid: Grid, scope: Scope) -> Runs | None:
     """The runs of a mask from the intervals of its queries; None where they take too much work."""
-    each = sum(_QUERY + steps(e) for pair in ways.yes for e in pair)
+    each = sum(_QUERY + steps(e) for pair in intervals.visible for e in pair)
     if not scope.afford(len(grid.b) * grid.q_len * each):
         return None
     bq = grid.block[0]
-    step = max(1, _BATCH // (bq * (2 * len(ways.yes) + 1)))
+    step = max(1, _BATCH // (bq * (2 * len(intervals.visible) + 1)))
     edge = outside(grid).reshape(len(grid.b), grid.rows, 2)
     parts = []
     for s in range(len(grid.b)):
         for r0 in range(0, grid.rows, step):
             r1 = min(r0 + step, grid.rows)
             try:
-                seen, hidden = _tiles(ways, grid, scope, s, np.arange(r0 * bq, min(r1 * bq, grid.q_len)))
+                seen, hidden = _tiles(intervals, grid, scope, s, np.arange(r0 * bq, min(r1 * bq, grid.q_len)))
             except EvaluationError:
                 return None
             yes, no = _united(seen, bq), _united(hidden, bq)
@@ -237,13 +243,13 @@ def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
     return merge(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
-def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[Array, Array]:
+def _tiles(intervals: RowIntervals, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[Array, Array]:
     """The tiles [start, stop) with a key the query sees, and with a key it does not see: [terms, queries, 2] each."""
     q, k0, bk = grid.q[s] + at, grid.k[s], grid.block[1]
     k1 = k0 + grid.kv_len - 1
     env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k1}
-    flat = scope.values([e for pair in ways.yes for e in pair], env)
-    ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(ways.yes), 2, -1)
+    flat = scope.values([e for pair in intervals.visible for e in pair], env)
+    ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(intervals.visible), 2, -1)
     first, last = np.maximum(ends[:, 0], k0), np.minimum(ends[:, 1], k1)
     first = np.where(first <= last, first, k1 + 1)  # terms that show nothing go behind all keys
     if len(first) > 1:
@@ -265,8 +271,8 @@ def _united(tiles: Array, bq: int) -> Array | None:
     rows = -(-queries // bq)
     tiles = np.where(tiles[..., :1] < tiles[..., 1:], tiles, -1)  # empty: before all others, and opens no piece
     tiles = np.pad(tiles, ((0, 0), (0, rows * bq - queries), (0, 0)), mode="edge").reshape(terms, rows, bq, 2)
-    found = [_pieces(t[..., 0], t[..., 1]) for t in tiles]
-    return None if any(f.shape[1] > _PIECES for f in found) else np.concatenate(found, axis=1)
+    pieces = [_pieces(t[..., 0], t[..., 1]) for t in tiles]
+    return None if any(f.shape[1] > _PIECES for f in pieces) else np.concatenate(pieces, axis=1)
 
 
 def _pieces(start: Array, stop: Array) -> Array:

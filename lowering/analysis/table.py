@@ -43,10 +43,10 @@ class TableFacts:
     permutation: bool  # of 0..size
 
     def __str__(self) -> str:
-        said = [name for name in ("constant", "sorted", "permutation") if getattr(self, name)]
+        names = [name for name in ("constant", "sorted", "permutation") if getattr(self, name)]
         if self.runs is not None and not self.permutation:
-            said.append(f"{self.runs:,} run" + "s" * (self.runs != 1))
-        return ", ".join([*said, f"{self.low}..{self.high}"])
+            names.append(f"{self.runs:,} run" + "s" * (self.runs != 1))
+        return ", ".join([*names, f"{self.low}..{self.high}"])
 
 
 class Table:
@@ -108,10 +108,10 @@ class Table:
         base = row * n
         place = np.searchsorted(self.starts, base + at, side="right")
         if end == "first":
-            found = self.starts[place - 1] - base
-            return np.where(found == 0, -BEYOND, found)
-        found = np.append(self.starts, self.array.size)[place] - base - 1
-        return np.where(found == n - 1, BEYOND, found)
+            position = self.starts[place - 1] - base
+            return np.where(position == 0, -BEYOND, position)
+        position = np.append(self.starts, self.array.size)[place] - base - 1
+        return np.where(position == n - 1, BEYOND, position)
 
     def segment(self, end: str, index: Array) -> Array:
         """The first or last position of the segment that holds `index`, the array being offsets."""
@@ -125,10 +125,10 @@ class Table:
         array whose last entry goes on without end, and whose first reaches back."""
         n = len(self.array)
         if end == "first":
-            found = np.searchsorted(self.array, value, side="left")
-            return np.where(found == 0, -BEYOND, np.where(found == n, BEYOND, found))
-        found = np.searchsorted(self.array, value, side="right") - 1
-        return np.where(found < 0, -BEYOND, np.where(found == n - 1, BEYOND, found))
+            position = np.searchsorted(self.array, value, side="left")
+            return np.where(position == 0, -BEYOND, np.where(position == n, BEYOND, position))
+        position = np.searchsorted(self.array, value, side="right") - 1
+        return np.where(position < 0, -BEYOND, np.where(position == n - 1, BEYOND, position))
 
     def extreme(self, kind: str, lows: Sequence[Array], highs: Sequence[Array]) -> Array:
         """The minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
@@ -159,13 +159,13 @@ class Table:
         lo, hi = los[axis] + n, his[axis] + n + 1
         out = flat[base + lo]
         while True:
-            live = lo < hi
-            if not live.any():
+            active = lo < hi
+            if not active.any():
                 return np.asarray(out)
-            left, right = live & (lo & 1 == 1), live & (hi & 1 == 1)
+            left, right = active & (lo & 1 == 1), active & (hi & 1 == 1)
             out = np.where(left, join(out, flat[base + np.where(left, lo, 1)]), out)
             out = np.where(right, join(out, flat[base + np.where(right, hi - 1, 1)]), out)
-            lo, hi = np.where(live, (lo + left) >> 1, lo), np.where(live, (hi - right) >> 1, hi)
+            lo, hi = np.where(active, (lo + left) >> 1, lo), np.where(active, (hi - right) >> 1, hi)
 
     def _tree(self, kind: str, axis: int) -> Array:
         key = (kind, axis)
@@ -198,11 +198,11 @@ class Table:
             level = tuple(each >> 6 * i & 63 for i in range(len(flat_lo)))
             blocks = self._blocks(kind, level)
             ends = [(lo[mine] >> x, hi[mine] >> x) for lo, hi, x in zip(flat_lo, flat_hi, level, strict=True)]
-            found: Array | None = None
+            extremes: Array | None = None
             for corner in np.ndindex(*(2,) * len(ends)):
                 part = blocks[tuple(e[c] for e, c in zip(ends, corner, strict=True))]
-                found = part if found is None else _join(kind)(found, part)
-            out[mine] = found
+                extremes = part if extremes is None else _join(kind)(extremes, part)
+            out[mine] = extremes
         return out.reshape(shape)
 
     def _blocks(self, kind: str, levels: tuple[int, ...]) -> Array:
@@ -210,13 +210,13 @@ class Table:
         key = (kind, levels)
         if key not in self._pyramid:
             axis = int(np.argmax(levels))
-            found = self.array
+            extremes = self.array
             if levels[axis]:
                 half = self._blocks(kind, (*levels[:axis], levels[axis] - 1, *levels[axis + 1 :]))
                 half = np.moveaxis(half, axis, 0)
                 pairs = _join(kind)(half[:-1:2], half[1::2])
-                found = np.moveaxis(np.concatenate([pairs, half[-1:]]) if len(half) % 2 else pairs, 0, axis)
-            self._pyramid[key] = found
+                extremes = np.moveaxis(np.concatenate([pairs, half[-1:]]) if len(half) % 2 else pairs, 0, axis)
+            self._pyramid[key] = extremes
         return self._pyramid[key]
 
 
@@ -232,7 +232,7 @@ def _join(kind: str) -> np.ufunc:
 BYTES = 1 << 25  # of the sets along an axis
 PART = 1 << 16  # positions whose entries are looked up at once
 # the values of a condition, or None where it has none or they cost too much
-Asked = Callable[[Expr, Mapping[str, Array]], Array | None]
+Value = Callable[[Expr, Mapping[str, Array]], Array | None]
 
 
 @dataclass(frozen=True)
@@ -248,25 +248,25 @@ class CommonIds:
         """The words of 64 bits that a question about a box reads."""
         return sum(len(sets) * sets[0][0].shape[-1] for sets in self.parts)
 
-    def shared(self, live: Array) -> Array:
+    def shared(self, boxes: Array) -> Array:
         """Whether each box has, in some part, an entry in common in all of its sets."""
-        s, r0, r1, c0, c1 = live
-        found = np.zeros(live.shape[1], bool)
+        s, r0, r1, c0, c1 = boxes
+        common = np.zeros(boxes.shape[1], bool)
         for part in self.parts:
             both = ((_union(of_q, s, r0, r1) & _union(of_k, s, c0, c1)).any(axis=1) for of_q, of_k in part)
-            found |= np.logical_and.reduce([*both])
-        return found
+            common |= np.logical_and.reduce([*both])
+        return common
 
 
-def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[CommonIds]:
+def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[CommonIds]:
     """The clauses of a conjunction with sets for `T[q] == U[k]` in some part; b and h may stand before q and k."""
-    made = []
+    clauses = []
     for clause in mask.args if mask.op == "and" else (mask,):
-        sets = {part: _of_part(part, arrays, grid, asked) for part in (clause.args if clause.op == "or" else (clause,))}
+        sets = {part: _of_part(part, arrays, grid, value) for part in (clause.args if clause.op == "or" else (clause,))}
         if any(sets.values()):
-            rest = [part for part, found in sets.items() if not found]
-            made.append(CommonIds([x for x in sets.values() if x], disj(*rest) if rest else None))
-    return made
+            rest = [part for part, ids in sets.items() if not ids]
+            clauses.append(CommonIds([x for x in sets.values() if x], disj(*rest) if rest else None))
+    return clauses
 
 
 def sides_of_ids(e: Expr) -> list[Expr]:
@@ -276,24 +276,24 @@ def sides_of_ids(e: Expr) -> list[Expr]:
     return sides if len(sides) == 2 and {a for s in sides for a in s.args[:-1]} <= {var("b"), var("h")} else []
 
 
-def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, asked: Asked) -> list[tuple[Array, Array]]:
+def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[tuple[Array, Array]]:
     conditions = part.args if part.op == "and" else (part,)
     pairs = []
     for e in conditions:
         if not (sides := sides_of_ids(e)):
             continue
-        found = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
+        entries = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
         tiles = max(grid.rows, grid.columns)
-        if len(grid.b) * tiles * tiles.bit_length() * len(found) // 8 <= BYTES:
-            pairs.append((sides, found))
+        if len(grid.b) * tiles * tiles.bit_length() * len(entries) // 8 <= BYTES:
+            pairs.append((sides, entries))
     if not pairs:
         return []
-    kept = [_kept([e for e in conditions if uses(e) & {"q", "k"} == {name}], name, grid, asked) for name in "qk"]
-    made = []
-    for sides, found in pairs:
-        of_q, of_k = (_sets(side, arrays, found, grid, axis, kept[axis]) for axis, side in enumerate(sides))
-        made.append((of_q, of_k))
-    return made
+    meets = [_meets([e for e in conditions if uses(e) & {"q", "k"} == {name}], name, grid, value) for name in "qk"]
+    sets = []
+    for sides, entries in pairs:
+        of_q, of_k = (_sets(side, arrays, entries, grid, axis, meets[axis]) for axis, side in enumerate(sides))
+        sets.append((of_q, of_k))
+    return sets
 
 
 def _places(grid: Grid, axis: int, at: Array) -> dict[str, Array]:
@@ -302,20 +302,20 @@ def _places(grid: Grid, axis: int, at: Array) -> dict[str, Array]:
     return {n: x[:, None] + (at if n == "qk"[axis] else 0) for n, x in starts.items()}
 
 
-def _kept(conditions: list[Expr], name: str, grid: Grid, asked: Asked) -> Array | None:
+def _meets(conditions: list[Expr], name: str, grid: Grid, value: Value) -> Array | None:
     """Whether each position meets conditions on it alone, [slices, length]; None where nothing is known."""
     if not conditions:
         return None
     axis = "qk".index(name)
     places = _places(grid, axis, np.arange((grid.q_len, grid.kv_len)[axis]))
-    found = asked(conj(*conditions), {n: places[n] for n in ("b", "h", name)})
-    return None if found is None else np.broadcast_to(found, np.broadcast_shapes(*(x.shape for x in places.values())))
+    values = value(conj(*conditions), {n: places[n] for n in ("b", "h", name)})
+    return None if values is None else np.broadcast_to(values, np.broadcast_shapes(*(x.shape for x in places.values())))
 
 
-def _sets(e: Expr, arrays: Mapping[str, Array], found: Array, grid: Grid, axis: int, kept: Array | None) -> Array:
-    """[levels, slices, tiles, words]: the sets of 1, 2, 4, ... tiles from each tile on, of positions that are kept."""
+def _sets(e: Expr, arrays: Mapping[str, Array], entries: Array, grid: Grid, axis: int, meets: Array | None) -> Array:
+    """[levels, slices, tiles, words]: the sets of 1, 2, 4, ... tiles from each tile on, of positions that count."""
     tiles, table = (grid.rows, grid.columns)[axis], arrays[e.name]
-    length, words = (grid.q_len, grid.kv_len)[axis], -(-len(found) // 64)
+    length, words = (grid.q_len, grid.kv_len)[axis], -(-len(entries) // 64)
     levels = np.empty((tiles.bit_length(), len(grid.b), tiles, words), np.uint64)
     bits = np.zeros((len(grid.b), tiles, words * 64), bool)
     for start in range(0, length, PART):
@@ -324,8 +324,8 @@ def _sets(e: Expr, arrays: Mapping[str, Array], found: Array, grid: Grid, axis: 
         where = (places[a.name] for a in e.args)
         entry = table[tuple(np.clip(x, 0, n - 1) for x, n in zip(where, table.shape, strict=True))]
         slices = np.arange(len(grid.b))[:, None]
-        put = np.broadcast_arrays(slices, at // grid.block[axis], np.searchsorted(found, entry))
-        bits[tuple(put) if kept is None else tuple(x[kept[:, at]] for x in put)] = True
+        put = np.broadcast_arrays(slices, at // grid.block[axis], np.searchsorted(entries, entry))
+        bits[tuple(put) if meets is None else tuple(x[meets[:, at]] for x in put)] = True
     levels[0] = np.packbits(bits, axis=-1).view(np.uint64)
     for n in range(1, len(levels)):
         far = np.minimum(np.arange(tiles) + (1 << n - 1), tiles - 1)

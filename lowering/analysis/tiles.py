@@ -129,32 +129,32 @@ class Scope:
         def ranging(kind: str) -> Any:
             def run(node: Expr, *args: Array) -> Array:
                 half = len(args) // 2
-                found = self.tables[node.name].extreme(kind, args[:half], args[half:])
-                return found.astype(DTYPES[node.type], copy=False)  # as of the entries, which narrower ones would wrap
+                bound = self.tables[node.name].extreme(kind, args[:half], args[half:])
+                return bound.astype(DTYPES[node.type], copy=False)  # as of the entries, which narrower ones would wrap
 
             return run
 
         def standing(how: str, end: str) -> Any:
             return lambda node, *args: getattr(self.tables[node.name], how)(end, args if how == "run" else args[0])
 
-        found = {f"{how}_{end}": standing(how, end) for how in ("run", "segment", "rank") for end in ("first", "last")}
+        ends = {f"{how}_{end}": standing(how, end) for how in ("run", "segment", "rank") for end in ("first", "last")}
         facts = {
             "is_sorted": lambda node: np.asarray(self.tables[node.name].sorted),
             "has_runs": lambda node: np.asarray(self._has_runs(node.name)),
         }
-        return {"range_min": ranging("min"), "range_max": ranging("max"), **found, **facts}
+        return {"range_min": ranging("min"), "range_max": ranging("max"), **ends, **facts}
 
     def _has_runs(self, name: Any) -> bool:
         """Whether equal entries of a table are adjacent, among entries where a condition on the query holds."""
         if isinstance(name, str):
             return self.tables[name].has_runs
-        table, asked = self.tables[name[0]], name[1]
+        table, condition = self.tables[name[0]], name[1]
         if table.has_runs:
             return True
-        if {"b", "h"} & uses(asked) or not self.afford(table.array.size * steps(asked)):
+        if {"b", "h"} & uses(condition) or not self.afford(table.array.size * steps(condition)):
             return False
-        kept = np.broadcast_to(self.value(asked, {"q": np.arange(table.array.size)}), table.array.shape)
-        starts = table.starts[np.logical_or.reduceat(kept, table.starts)]
+        holds = np.broadcast_to(self.value(condition, {"q": np.arange(table.array.size)}), table.array.shape)
+        starts = table.starts[np.logical_or.reduceat(holds, table.starts)]
         values = table.array[starts]
         return len(np.unique(values)) == len(values)
 
@@ -175,9 +175,9 @@ def classify(mask: Expr, grid: Grid, scope: Scope, look: bool = True) -> Boxes:
     """The boxes of `mask` over `grid`; tiles not covered are EMPTY. `look=False`: no element of a tile is looked at."""
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
-    found = _Refined(mask, grid, scope, look)
-    found.refine(np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns]), scope.work // _COARSE)
-    return Boxes(*np.concatenate(found.done, axis=1))
+    refined = _Refined(mask, grid, scope, look)
+    refined.refine(np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns]), scope.work // _COARSE)
+    return Boxes(*np.concatenate(refined.done, axis=1))
 
 
 class _Refined:
@@ -189,35 +189,35 @@ class _Refined:
         self.each = _BOX + steps(make("answers", self.questions))
         self.common = [
             (clause, TRUE if clause.rest is None else never(clause.rest))
-            for clause in common_ids(mask, scope.arrays, grid, self._asked)
+            for clause in common_ids(mask, scope.arrays, grid, self._evaluate)
         ]
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
-    def refine(self, live: Array, allowance: int) -> int:
+    def refine(self, boxes: Array, allowance: int) -> int:
         """Decide boxes, level by level while they are few; many are decided part by part, each with its share of the
         steps, so that memory follows the answer and no part of the grid goes without. Gives the steps taken."""
-        taken = 0
-        while n := live.shape[1]:
+        steps_taken = 0
+        while n := boxes.shape[1]:
             if n > _CHUNK:
-                parts = np.array_split(live, -(-n // _CHUNK), axis=1)
+                parts = np.array_split(boxes, -(-n // _CHUNK), axis=1)
                 for i, part in enumerate(parts):
-                    taken += self.refine(part, (allowance - taken) // (len(parts) - i))
+                    steps_taken += self.refine(part, (allowance - steps_taken) // (len(parts) - i))
                 break
             cost = n * self.each
-            if taken > allowance or not self.scope.afford(cost // _WORTH):
-                self._leave(live)
+            if steps_taken > allowance or not self.scope.afford(cost // _WORTH):
+                self._leave(boxes)
                 break
-            rest = self._classified(live)
+            rest = self._classified(boxes)
             used = cost * rest.shape[1] // n  # what decides boxes is worth its steps, and ends by itself
             self.scope.spent += used
-            taken += used + cost // _WORTH
-            if 2 * used > cost and 2 * used > allowance - taken:
+            steps_taken += used + cost // _WORTH
+            if 2 * used > cost and 2 * used > allowance - steps_taken:
                 self._leave(rest)  # a part of what they would be split into could not be asked about
                 break
-            live = _split(rest)
-        return taken
+            boxes = _split(rest)
+        return steps_taken
 
-    def _asked(self, condition: Expr, env: Mapping[str, Array]) -> Array | None:
+    def _evaluate(self, condition: Expr, env: Mapping[str, Array]) -> Array | None:
         """The values of a condition, if the budget has room for them."""
         cost = math.prod(np.broadcast_shapes(*(x.shape for x in env.values()))) * steps(condition)
         try:
@@ -225,48 +225,48 @@ class _Refined:
         except EvaluationError:
             return None
 
-    def _leave(self, live: Array) -> None:
-        _, r0, r1, c0, c1 = live
+    def _leave(self, boxes: Array) -> None:
+        _, r0, r1, c0, c1 = boxes
         self.scope.undecided += int(((r1 - r0) * (c1 - c0)).sum())
-        self._add(_joined(live), PARTIAL)
+        self._add(_joined(boxes), PARTIAL)
 
-    def _add(self, live: Array, kind: int) -> None:
-        self.scope.spent += _RUN * int((live[2] - live[1]).sum())
-        self.done.append(np.concatenate([live, np.full((1, live.shape[1]), kind)]).astype(np.int32))
+    def _add(self, boxes: Array, kind: int) -> None:
+        self.scope.spent += _RUN * int((boxes[2] - boxes[1]).sum())
+        self.done.append(np.concatenate([boxes, np.full((1, boxes.shape[1]), kind)]).astype(np.int32))
 
-    def _classified(self, live: Array) -> Array:
+    def _classified(self, boxes: Array) -> Array:
         """Add the boxes that are certain and the single tiles to `done`, and return the boxes that are still open."""
         for clause, nothing_else in self.common:
-            self.scope.spent += live.shape[1] * (clause.words + steps(nothing_else))
-            empty = ~clause.shared(live)
+            self.scope.spent += boxes.shape[1] * (clause.words + steps(nothing_else))
+            empty = ~clause.shared(boxes)
             if nothing_else is not TRUE:
-                empty &= _answers([nothing_else], _corners(self.grid, live), self.scope, live.shape[1])[0]
-            live = live[:, ~empty]
-        s, r0, r1, c0, c1 = live
+                empty &= _answers([nothing_else], _corners(self.grid, boxes), self.scope, boxes.shape[1])[0]
+            boxes = boxes[:, ~empty]
+        s, r0, r1, c0, c1 = boxes
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        env = {**_corners(self.grid, live), "single": single}
+        env = {**_corners(self.grid, boxes), "single": single}
         yes, no, both = _answers(self.questions, env, self.scope, len(s))
         # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
-        cut = cut_off(self.grid, live)
+        cut = cut_off(self.grid, boxes)
         full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
-        self._add(live[:, full], FULL)
-        self._add(live[:, partial], PARTIAL)
+        self._add(boxes[:, full], FULL)
+        self._add(boxes[:, partial], PARTIAL)
         open_ = ~(full | partial | no)
         if (single & open_).any():
-            tiles = live[:, single & open_]
+            tiles = boxes[:, single & open_]
             self.done.append(_settle(self.mask, self.grid, tiles, self.scope, self.look).astype(np.int32))
-        return live[:, open_ & ~single]
+        return boxes[:, open_ & ~single]
 
 
-def cut_off(grid: Grid, live: Array) -> Array:
+def cut_off(grid: Grid, boxes: Array) -> Array:
     """The boxes that hold tiles reaching outside the lengths."""
-    _, _, r1, _, c1 = live
+    _, _, r1, _, c1 = boxes
     last_row, last_column = (r1 == grid.rows), (c1 == grid.columns)
     return np.asarray((last_row & bool(grid.q_len % grid.block[0])) | (last_column & bool(grid.kv_len % grid.block[1])))
 
 
-def _corners(grid: Grid, live: Array) -> dict[str, Array]:
-    s, r0, r1, c0, c1 = live
+def _corners(grid: Grid, boxes: Array) -> dict[str, Array]:
+    s, r0, r1, c0, c1 = boxes
     bq, bk = grid.block
     q_last, k_last = np.minimum(r1 * bq, grid.q_len) - 1, np.minimum(c1 * bk, grid.kv_len) - 1
     narrow = np.where(c1 == grid.columns, grid.kv_len - (grid.columns - 1) * bk, bk)
@@ -285,24 +285,24 @@ def _answers(questions: Sequence[Expr], env: Mapping[str, Any], scope: Scope, n:
         return [np.zeros(n, bool)] * len(questions)
 
 
-def _split(live: Array) -> Array:
+def _split(boxes: Array) -> Array:
     """Halve every box of more than one tile, along both axes where both are long; the parts of a box stay together."""
     for lo, hi in ((1, 2), (3, 4)):
-        wide = live[hi] - live[lo] > 1
-        owner = np.repeat(np.arange(live.shape[1]), 1 + wide)
-        live = live[:, owner]
+        wide = boxes[hi] - boxes[lo] > 1
+        owner = np.repeat(np.arange(boxes.shape[1]), 1 + wide)
+        boxes = boxes[:, owner]
         second = np.append(False, owner[1:] == owner[:-1])
         first = np.append(second[1:], False)
-        middle = live[lo] + (live[hi] - live[lo] + 1) // 2
-        live[hi] = np.where(first, middle, live[hi])
-        live[lo] = np.where(second, middle, live[lo])
-    return live
+        middle = boxes[lo] + (boxes[hi] - boxes[lo] + 1) // 2
+        boxes[hi] = np.where(first, middle, boxes[hi])
+        boxes[lo] = np.where(second, middle, boxes[lo])
+    return boxes
 
 
-def _joined(live: Array) -> Array:
+def _joined(boxes: Array) -> Array:
     """The boxes after neighbours over the same rows are joined into one."""
-    s, r0, r1, c0, c1 = live = live[:, np.lexsort((live[3], live[1], live[0]))]
-    new = np.ones(live.shape[1], bool)
+    s, r0, r1, c0, c1 = boxes = boxes[:, np.lexsort((boxes[3], boxes[1], boxes[0]))]
+    new = np.ones(boxes.shape[1], bool)
     new[1:] = (s[1:] != s[:-1]) | (r0[1:] != r0[:-1]) | (r1[1:] != r1[:-1]) | (c0[1:] != c1[:-1])
     heads = np.flatnonzero(new)
     return np.stack([s[heads], r0[heads], r1[heads], c0[heads], c1[np.append(heads[1:], len(s)) - 1]])
@@ -426,7 +426,7 @@ _EDGES = {"q": ("q0", "q1"), "k": ("k0", "k1")}
 @memo(group="expressions")
 def cuts(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
     """The (axis, shift, period) of cuts, where `(x + shift) // period` steps, for `//` and `%` of one coordinate."""
-    found: dict[tuple[str, Expr, Expr], None] = {}
+    periods: dict[tuple[str, Expr, Expr], None] = {}
     for node in walk(mask):
         if node.op in ("floordiv", "mod") and len(depends(node)) == 1 and not depends(node.args[1]):
             inner, period = node.args
@@ -435,8 +435,8 @@ def cuts(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
             (axis,) = depends(node)
             form = linear(inner)
             if form.coefficient(var(axis)) == 1 and not depends(rest := write(form.without(var(axis)))):
-                found[axis, rest, period] = None
-    return tuple(found)
+                periods[axis, rest, period] = None
+    return tuple(periods)
 
 
 def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) -> tuple[Array, dict[str, Array]]:

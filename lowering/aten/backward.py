@@ -33,9 +33,9 @@ PARTS = 8  # arrays of sums at most
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
+    grad_names: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
     `out` and `lse` are the forward's; with `share` [batch, heads, q_len] of other keys too, and that is the part that
@@ -44,7 +44,7 @@ def backward(
 
     with torch.no_grad():
         run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        return run.everything(out, lse, dout, dlse, wanted, sinks, share)
+        return run.everything(out, lse, dout, dlse, grad_names, sinks, share)
 
 
 @dataclass
@@ -66,11 +66,11 @@ class _Backward(AtenTiles):
     """The backward of one call."""
 
     def everything(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str],
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grad_names: frozenset[str],
         sinks: Tensor | None, share: Tensor | None,
     ) -> dict[str, Tensor]:  # fmt: skip
         torch = self.torch
-        self.wanted = wanted
+        self.grad_names = grad_names
         self.part = None if share is None else self.grouped(share.to(self.dtype))
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
         self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
@@ -79,8 +79,8 @@ class _Backward(AtenTiles):
         self.derived = backward_of(self.plan)
         self.guard = self.careful or self.derived.guard  # 0 * inf is NaN where nothing is seen
         self.slope = None if self.derived.slope is None else self.program(self.derived.slope)
-        self.captured = captured = [x for x in self.derived.gradients if x.source in wanted]
-        self.inner = bool(wanted - {"v"})  # more than P is needed
+        self.captured = captured = [x for x in self.derived.gradients if x.source in grad_names]
+        self.inner = bool(grad_names - {"v"})  # more than P is needed
         parts = [x.weight for x in captured] + [e for x in captured for e in x.index]
         parts += [] if self.derived.slope is None else [self.derived.slope]
         self.reads_score = any("score" in uses(e) for e in parts)
@@ -101,11 +101,11 @@ class _Backward(AtenTiles):
         if self.careful:
             self.plain_k = self.plain_k.nan_to_num(0.0, 0.0, 0.0)
         if self.half:
-            self.plain_k = self.plain_k.to(self.given)
-        self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
+            self.plain_k = self.plain_k.to(self.input_dtype)
+        self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in grad_names else None
         total = self._zeros()
         fused = LARGE if out.dtype.itemsize == 2 else FUSED  # the flash kernel takes delta from the rounded out
-        fusible_too = dlse is None and not self.careful and largest <= fused and bool(wanted & {"q", "k", "v"})
+        fusible_too = dlse is None and not self.careful and largest <= fused and bool(grad_names & {"q", "k", "v"})
         lanes = self._lanes(total, fusible_too)
         if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
             for lane in lanes:
@@ -117,17 +117,17 @@ class _Backward(AtenTiles):
                 if mine is not None:
                     mine += theirs
             total.captured.add(sums.captured)
-        found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
+        arrays = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
-            **{n: x.to(self.given) for n, x in found.items() if x is not None},
-            **total.captured.folded(wanted - {"q", "k", "v"}),
+            **{n: x.to(self.input_dtype) for n, x in arrays.items() if x is not None},
+            **total.captured.folded(grad_names - {"q", "k", "v"}),
         }
 
     def _zeros(self) -> _Sums:
         return _Sums(self._like(self.k, "k"), self._like(self.v, "v"), LaneGradients(self, self.captured))
 
     def _like(self, x: Tensor, name: str) -> Tensor | None:
-        return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.wanted else None
+        return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.grad_names else None
 
     # -- lanes ------------------------------------------------------------------------------------------
 
@@ -144,14 +144,14 @@ class _Backward(AtenTiles):
         heads = g.batch * g.kv_heads
         parts = 1 if heads >= threads else min(PARTS, -(-2 * threads // heads))
         sums = [total, *(self._zeros() for _ in range(parts - 1))]
-        found = []
+        lanes = []
         for lane in shares(heads, -(-heads // (2 * threads))):
             blocks = [
                 block for step, member in rows for some in _within(member, lane, g.kv_heads)
                 for block in cut(step, some, budget)
             ]  # fmt: skip
-            found += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
-        return [x for x in found if x.blocks]
+            lanes += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
+        return [x for x in lanes if x.blocks]
 
     def _walk(self, lane: _Lane) -> None:
         for block in lane.blocks:
@@ -166,20 +166,20 @@ class _Backward(AtenTiles):
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         whole = block.cells <= WHOLE
         for pieces, tiles, raws in self._weights(block, query, whole):
-            kept = [self._kept(block, p) for p in pieces]
-            for piece, p, some in zip(pieces, tiles, kept, strict=True):
+            drops = [self._scaled_survivors(block, p) for p in pieces]
+            for piece, p, some in zip(pieces, tiles, drops, strict=True):
                 weights = p if some is None else (self.cells(block, p) * some).view(p.shape)
                 self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
             if not self.inner:
                 continue
-            slopes = self._slopes(block, dout, pieces, tiles, kept, whole and not self.careful and self.part is None)
+            slopes = self._slopes(block, dout, pieces, tiles, drops, whole and not self.careful and self.part is None)
             for piece, p, raw, dm in zip(pieces, tiles, raws, slopes, strict=True):
                 self._piece(block, piece, p, raw, dm, rough_query, dq, sums)
         if dq is not None:
             self.put(self.dq, block, dq)
 
-    def _kept(self, block: Block, piece: KeyPiece) -> Tensor | None:
-        return None if self.kept is None else self.survivors(block, piece).div_(self.keep)
+    def _scaled_survivors(self, block: Block, piece: KeyPiece) -> Tensor | None:
+        return None if self.keep_mask is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
         """Yield (pieces, weights, scores before the score mod, or None where no derivative reads them).
@@ -231,7 +231,7 @@ class _Backward(AtenTiles):
         return base, share if self.part is None else share * self.rows(self.part, block).unsqueeze(-1)
 
     def _slopes(
-        self, block: Block, dout: Tensor, pieces: Sequence[KeyPiece], tiles: list[Tensor], kept: list[Any], whole: bool
+        self, block: Block, dout: Tensor, pieces: Sequence[KeyPiece], tiles: list[Tensor], drops: list[Any], whole: bool
     ) -> list[Tensor]:
         """The cotangents of modified scores.
 
@@ -239,22 +239,22 @@ class _Backward(AtenTiles):
         exactly that product and the cotangent 0."""
         torch, size = self.torch, sum(t.numel() for t in tiles)
         room = self.buffer("products", size).split([t.numel() for t in tiles])
-        found = []
-        for piece, some, x, t in zip(pieces, kept, room, tiles, strict=True):
+        products = []
+        for piece, some, x, t in zip(pieces, drops, room, tiles, strict=True):
             dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=x.view(t.shape))
             if some is not None:
                 self.cells(block, dm).mul_(some)
-            found.append(dm)
+            products.append(dm)
         dlse = None if self.dlse is None else self.rows(self.dlse, block).unsqueeze(-1)
         if whole and len(tiles) == 1:
-            dm, p = found[0], tiles[0]
+            dm, p = products[0], tiles[0]
             torch.ops.aten._softmax_backward_data.out(dm, p, -1, p.dtype, grad_input=dm)
             return [dm if dlse is None else dm.addcmul_(p, dlse)]
         delta = self.rows(self.delta, block).unsqueeze(-1)
         if whole:
-            delta = sum((dm * p).sum(-1, keepdim=True) for dm, p in zip(found, tiles, strict=True))
+            delta = sum((dm * p).sum(-1, keepdim=True) for dm, p in zip(products, tiles, strict=True))
             delta = delta if dlse is None else delta - dlse
-        return [dm.sub_(delta).mul_(p) for dm, p in zip(found, tiles, strict=True)]
+        return [dm.sub_(delta).mul_(p) for dm, p in zip(products, tiles, strict=True)]
 
     def _piece(
         self, block: Block, piece: KeyPiece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
@@ -295,8 +295,8 @@ def _within(member: Heads, part: range, kv_heads: int) -> Iterator[Heads]:
 def _even(blocks: list[Block], parts: int) -> list[list[Block]]:
     """Consecutive blocks in lists of about equal work."""
     total, done = sum(b.cells for b in blocks), 0
-    found: list[list[Block]] = [[] for _ in range(parts)]
+    lanes: list[list[Block]] = [[] for _ in range(parts)]
     for b in blocks:
-        found[min(done * parts // total, parts - 1)].append(b)
+        lanes[min(done * parts // total, parts - 1)].append(b)
         done += b.cells
-    return found
+    return lanes

@@ -74,7 +74,7 @@ class LaneGradients:
                 t.put(buffer, block, part.sum(3).flatten(1, 2), add=True)
             elif gradient.over == "column":
                 some = buffer[..., block.heads.first : block.heads.last]
-                for rows, place in t.apart(some, block, piece):
+                for rows, place in t.disjoint_views(some, block, piece):
                     place.add_(part[rows].sum(2).mT)
             elif gradient.over == "diagonal":
                 self._diagonals(block, piece, buffer, part)
@@ -113,7 +113,7 @@ class LaneGradients:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine += theirs
 
-    def folded(self, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def folded(self, grad_names: frozenset[str]) -> dict[str, Tensor]:
         """The gradients by name, in the shape of the table, or 0-d; 0 where the score mod does not depend on it."""
         t = self.tiles
         buffers = []
@@ -122,9 +122,9 @@ class LaneGradients:
                 buffers.append(buffer.to(t.dtype))
             else:
                 buffers.append((buffer.mT if gradient.over == "column" else buffer).flatten(1, 2))
-        found = folded(self.gradients, buffers, t.geometry, t.env, t.tables)
-        shapes = {name: t.tables[name].shape if name in t.tables else () for name in wanted}
-        return {n: found[n] if n in found else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(wanted)}
+        arrays = folded(self.gradients, buffers, t.geometry, t.env, t.tables)
+        shapes = {name: t.tables[name].shape if name in t.tables else () for name in grad_names}
+        return {n: arrays[n] if n in arrays else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(grad_names)}
 
 
 def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:
@@ -142,8 +142,8 @@ def units(total: Tensor) -> Tensor:
 
     total = total.double()
     _, exponent = torch.frexp(total)
-    found = torch.ldexp(torch.ones_like(total), (BITS - exponent).clamp(-126, 126))
-    return torch.where(total.isfinite(), found, torch.nan).float()
+    per = torch.ldexp(torch.ones_like(total), (BITS - exponent).clamp(-126, 126))
+    return torch.where(total.isfinite(), per, torch.nan).float()
 
 
 def amounts(counted: Tensor, per: Tensor) -> Tensor:

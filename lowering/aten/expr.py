@@ -140,8 +140,8 @@ class TileProgram:
 
     def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
         self.dtype = dtype
-        self.given = dict(known or {})
-        order = [*walk(unroll(root), below=lambda e: () if e in self.given else e.args)]
+        self.known = dict(known or {})
+        order = [*walk(unroll(root), below=lambda e: () if e in self.known else e.args)]
         at = {n: i for i, n in enumerate(order)}
         last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}
         self.code = []
@@ -157,24 +157,24 @@ class TileProgram:
         self.products = {
             i.nodes[1] for i in self.code
             if i.node.op == "add" and i.overwrites and i.nodes[1].op == "mul" and readers[i.nodes[1]] == 1
-            and i.nodes[1] not in self.given
+            and i.nodes[1] not in self.known
         }  # fmt: skip
 
     def _fresh(self, node: Expr) -> bool:
         """Whether the value of `node` is a tensor of its own (the score counts: it may be overwritten)."""
-        own = bool(node.args) and node.op not in ("lookup", "float")
-        return node.type is FLOAT and (own or node.name == "score") and node not in self.given
+        computed = bool(node.args) and node.op not in ("lookup", "float")
+        return node.type is FLOAT and (computed or node.name == "score") and node not in self.known
 
     def _inputs(self, node: Expr) -> tuple[Expr, ...]:
-        return () if node in self.given else node.args
+        return () if node in self.known else node.args
 
     def __call__(self, env: Mapping[str, Value], tables: Mapping[str, Tensor]) -> Tensor:
         torch = _torch()
         values: list[Value] = []
         for step in self.code:
             node = step.node
-            if node in self.given:
-                values.append(env[self.given[node]])
+            if node in self.known:
+                values.append(env[self.known[node]])
             else:
                 values.append(self._run(torch, step, [values[i] for i in step.args], env, tables))
         return self._tensor(torch, values[-1], self.code[-1].node)

@@ -43,7 +43,7 @@ class Fused:
 def takes(tiles: AtenTiles) -> bool:
     """Whether the kernel takes such arrays, and keeps every weight as it is."""
     g, plan = tiles.geometry, tiles.plan
-    changed = plan.kept is not None or plan.weight is not None or tiles.stored
+    changed = plan.keep_mask is not None or plan.weight is not None or tiles.stored
     return not changed and g.head_dim == g.v_dim and bool(tiles.q.device.type == "cpu")
 
 
@@ -51,18 +51,18 @@ def fusible(tiles: AtenTiles, todo: list[RowStep]) -> tuple[list[Fused], list[Ro
     """Divide steps into steps for the flash kernel, and the rest."""
     if tiles.plan.score is not None or not takes(tiles):
         return [], todo
-    found, rest = [], []
+    fused, rest = [], []
     for rows in triangles(todo):
         step = joined(rows)
         tall = step.height >= FLASH_ROWS and step.count == 1 and len(step.pieces) == 1
         corner = rows[0].pieces[-1].full_stop if rows[0].pieces else 0
         if tall and not partial(step.pieces[0]):
-            found.append(Fused(step, None))
+            fused.append(Fused(step, None))
         elif tall and _is_triangle(tiles, step, corner):
-            found.append(Fused(step, corner))
+            fused.append(Fused(step, corner))
         else:
             rest.extend(rows)
-    return found, rest
+    return fused, rest
 
 
 def _is_triangle(tiles: AtenTiles, step: RowStep, corner: int) -> bool:
@@ -108,8 +108,8 @@ def flash_backward(
         for keys, triangle in part.parts:
             at = (m.batch, kv, keys)
             key, value = (x[at].unsqueeze(0) for x in (tiles.k, tiles.v))
-            found = kernel(dout, query, key, value, out, lse, 0.0, triangle, scale=tiles.geometry.scale)
-            for total, where, share in zip(sums, (place, at, at), found, strict=True):
+            gradients = kernel(dout, query, key, value, out, lse, 0.0, triangle, scale=tiles.geometry.scale)
+            for total, where, share in zip(sums, (place, at, at), gradients, strict=True):
                 if total is not None:
                     total[where] += share[0]
 
@@ -166,7 +166,7 @@ def _bias(score: Expr) -> bool:
 
 def _rows(todo: list[RowStep]) -> list[tuple[int, int, int, int]] | None:
     """(first query, last, first key, last) of groups of rows of tiles, half open; None where a row has several runs."""
-    found: list[tuple[int, int, int, int]] = []
+    groups: list[tuple[int, int, int, int]] = []
     for step in todo:
         if len(step.pieces) != 1:
             return None
@@ -175,13 +175,13 @@ def _rows(todo: list[RowStep]) -> list[tuple[int, int, int, int]] | None:
             lo, hi = piece.start + i * piece.stride, piece.stop + i * piece.stride
             for start in range(step.start + i * step.height, step.start + (i + 1) * step.height, ROWS):
                 stop = min(start + ROWS, step.start + (i + 1) * step.height)
-                first, _, *ends = found[-1] if found else (start, 0, lo, hi)
+                first, _, *ends = groups[-1] if groups else (start, 0, lo, hi)
                 least, most = min(lo, ends[0]), max(hi, ends[1])
-                if found and stop - first <= ROWS and most - least <= WIDER * (hi - lo):
-                    found[-1] = first, stop, least, most
+                if groups and stop - first <= ROWS and most - least <= WIDER * (hi - lo):
+                    groups[-1] = first, stop, least, most
                 else:
-                    found.append((start, stop, lo, hi))
-    return found
+                    groups.append((start, stop, lo, hi))
+    return groups
 
 
 def _results(
@@ -212,7 +212,7 @@ def _by_distance(tiles: AtenTiles, m: Heads, j: int) -> Tensor:
         **tiles.env, "b": m.batch + g.origin[0], "h": heads + g.origin[1], "q": torch.tensor(g.q_len + g.origin[2]),
         "k": torch.arange(count) + g.origin[3], "score": torch.zeros(m.count, count, dtype=tiles.dtype),
     }  # fmt: skip
-    found = tiles.program(plan.score)(place, tiles.tables)
+    bias = tiles.program(plan.score)(place, tiles.tables)
     if tiles.mask is None:
-        return found.expand(m.count, count).contiguous()
-    return torch.where(tiles.mask(place, tiles.tables), found, -math.inf).expand(m.count, count).contiguous()
+        return bias.expand(m.count, count).contiguous()
+    return torch.where(tiles.mask(place, tiles.tables), bias, -math.inf).expand(m.count, count).contiguous()

@@ -28,29 +28,34 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    sinks: Tensor | None = None, top: bool = True, norm: bool = False,
+    sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
     `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
-    None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is the
-    rounding error of lse, [batch, heads, q_len]."""
+    None: the flash kernel, which does not tell the largest score, may then be used. With `softmax_stats` a fourth is
+    the rounding error of lse, [batch, heads, q_len]."""
     import torch
 
     with torch.no_grad():
         done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        found = done.everything(sinks, top, norm)
-        if norm and sinks is None and not top and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
-            found = done.everything(None, True, True)  # the flash kernel does not say the rounding error
+        results = done.everything(sinks, top, softmax_stats)
+        if (
+            softmax_stats
+            and sinks is None
+            and not top
+            and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any())
+        ):
+            results = done.everything(None, True, True)  # the flash kernel does not say the rounding error
         # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
         # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
         # infinities of both signs are no more than work done twice.
-        if not (done.careful and done.clean) and plan.mask is not None and bool(found[0].sum().isnan()):
+        if not (done.careful and done.clean) and plan.mask is not None and bool(results[0].sum().isnan()):
             done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=True)
             done.clean = True
-            found = done.everything(sinks, top, norm)
-    return found
+            results = done.everything(sinks, top, softmax_stats)
+    return results
 
 
 class _Forward(AtenTiles):
@@ -58,7 +63,7 @@ class _Forward(AtenTiles):
 
     unit = LOG2E
 
-    def everything(self, sinks: Tensor | None, top: bool, norm: bool) -> tuple[Any, ...]:
+    def everything(self, sinks: Tensor | None, top: bool, softmax_stats: bool) -> tuple[Any, ...]:
         g, torch = self.geometry, self.torch
         shape = (g.batch, g.kv_heads, self.group, g.q_len)
         new = {"dtype": self.dtype, "device": self.q.device}
@@ -66,7 +71,9 @@ class _Forward(AtenTiles):
         self.lse = torch.empty(shape, **new)
         self.top = torch.empty(shape, **new) if top else None
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
-        self.exact = torch.zeros(shape, dtype=torch.float64) if norm else None  # lse; where it is -inf, anything
+        self.exact = (
+            torch.zeros(shape, dtype=torch.float64) if softmax_stats else None
+        )  # lse; where it is -inf, anything
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
         self.values = self.given_v if self.half or self.stored else self.v
@@ -76,11 +83,11 @@ class _Forward(AtenTiles):
         spread(self._attend, blocks)
         self._merge()
         largest = None if self.top is None else self.top.flatten(1, 2)
-        found = self.out.flatten(1, 2).to(self.given), self.lse.flatten(1, 2), largest
+        results = self.out.flatten(1, 2).to(self.input_dtype), self.lse.flatten(1, 2), largest
         if self.exact is None:
-            return found
-        low = (self.exact - self.lse).to(self.dtype)
-        return (*found, low.masked_fill_(~low.isfinite(), 0.0).flatten(1, 2))
+            return results
+        lse_residual = (self.exact - self.lse).to(self.dtype)
+        return (*results, lse_residual.masked_fill_(~lse_residual.isfinite(), 0.0).flatten(1, 2))
 
     def _blocks(self) -> Iterator[Block]:
         rows = []
@@ -89,9 +96,9 @@ class _Forward(AtenTiles):
             for part in quick:
                 for place, out, lse in flash(self, part, members):
                     self._put_fused(place, out, lse)
-            found = sliding(self, rest, members) if self.top is None and rest else None
-            if found is not None:
-                for place, out, lse in found:
+            windows = sliding(self, rest, members) if self.top is None and rest else None
+            if windows is not None:
+                for place, out, lse in windows:
                     self._put_fused(place, out, lse)
                 continue
             rows += [(step, member) for step in rest for member in members]
@@ -106,15 +113,15 @@ class _Forward(AtenTiles):
 
     def _split(self, blocks: list[Block]) -> list[tuple[Block, Block | None, int]]:
         """The blocks as (block, the whole block, which part); few blocks with many keys are split over keys."""
-        found: list[tuple[Block, Block | None, int]] = []
+        work: list[tuple[Block, Block | None, int]] = []
         for block in blocks:
             parts = min(PARTS // len(blocks), block.step.width // LEAST)
             if parts < 2:
-                found.append((block, None, 0))
+                work.append((block, None, 0))
                 continue
             for i, pieces in enumerate(chunks(block.step.pieces, -(-block.step.width // parts))):
-                found.append((replace(block, step=replace(block.step, pieces=tuple(pieces))), block, i))
-        return found
+                work.append((replace(block, step=replace(block.step, pieces=tuple(pieces))), block, i))
+        return work
 
     # -- one block --------------------------------------------------------------------------------------
 
@@ -150,18 +157,18 @@ class _Forward(AtenTiles):
             # A product of 16 bits is rounded: of weights that sum to 1 it is the result, which is not rounded again.
             unit = self._sum(block, top, total) if self.half and len(todo) == 1 else 1
             for t, piece in zip(tiles, chunk, strict=True):
-                if self.kept is not None:
+                if self.keep_mask is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
                 hidden = t == 0 if self.careful and self.clean else None
                 if self.weight is not None:
                     self.cells(block, t).mul_(self.weights(block, piece))
-                value = self.keys(self.values, block, piece, self.given if self.half else self.dtype)
+                value = self.keys(self.values, block, piece, self.input_dtype if self.half else self.dtype)
                 if hidden is not None:
                     t.masked_fill_(hidden, 0.0)
                     value = value.masked_fill(hidden.all(1).unsqueeze(-1), 0.0)
                 if self.half:
-                    found = self.rough_product(self.rounded(t, "weights", unit), value).to(self.dtype).mul_(unit)
-                    acc = found if acc is None else acc.add_(found)
+                    product = self.rough_product(self.rounded(t, "weights", unit), value).to(self.dtype).mul_(unit)
+                    acc = product if acc is None else acc.add_(product)
                 elif acc is None:
                     acc = self.buffer("acc", block.batch, block.rows, self.geometry.v_dim)
                     torch.bmm(t, value, out=acc)
@@ -179,7 +186,7 @@ class _Forward(AtenTiles):
             sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
             share = self.torch.exp2((sink - top).clamp_(max=60)).nan_to_num_(0.0)  # both may be -inf
             total = total + share.to(self.dtype)
-        return (total if self.kept is None else total * self.keep).clamp(min=1.0)
+        return (total if self.keep_mask is None else total * self.keep).clamp(min=1.0)
 
     @property
     def _hollow(self) -> bool:
@@ -212,7 +219,7 @@ class _Forward(AtenTiles):
         if self.exact is not None:
             self.put(self.exact, block, total.double().log2().add_(base).mul_(LN2).squeeze(-1))
         safe = torch.where(total == 0, 1.0, total) if self._hollow else total
-        acc = acc.div_(safe if self.kept is None else safe * self.keep)
+        acc = acc.div_(safe if self.keep_mask is None else safe * self.keep)
         self.put(self.out, block, acc)
         self.put(self.lse, block, total.log2().add_(base.to(self.dtype)).mul_(LN2).squeeze(-1))
         if self.top is not None:

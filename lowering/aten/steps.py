@@ -123,12 +123,12 @@ def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
         for i in range(step.count):
             for part in shares(member.count, room):
                 some = replace(member, kv=member.kv + part.start, count=len(part))
-                yield Block(some, moved(step, i, 1), by_row=False)
+                yield Block(some, rows_of_step(step, i, 1), by_row=False)
         return
     for part in shares(step.count, room):  # heads inside: they share a mask
         for j in range(member.count):
             one = replace(member, kv=member.kv + j, count=1)
-            yield Block(one, moved(step, part.start, len(part)), by_row=True)
+            yield Block(one, rows_of_step(step, part.start, len(part)), by_row=True)
 
 
 def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[RowStep]:
@@ -138,7 +138,7 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
     tokens[np.arange(tokens.shape[1]) >= count[:, None]] = 0
     bare = tokens[..., 2] <= tokens[..., 1]  # nothing full: say so in one way, all of it behind
     tokens[..., 1:3] = np.where(bare[..., None], tokens[..., :1], tokens[..., 1:3])
-    found = []
+    row_steps = []
     for first, last in _runs(tokens, count, geometry.q_len, block[0]):
         start = first * block[0]
         moves = tokens[first + 1] - tokens[first] if last - first > 1 else np.zeros_like(tokens[first])
@@ -146,10 +146,10 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
         pieces = [KeyPiece(lo, full_lo, full_hi, hi, move) for (lo, full_lo, full_hi, hi), move in records if hi > lo]
         height = min(block[0], geometry.q_len - start)
         if last - first > 1 and not moves.any():  # the same keys for all: one taller tile
-            found.append(RowStep(start, min(last * block[0], geometry.q_len) - start, 1, tuple(pieces)))
+            row_steps.append(RowStep(start, min(last * block[0], geometry.q_len) - start, 1, tuple(pieces)))
         else:
-            found.append(RowStep(start, height, last - first, tuple(pieces)))
-    return found
+            row_steps.append(RowStep(start, height, last - first, tuple(pieces)))
+    return row_steps
 
 
 def _runs(tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block_q: int) -> Iterator[tuple[int, int]]:
@@ -176,21 +176,21 @@ def _runs(tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block
 def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
     """The heads that share each slice; a group of query heads stays whole where all of it shares."""
     group = geometry.heads // geometry.kv_heads
-    found: dict[int, list[Heads]] = {}
+    by_slice: dict[int, list[Heads]] = {}
     for b in range(geometry.batch):
         rows = spans.slice_of[b].reshape(geometry.kv_heads, group)
         for kv, row in enumerate(rows.tolist()):
             cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
             for first, last in itertools.pairwise(cuts):
-                known = found.setdefault(row[first], [])
+                known = by_slice.setdefault(row[first], [])
                 if known and (a := known[-1]) == Heads(b, kv - a.count, a.count, first, last):
                     known[-1] = Heads(b, a.kv, a.count + 1, first, last)
                 else:
                     known.append(Heads(b, kv, 1, first, last))
-    return found
+    return by_slice
 
 
-def moved(step: RowStep, by: int, count: int) -> RowStep:
+def rows_of_step(step: RowStep, by: int, count: int) -> RowStep:
     """A step with rows `[by, by + count)` alone."""
     pieces = tuple(
         replace(
@@ -210,20 +210,20 @@ def shares(n: int, room: int) -> list[range]:
 
 def chunks(pieces: tuple[KeyPiece, ...], room: int) -> list[list[KeyPiece]]:
     """Pieces, cut where they are too wide, in lists of at most `room` keys."""
-    found: list[list[KeyPiece]] = [[]]
+    groups: list[list[KeyPiece]] = [[]]
     left = room
     for p in pieces:
         start = p.start
         while start < p.stop:
             if left <= 0:
-                found.append([])
+                groups.append([])
                 left = room
             stop = min(p.stop, start + left)
             lo, hi = (min(max(x, start), stop) for x in (p.full_start, p.full_stop))
-            found[-1].append(KeyPiece(start, lo, hi, stop, p.stride))
+            groups[-1].append(KeyPiece(start, lo, hi, stop, p.stride))
             left -= stop - start
             start = stop
-    return found
+    return groups
 
 
 def triangles(todo: list[RowStep]) -> Iterator[list[RowStep]]:

@@ -21,7 +21,7 @@ Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 RECENT = 8  # masks of blocks
 STRIP = 1 << 24  # entries of a strip at most
-FEW = 8  # rows that a product takes twice as long over as over columns
+MAX_VECTOR_ROWS = 8  # rows that a product takes twice as long over as over columns
 
 # Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
 TAME = frozenset(
@@ -58,11 +58,11 @@ class AtenTiles:
         self.torch, self.plan, self.spans, self.geometry = torch, plan, spans, geometry
         self.tables, self.target, self.careful = tables, target, careful
         self.group = geometry.heads // geometry.kv_heads
-        self.given = qkv[0].dtype
-        self.dtype = torch.float64 if self.given == torch.float64 else torch.float32
+        self.input_dtype = qkv[0].dtype
+        self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32
         # Half precision multiplies in float32, so that scores keep their digits. Products of weights may take bfloat16
         # as it is, where the processor has it: weights are rounded, sums stay float32.
-        self.half = self.given == torch.bfloat16 and _fast_bfloat16()
+        self.half = self.input_dtype == torch.bfloat16 and _fast_bfloat16()
         self.given_k, self.given_v = qkv[1:]
         self.stored = bool(plan.page or plan.weight is not None or geometry.kv_dtype)  # they are read tile by tile
         self.clean = self.stored  # values that nobody sees are 0: anything may stand in a cache where nothing is seen
@@ -77,18 +77,18 @@ class AtenTiles:
         self.common = not (plan.uses_batch or plan.uses_head or vectors(geometry))
         self.mask = None if plan.mask is None else self.program(plan.mask)
         self.still = plan.mask is not None and distance_only(plan.mask) and not vectors(geometry)
-        self.score = self.kept = None
+        self.score = self.keep_mask = None
         self.factor = self.unit  # of scaled products
         self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, TileProgram] = {}
         if plan.score is not None:
-            found = _score_programs(plan.score, self.dtype, not vectors(geometry), self.unit)
-            self.score, self.strips, self.factor = found
-        if plan.kept is not None:
+            programs = _score_programs(plan.score, self.dtype, not vectors(geometry), self.unit)
+            self.score, self.strips, self.factor = programs
+        if plan.keep_mask is not None:
             assert plan.rate is not None
             rate = float(np.float32(slots[plan.rate]))
             self.env[plan.rate], self.keep = rate, 1 - rate
-            self.kept = self.program(plan.kept)
+            self.keep_mask = self.program(plan.keep_mask)
 
     @cached_property
     def v(self) -> Tensor:
@@ -106,8 +106,8 @@ class AtenTiles:
     def steps(self) -> list[tuple[list[RowStep], list[Heads]]]:
         """The rows of every slice, and the heads that share the slice."""
         block = (self.target.block_q, self.target.block_k)
-        found = heads(self.spans, self.geometry)
-        return [(steps(self.spans, s, self.geometry, block), members) for s, members in found.items()]
+        by_slice = heads(self.spans, self.geometry)
+        return [(steps(self.spans, s, self.geometry, block), members) for s, members in by_slice.items()]
 
     # -- scores -----------------------------------------------------------------------------------------
 
@@ -115,27 +115,27 @@ class AtenTiles:
         self, block: Block, query: Tensor, pieces: Sequence[KeyPiece], raws: list[Tensor] | None = None
     ) -> list[Tensor]:
         """Masked scores times the unit for each piece, [batch, group * height, width]; `raws` gets them unmodified."""
-        found, used = [], 0
+        tiles, used = [], 0
         size = block.batch * block.rows * sum(p.width for p in pieces)
         room = self.buffer("scores", size)
-        kept = None if raws is None else self.buffer("raw", size)
+        raw_room = None if raws is None else self.buffer("raw", size)
         for piece in pieces:
             shape = block.batch, block.rows, piece.width
             part = slice(used, used := used + math.prod(shape))
             s = self.products(block, query, piece, room[part].view(shape))
-            if kept is not None and raws is not None:
-                raws.append(kept[part].view(shape).copy_(s))
+            if raw_room is not None and raws is not None:
+                raws.append(raw_room[part].view(shape).copy_(s))
             self.modify(block, piece, s)
             self.hide(block, piece, s)
-            found.append(s)
-        return found
+            tiles.append(s)
+        return tiles
 
     def products(self, block: Block, query: Tensor, piece: KeyPiece, s: Tensor) -> Tensor:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
         the unit where the score mod takes them so."""
         factor = self.geometry.scale * self.factor
         keys = self.keys(self.k, block, piece, self.dtype)
-        if 1 < block.rows <= FEW:
+        if 1 < block.rows <= MAX_VECTOR_ROWS:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
@@ -206,8 +206,8 @@ class AtenTiles:
 
     def survivors(self, block: Block, piece: KeyPiece) -> Tensor:
         """The weights of the piece that dropout keeps, 1 or 0, for cells [batch, group, height, width]."""
-        assert self.kept is not None
-        return self.kept(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
+        assert self.keep_mask is not None
+        return self.keep_mask(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
 
     # -- views ------------------------------------------------------------------------------------------
 
@@ -254,32 +254,32 @@ class AtenTiles:
             return x[b, heads, start:stop]
         page = self.plan.page
         first, last = start // page, -(-stop // page)
-        found = x[self.pages[b, first:last].clamp(0, len(x) - 1), heads]  # [pages, heads, tokens, dim]
-        return found.transpose(0, 1).flatten(1, 2)[:, start - first * page : stop - first * page]
+        pages = x[self.pages[b, first:last].clamp(0, len(x) - 1), heads]  # [pages, heads, tokens, dim]
+        return pages.transpose(0, 1).flatten(1, 2)[:, start - first * page : stop - first * page]
 
     def rough_product(self, left: Tensor, right: Tensor) -> Tensor:
         """The product left @ right in bfloat16, in a buffer: new memory costs as much as the product."""
         shape = (left.shape[0], left.shape[1], right.shape[2])
-        return self.torch.bmm(left, right, out=self.buffer("rough product", *shape, dtype=self.given))
+        return self.torch.bmm(left, right, out=self.buffer("rough product", *shape, dtype=self.input_dtype))
 
     def rounded(self, x: Tensor, name: str, unit: Any = 1) -> Tensor:
         """`x` / unit as the products of weights take it, in the thread's buffer `name`; without `half` x as it is."""
-        return self.torch.div(x, unit, out=self.buffer(name, *x.shape, dtype=self.given)) if self.half else x
+        return self.torch.div(x, unit, out=self.buffer(name, *x.shape, dtype=self.input_dtype)) if self.half else x
 
-    def apart(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
+    def disjoint_views(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
         """The entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of x [batch,
         kv_heads, kv_len, dim]: every addition to a view is counted once."""
         if not block.by_row:
             yield slice(None), self.keys(x, block, piece)
             return
         count, m = block.step.count, block.heads
-        apart = min(count, -(-piece.width // piece.stride) if piece.stride else count)
-        for i in range(apart):
+        spacing = min(count, -(-piece.width // piece.stride) if piece.stride else count)
+        for i in range(spacing):
             start = piece.start + i * piece.stride
             first = x[m.batch, m.kv, start : start + piece.width]
-            shape = (len(range(i, count, apart)), *first.shape)
-            strides = (apart * piece.stride * first.stride(0), *first.stride())
-            yield slice(i, None, apart), first.as_strided(shape, strides)
+            shape = (len(range(i, count, spacing)), *first.shape)
+            strides = (spacing * piece.stride * first.stride(0), *first.stride())
+            yield slice(i, None, spacing), first.as_strided(shape, strides)
 
     def add_keys(
         self, x: Tensor | None, block: Block, piece: KeyPiece, left: Tensor, right: Tensor, scale: float = 1.0
@@ -288,17 +288,17 @@ class AtenTiles:
         of x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
         if x is None:
             return
-        places = self.apart(x, block, piece)
+        places = self.disjoint_views(x, block, piece)
         if block.by_row and piece.stride == 0:  # the same keys for all rows
             left, right = left.flatten(0, 1).unsqueeze(0), right.flatten(0, 1).unsqueeze(0)
             m = block.heads
             places = iter([(slice(None), x[m.batch, m.kv : m.kv + 1, piece.start : piece.stop])])
-        found = self.rough_product(left.mT, right) if self.half else None
+        product = self.rough_product(left.mT, right) if self.half else None
         for rows, part in places:
-            if found is None:
+            if product is None:
                 part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
             else:
-                part.add_(found[rows], alpha=scale)
+                part.add_(product[rows], alpha=scale)
 
     def program(self, e: Expr) -> TileProgram:
         return _program(e, self.dtype)
@@ -338,8 +338,8 @@ class AtenTiles:
 def _fast_bfloat16() -> bool:
     import torch
 
-    told: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every version
-    return bool(told.get("avx512_bf16") or told.get("amx_bf16"))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every version
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 @memo(group="programs")
@@ -354,10 +354,10 @@ def _score_programs(
     """The program of the score mod times the unit, the programs of the parts computed as strips, by name, and the
     factor of the scores that the program takes."""
     linear = _linear(score, unit)
-    made = _times(score, unit) if linear is None else linear
-    shared = _hoisted(made) if strips else {}
+    scaled = _times(score, unit) if linear is None else linear
+    shared = _hoisted(scaled) if strips else {}
     programs = {name: TileProgram(e, dtype) for e, name in shared.items()}
-    return TileProgram(made, dtype, shared), programs, 1.0 if linear is None else unit
+    return TileProgram(scaled, dtype, shared), programs, 1.0 if linear is None else unit
 
 
 def _linear(e: Expr, unit: float) -> Expr | None:
@@ -399,16 +399,16 @@ def _entry(vector: Any, b: int) -> int:
 
 def _hoisted(score: Expr) -> dict[Expr, str]:
     """The largest parts that see q and k through their distance alone, with names for the parts."""
-    found: dict[Expr, str] = {}
+    parts: dict[Expr, str] = {}
 
     def visit(e: Expr) -> None:
-        if not e.args or e in found:
+        if not e.args or e in parts:
             return
         if distance_only(e) and {"q", "k"} <= {n.name for n in walk(e) if n.op == "var"}:
-            found[e] = f"~{len(found)}"
+            parts[e] = f"~{len(parts)}"
             return
         for a in e.args:
             visit(a)
 
     visit(score)
-    return found
+    return parts

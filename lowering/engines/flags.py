@@ -6,8 +6,8 @@ Documents in a row, as variable-length attention takes them, are fitted to the k
 >>> from frisket.lowering.engines.forms import form_of
 >>> from frisket.lowering.plan import Geometry
 >>> place = Geometry(1, 8, 8, 1024, 4096, 64, 64, 0.125, origin=(0, 0, 3072, 0))
->>> found = flags_of(form_of((q >= k) & (q - k <= 255)), place, {}, {})
->>> found.left, found.right, str(found)
+>>> flags = flags_of(form_of((q >= k) & (q - k <= 255)), place, {}, {})
+>>> flags.left, flags.right, str(flags)
 (255, 0, 'causal from the bottom right, window 255 to the left from the bottom right')
 """
 
@@ -163,26 +163,26 @@ class Flags:
         return bool((stop <= first).any())
 
     def __str__(self) -> str:
-        said, corner = [], "" if self.documents is not None or not self.ahead else " from the bottom right"
+        parts, corner = [], "" if self.documents is not None or not self.ahead else " from the bottom right"
         left, right = self.left, self.right
         if corner and any(x is not None and _is(x, 0) for x in self.top_left) and not _is(right, 0):
             (left, right), corner = self.top_left, " from the top left"
         if right is not None:
-            said.append(f"causal{corner}" if _is(right, 0) else f"window {_number(right)} to the right{corner}")
+            parts.append(f"causal{corner}" if _is(right, 0) else f"window {_number(right)} to the right{corner}")
         if left is not None:
-            said.append(f"window {_number(left)} to the left{corner}")
+            parts.append(f"window {_number(left)} to the left{corner}")
         if self.documents is not None:
             n = self.documents.shape[1] - 1
-            said.append(f"documents as cu_seqlens of {n} sequence{'s' * (n != 1)}")
+            parts.append(f"documents as cu_seqlens of {n} sequence{'s' * (n != 1)}")
         if self.keys is not None:
             start, stop = self.keys
-            said.append(f"keys {_number(start)} to {_number(stop)}")
+            parts.append(f"keys {_number(start)} to {_number(stop)}")
         if self.queries is not None:
-            said.append(f"queries {_number(self.queries[0])} to {_number(self.queries[1])}")
-        said = said or ["full"]
-        said += [] if self.factor == 1.0 else [f"scores times {self.factor:g}"]
-        said += [] if self.softcap is None else [f"soft cap {self.softcap:g}"]
-        return ", ".join(said + ([] if self.slopes is None else ["ALiBi slopes"]))
+            parts.append(f"queries {_number(self.queries[0])} to {_number(self.queries[1])}")
+        parts = parts or ["full"]
+        parts += [] if self.factor == 1.0 else [f"scores times {self.factor:g}"]
+        parts += [] if self.softcap is None else [f"soft cap {self.softcap:g}"]
+        return ", ".join(parts + ([] if self.slopes is None else ["ALiBi slopes"]))
 
 
 def flags_of(
@@ -208,20 +208,20 @@ class _Binding:
 
     def flags(self, form: EngineForm) -> Flags | str:
         g = self.geometry
-        ahead, moved = g.kv_len - g.q_len, self.q - self.k  # i - j = (q - k) - moved
+        ahead, shift = g.kv_len - g.q_len, self.q - self.k  # i - j = (q - k) - shift
         high, low = self.ends(form.high, "min"), self.ends(form.low, "max")
-        left = None if high is None else _unless(high - moved + ahead, g.kv_len - 1)
-        right = None if low is None else _unless(moved - low - ahead, g.q_len - 1)
+        left = None if high is None else _unless(high - shift + ahead, g.kv_len - 1)
+        right = None if low is None else _unless(shift - low - ahead, g.q_len - 1)
         keys = None if form.by_rows else self.valid(form.first, form.last, self.k, g.kv_len)
-        found = Flags(left, right, None, keys, self.valid(form.first_query, form.last_query, self.q, g.q_len))
+        flags = Flags(left, right, None, keys, self.valid(form.first_query, form.last_query, self.q, g.q_len))
         if form.document or form.by_rows:
-            packed = self.packed(form, found)
+            packed = self.packed(form, flags)
             if isinstance(packed, str):
                 return packed
-            found = packed
+            flags = packed
         slopes = None if form.slope is None else self.slopes(form.slope)
         return Flags(
-            found.left, found.right, found.documents, found.keys, found.queries,
+            flags.left, flags.right, flags.documents, flags.keys, flags.queries,
             1.0 if form.factor is None else self.number(form.factor),
             None if form.softcap is None else self.number(form.softcap), slopes, form.distance, ahead,
         )  # fmt: skip
@@ -233,15 +233,15 @@ class _Binding:
         return float(self.value(e))
 
     def slopes(self, e: Expr) -> Array:
-        found = self.value(e, b=self.batch[:, None], h=self.heads)
-        return np.broadcast_to(found, found.shape if found.ndim > 1 else (self.geometry.heads,))
+        values = self.value(e, b=self.batch[:, None], h=self.heads)
+        return np.broadcast_to(values, values.shape if values.ndim > 1 else (self.geometry.heads,))
 
     def ends(self, bounds: Exprs, op: str) -> Number | None:
         """The tightest of some bounds, in positions."""
         if not bounds:
             return None
-        found = [self.value(e, b=self.batch) for e in bounds]
-        return _one({"min": np.minimum, "max": np.maximum}[op].reduce(np.broadcast_arrays(*found)))
+        values = [self.value(e, b=self.batch) for e in bounds]
+        return _one({"min": np.minimum, "max": np.maximum}[op].reduce(np.broadcast_arrays(*values)))
 
     def valid(self, first: Exprs, last: Exprs, origin: Number, n: int) -> tuple[Number, Number] | None:
         """The places [start, stop) between bounds, None where those leave all of them."""
@@ -270,27 +270,27 @@ class _Binding:
         for e in form.document:
             mine, theirs = (np.broadcast_to(self.value(e, b=b, q=x), x.shape) for x in (q, k))
             for entry in range(g.batch):
-                found = _runs(mine[entry], theirs[entry])
-                if found is None:
+                runs = _runs(mine[entry], theirs[entry])
+                if runs is None:
                     return _torn(e, entry)
-                low[entry], stop[entry] = np.maximum(low[entry], found[0]), np.minimum(stop[entry], found[1])
+                low[entry], stop[entry] = np.maximum(low[entry], runs[0]), np.minimum(stop[entry], runs[1])
         rows = np.arange(g.batch)[:, None]
         some = stop > low
         place = (rows * g.q_len + np.arange(g.q_len))[some]
-        made = packing(place, (low + rows * g.kv_len)[some], (stop + rows * g.kv_len)[some])
-        if not made.fits:
+        documents = packing(place, (low + rows * g.kv_len)[some], (stop + rows * g.kv_len)[some])
+        if not documents.fits:
             return "the keys that queries see are not documents one after another under one window"
-        cu = made.cumulative(g.batch * g.q_len, g.batch * g.kv_len)
-        left, right = (None if x < 0 else x for x in (made.left, made.right))
-        asked = Flags(flags.left, flags.right, cu)
+        cu = documents.cumulative(g.batch * g.q_len, g.batch * g.kv_len)
+        left, right = (None if x < 0 else x for x in (documents.left, documents.right))
+        declared = Flags(flags.left, flags.right, cu)
         sides = (flags.left, left), (flags.right, right)
         if all(x is y or _is(x, y) for x, y in sides):
-            return asked
+            return declared
         if all(x is None for x, _ in sides):  # a fitted width hides some key of a document
             return Flags(left, right, cu)
         # widths of the text where they show the same: those that are fitted to documents change with them
-        same = all((x[some] == y[some]).all() for x, y in zip(asked.visible(g), (low, stop), strict=True))
-        return asked if same else Flags(left, right, cu)
+        same = all((x[some] == y[some]).all() for x, y in zip(declared.visible(g), (low, stop), strict=True))
+        return declared if same else Flags(left, right, cu)
 
     def of_tokens(self, e: Expr, flags: Flags) -> Flags | str:
         """The flags of documents of tokens, queries and keys alike: windows are equal in each, so changes decide."""

@@ -5,10 +5,10 @@ documents, a prefix of valid keys. `form_of` proves that a mask is made of these
 
 >>> from frisket.dsl.ir import lookup, param
 >>> from frisket.dsl.sugar import eq, k, q
->>> found = form_of((q >= k) & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))))
->>> found.low, found.high, found.document
+>>> form = form_of((q >= k) & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))))
+>>> form.low, form.high, form.document
 ((0,), (w - 1,), (doc[q],))
->>> found.proofs
+>>> form.proofs
 ('causal', 'window', 'documents')
 >>> print(form_of((q >= k) | (k < 64)))
 `q >= k | k < 64` bounds neither q - k nor k, and compares no documents
@@ -72,13 +72,13 @@ class EngineForm:
     @property
     def score(self) -> Expr | None:
         """The score mod that the parts say."""
-        made = SCORE if self.factor is None else build("mul", self.factor, SCORE)
+        expr = SCORE if self.factor is None else build("mul", self.factor, SCORE)
         if self.softcap is not None:
-            made = build("mul", self.softcap, build("tanh", build("div", made, self.softcap)))
+            expr = build("mul", self.softcap, build("tanh", build("div", expr, self.softcap)))
         if self.slope is not None:
             away = K - Q if self.distance == "k - q" else -abs(Q - K)
-            made = build("add", made, build("mul", build("float", away), self.slope))
-        return None if made is SCORE else made
+            expr = build("add", expr, build("mul", build("float", away), self.slope))
+        return None if expr is SCORE else expr
 
     @property
     def by_rows(self) -> bool:
@@ -130,7 +130,7 @@ class SolvedTerm:
         return _solved(self.expr, Q)
 
     @cached_property
-    def apart(self) -> tuple[str, Linear] | None:
+    def distance(self) -> tuple[str, Linear] | None:
         """A bound on q - k that reads neither: k <= q + x is q - k >= -x."""
         if self.key is None or self.key[1].coefficient(Q) != 1:
             return None
@@ -170,14 +170,14 @@ def _reads(form: Linear) -> frozenset[str]:
     return frozenset(n for a, _ in form.terms for n in uses(a))
 
 
-def _distance(rel: str, wanted: Callable[[Linear], bool]) -> Match:
+def _distance(rel: str, accepts: Callable[[Linear], bool]) -> Match:
     """Takes bounds on q - k of one direction; an equation is a bound of both."""
     fields = {"ge": ("low",), "le": ("high",), "eq": ("low", "high")}[rel]
 
     def match(term: SolvedTerm) -> Parts | None:
-        if term.apart is None or term.apart[0] != rel or not wanted(term.apart[1]):
+        if term.distance is None or term.distance[0] != rel or not accepts(term.distance[1]):
             return None
-        return tuple((name, write(term.apart[1])) for name in fields)
+        return tuple((name, write(term.distance[1])) for name in fields)
 
     return match
 
@@ -187,10 +187,10 @@ def _ends(solved: str, first: str, last: str, reads: frozenset[str]) -> Match:
     fields = {"ge": (first,), "le": (last,), "eq": (first, last)}
 
     def match(term: SolvedTerm) -> Parts | None:
-        found: tuple[str, Linear] | None = getattr(term, solved)
-        if found is None or not _reads(found[1]) <= reads:
+        solution: tuple[str, Linear] | None = getattr(term, solved)
+        if solution is None or not _reads(solution[1]) <= reads:
             return None
-        return tuple((name, write(found[1])) for name in fields[found[0]])
+        return tuple((name, write(solution[1])) for name in fields[solution[0]])
 
     return match
 
@@ -232,17 +232,17 @@ _PLACES = frozenset({"b", "h", "q", "k", "score"})
 
 def scored(score: Expr | None) -> dict[str, Any] | NoForm:
     """The fields of EngineForm that a score mod makes: a bias by distance around a soft cap around a factor."""
-    found: dict[str, Any] = {**dict.fromkeys(PART_OF.values()), "distance": ""}
+    fields: dict[str, Any] = {**dict.fromkeys(PART_OF.values()), "distance": ""}
     left = SCORE if score is None else score
     if left.op in ("add", "sub"):
-        left, found["slope"], found["distance"] = _bias(left) or (left, None, "")
+        left, fields["slope"], fields["distance"] = _bias(left) or (left, None, "")
     if left.op == "mul" and (capped := _capped(left)) is not None:
-        left, found["softcap"] = capped
+        left, fields["softcap"] = capped
     if left is not SCORE:
-        left, found["factor"] = _factor(left) or (left, None)
+        left, fields["factor"] = _factor(left) or (left, None)
     if left is not SCORE and score is not None:
         return NoForm(score, "as a score mod is no factor, soft cap or penalty by distance")
-    return found
+    return fields
 
 
 def _bias(e: Expr) -> tuple[Expr, Expr, str] | None:
@@ -296,15 +296,15 @@ def form_of(mask: Expr | None, score: Expr | None = None) -> EngineForm | NoForm
     for term in () if mask is None else clauses(mask):
         solved = SolvedTerm(term)
         for clause in CLAUSES:
-            if (found := clause.match(solved)) is not None:
+            if (matches := clause.match(solved)) is not None:
                 break
         else:
             return NoForm(term, "bounds neither q - k nor k, and compares no documents")
         proofs.append(clause.name)
-        for name, value in found:
+        for name, value in matches:
             parts[name] = (*parts.get(name, ()), value)
-    made = scored(score)
-    if isinstance(made, NoForm):
-        return made
-    proofs = (proofs or ["full"]) + [name for name, part in PART_OF.items() if made[part] is not None]
-    return EngineForm(**parts, **made, proofs=tuple(dict.fromkeys(proofs)))  # type: ignore[arg-type]
+    score_fields = scored(score)
+    if isinstance(score_fields, NoForm):
+        return score_fields
+    proofs = (proofs or ["full"]) + [name for name, part in PART_OF.items() if score_fields[part] is not None]
+    return EngineForm(**parts, **score_fields, proofs=tuple(dict.fromkeys(proofs)))  # type: ignore[arg-type]

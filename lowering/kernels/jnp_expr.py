@@ -64,14 +64,14 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
     for definition in PRELUDE.values():
         exec(definition, names)
 
-    made: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for op, row in JNP.items():
         formals = [f"x{i}" for i in range(row.count("{}"))] or ["*x"]
         body = row.format(*formals) if "{}" in row else row.replace("*", "*x")
-        made[op] = eval(f"lambda {', '.join(formals)}: {body}", names)
+        functions[op] = eval(f"lambda {', '.join(formals)}: {body}", names)
     for op in ("and", "or"):
-        made[op] = partial(_joined, made[op])
-    return made
+        functions[op] = partial(_joined, functions[op])
+    return functions
 
 
 def _joined(pair: Callable[[Any, Any], Any], *args: Any) -> Any:

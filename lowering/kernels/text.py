@@ -61,35 +61,35 @@ class Names:
     ('w', 'q_', 'w_', 'x0', 'x1')
     """
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._taken = {*taken, *keyword.kwlist}
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
+        self._used = {*reserved, *keyword.kwlist}
 
     def new(self, wish: str) -> str:
         wish = wish if wish.isidentifier() and wish.isascii() else "x"
-        while wish in self._taken:
+        while wish in self._used:
             wish += "_"
-        self._taken.add(wish)
+        self._used.add(wish)
         return wish
 
     def numbered(self, stem: str) -> str:
         n = 0
-        while f"{stem}{n}" in self._taken:
+        while f"{stem}{n}" in self._used:
             n += 1
         return self.new(f"{stem}{n}")
 
 
 def skeleton(package: str, name: str) -> str:
     """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
-    beside, _, name = name.rpartition(".")
-    package = f"{package.rpartition('.')[0]}.{beside}" if beside else package
+    sibling, _, name = name.rpartition(".")
+    package = f"{package.rpartition('.')[0]}.{sibling}" if sibling else package
     text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
     return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
 
 
 def parts(package: str, name: str) -> dict[str, str]:
     """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`."""
-    found = re.split(r"(?m)^\$part (\w+)\n", skeleton(package, name))
-    return {part: f"\n{text.rstrip()}\n" for part, text in zip(found[1::2], found[2::2], strict=True)}
+    pieces = re.split(r"(?m)^\$part (\w+)\n", skeleton(package, name))
+    return {part: f"\n{text.rstrip()}\n" for part, text in zip(pieces[1::2], pieces[2::2], strict=True)}
 
 
 def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
@@ -121,7 +121,7 @@ def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> st
 
 def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any]) -> list[str]:
     out: list[str] = []
-    at, held = 0, False
+    at, shown = 0, False
     while at < len(lines):
         line = lines[at].strip()
         pad = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
@@ -134,8 +134,8 @@ def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any
                 for more in holes[rest[:-1]]:
                     out += _filled(inner, finish, {**holes, **more})
                 continue
-            held = not held if word == "$else:" else _holds(rest[:-1], holes)
-            out += _filled(inner, finish, holes) if held else []
+            shown = not shown if word == "$else:" else _holds(rest[:-1], holes)
+            out += _filled(inner, finish, holes) if shown else []
             continue
         if word == "$#":
             continue
@@ -144,12 +144,12 @@ def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any
             if line.endswith(":"):
                 end = _end(lines, at, len(pad))
                 lines = [*lines[:at], *(x[4:] for x in lines[at:end]), *lines[end:]]
-        elif line.startswith("$") and isinstance(found := holes.get(line[1:]), list):
-            out += [f"{pad}{x}".rstrip() for x in "\n".join(found).split("\n") if found]
+        elif line.startswith("$") and isinstance(filling := holes.get(line[1:]), list):
+            out += [f"{pad}{x}".rstrip() for x in "\n".join(filling).split("\n") if filling]
         else:
             texts = {n: x for n, x in holes.items() if not isinstance(x, list)} if "$" in line else {}
-            made = finish(Template(line).substitute(texts)) if "$" in line else line
-            out += [f"{pad}{x}".rstrip() for x in made.split("\n")]
+            text = finish(Template(line).substitute(texts)) if "$" in line else line
+            out += [f"{pad}{x}".rstrip() for x in text.split("\n")]
     return out
 
 

@@ -89,14 +89,14 @@ class OrderDigit:
 
 def merged(digits: Iterable[OrderDigit]) -> tuple[OrderDigit, ...]:
     """The fewest digits of an equal order: where one goes on where the one before ends, both are one."""
-    found: list[OrderDigit] = []
+    joined: list[OrderDigit] = []
     for d in digits:
         if d.radix == 1:
             continue
-        found.append(d)
-        while len(found) > 1 and (both := _joined(*found[-2:])):
-            found[-2:] = [both]
-    return tuple(found)
+        joined.append(d)
+        while len(joined) > 1 and (both := _joined(*joined[-2:])):
+            joined[-2:] = [both]
+    return tuple(joined)
 
 
 def _joined(low: OrderDigit, high: OrderDigit) -> OrderDigit | None:
@@ -126,20 +126,20 @@ def places(digits: Sequence[OrderDigit], length: int) -> NDArray[np.int64]:
 
 def rank(digits: Sequence[OrderDigit], p: NDArray[np.int64]) -> NDArray[np.int64]:
     """Numbers that rise as the order goes on, of positions: their places, where the order is `closed`."""
-    found, stride = np.zeros(p.shape, np.int64), 1
+    numbers, stride = np.zeros(p.shape, np.int64), 1
     for d in digits:
-        found += d.of(p) * stride
+        numbers += d.of(p) * stride
         stride *= d.radix
-    return found
+    return numbers
 
 
 def of_rank(digits: Sequence[OrderDigit], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """The positions that have such a `rank`; numbers that no position has are left out."""
-    found: NDArray[np.int64] = np.zeros(numbers.shape, np.int64)
+    positions: NDArray[np.int64] = np.zeros(numbers.shape, np.int64)
     left = numbers
     for d in digits:
-        found, left = found + left % d.radix * (d.place * d.step), left // d.radix
-    known: NDArray[np.int64] = found[rank(digits, found) == numbers]
+        positions, left = positions + left % d.radix * (d.place * d.step), left // d.radix
+    known: NDArray[np.int64] = positions[rank(digits, positions) == numbers]
     return known
 
 
@@ -150,15 +150,15 @@ def closed(digits: Sequence[OrderDigit], length: int) -> bool:
 
 def position(digits: Sequence[OrderDigit], place: Any) -> Expr:
     """The position at a place of the order, where it is `closed`."""
-    found: Any = None
+    total: Any = None
     stride, count = 1, prod(d.radix for d in digits)
     for d in digits:
         x = place // stride if stride > 1 else place
         x = x % d.radix if stride * d.radix < count else x
         x = x * (d.place * d.step) if d.place * d.step > 1 else x
-        found = x if found is None else found + x
+        total = x if total is None else total + x
         stride *= d.radix
-    return lit(0) if found is None else found
+    return lit(0) if total is None else total
 
 
 Array = NDArray[Any]
@@ -176,14 +176,14 @@ class Candidate:
     name: str
     digits: tuple[OrderDigit, ...] = ()
     table: Array | None = None
-    apart: bool = False  # remainders, one after another, and no tiles: keys may move where queries stay
+    untiled: bool = False  # remainders, one after another, and no tiles: keys may move where queries stay
     start: int = 0  # positions in front of the digits' own, such as text before an image: they come last
 
     def places(self, length: int) -> NDArray[np.int64]:
         """The position at every place, int64 [length]."""
         if self.table is None:
-            own = self.start + places(self.digits, length - self.start)
-            return np.concatenate([own, np.arange(self.start)]) if self.start else own
+            order = self.start + places(self.digits, length - self.start)
+            return np.concatenate([order, np.arange(self.start)]) if self.start else order
         return np.argsort(self.table[:length], kind="stable")
 
     def rank(self, p: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -192,14 +192,14 @@ class Candidate:
             return np.argsort(self.places(length))[p]
         return np.where(p < self.start, prod(d.radix for d in self.digits) + p, rank(self.digits, p - self.start))
 
-    def beside(self, p: int, size: int, length: int) -> NDArray[np.int64]:
+    def tile_at(self, p: int, size: int, length: int) -> NDArray[np.int64]:
         """The positions in the tile of `size` places that holds a position."""
         start = int(self.rank(np.array([p]), length)[0]) // size * size
         if self.table is not None:
             return self.places(length)[start : start + size]
         numbers = start + np.arange(size)
-        found, last = self.start + of_rank(self.digits, numbers), numbers - prod(d.radix for d in self.digits)
-        return np.concatenate([found[found < length], last[(last >= 0) & (last < self.start)]])
+        positions, last = self.start + of_rank(self.digits, numbers), numbers - prod(d.radix for d in self.digits)
+        return np.concatenate([positions[positions < length], last[(last >= 0) & (last < self.start)]])
 
     def __str__(self) -> str:
         return self.name
@@ -210,15 +210,15 @@ def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator
     seen: set[tuple[int, tuple[OrderDigit, ...]]] = set()
     for start in sorted({0, *(n for n in starts(mask) if n < length)}):
         for chain in _chains(sorted(cuts(mask)), length - start):
-            for made in _of_chain(chain, length - start):
-                if not in_order(made.digits) and (start, made.digits) not in seen:
-                    seen.add((start, made.digits))
+            for candidate in _of_chain(chain, length - start):
+                if not in_order(candidate.digits) and (start, candidate.digits) not in seen:
+                    seen.add((start, candidate.digits))
                     last = f", positions below {start:,} last" if start else ""
-                    yield replace(made, name=made.name + last, start=start)
+                    yield replace(candidate, name=candidate.name + last, start=start)
     for name in dict.fromkeys(n.name for n in walk(mask) if n.op == "lookup" and len(n.args) == 1):
         table = tables.get(name)
         if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
-            yield Candidate(f"rising {name}", table=table, apart=True)
+            yield Candidate(f"rising {name}", table=table, untiled=True)
     yield from _of_coordinates(mask, tables, length)
 
 
@@ -243,8 +243,8 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
     keys = [values[names[d.place]] // d.step % d.radix for d in (*inner, *outer)]
     groups = [n for n in both if n in equal]
     shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
-    said = f"tiles of {shapes} in {' x '.join(reversed(names))}" + "".join(f", rising {n}" for n in groups)
-    yield Candidate(said, table=np.argsort(np.lexsort([*keys, *(values[n] for n in groups)])))
+    label = f"tiles of {shapes} in {' x '.join(reversed(names))}" + "".join(f", rising {n}" for n in groups)
+    yield Candidate(label, table=np.argsort(np.lexsort([*keys, *(values[n] for n in groups)])))
 
 
 def starts(mask: Expr) -> set[int]:
@@ -256,21 +256,21 @@ def starts(mask: Expr) -> set[int]:
 
 def cuts(mask: Expr) -> set[int]:
     """The places at which quotients and remainders cut positions in two."""
-    found: set[int] = set()
+    cut_places: set[int] = set()
     known: dict[Expr, Range | None] = {}
     for node in walk(mask):  # operands first
-        known[node] = _range(node, known, found)
-    return found - {1}
+        known[node] = _range(node, known, cut_places)
+    return cut_places - {1}
 
 
-def _range(node: Expr, known: Mapping[Expr, Range | None], found: set[int]) -> Range | None:
+def _range(node: Expr, known: Mapping[Expr, Range | None], cut_places: set[int]) -> Range | None:
     """The digits of a position that an Int is made of; None where it is made of something else."""
     if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name > 0:
         whole = known[node.args[0]]
         if whole is None:
             return None
         cut = whole[0] * int(node.args[1].name)
-        found.add(cut)
+        cut_places.add(cut)
         return (cut, whole[1]) if node.op == "floordiv" else (whole[0], cut)
     if node.op == "var":
         return (1, None) if node.name in ("q", "k") else None
@@ -298,20 +298,20 @@ def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
     the slowest of all. A short axis may be whole in every tile."""
     ends = (*chain[1:], -(-length // chain[-1]) * chain[-1])
     axes = [OrderDigit(place, end // place) for place, end in zip(chain, ends, strict=True)]
-    for apart in product((False, True), repeat=len(axes)):
-        tiled = [a for a, alone in zip(axes, apart, strict=True) if not alone]
-        alone = [a for a, alone in zip(axes, apart, strict=True) if alone]
+    for choices in product((False, True), repeat=len(axes)):
+        tiled = [a for a, alone in zip(axes, choices, strict=True) if not alone]
+        alone = [a for a, alone in zip(axes, choices, strict=True) if alone]
         if not tiled or len(alone) > MOST_ALONE:
             continue
         first = [a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]
         for whole in (None, *first):
             inner, outer, sizes = _tiles(tiled, whole) if len(tiled) > 1 else ([], tiled, [])
-            said = []
+            labels = []
             if len(tiled) > 1:
                 shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
-                said.append(f"tiles of {shapes} in a grid of {' x '.join(str(a.radix) for a in reversed(tiled))}")
-            said += [f"remainders by {a.radix}" if a.place == 1 else f"axis of {a.radix}" for a in alone]
-            yield Candidate(", ".join(said), merged((*inner, *outer, *alone)), apart=len(tiled) == 1)
+                labels.append(f"tiles of {shapes} in a grid of {' x '.join(str(a.radix) for a in reversed(tiled))}")
+            labels += [f"remainders by {a.radix}" if a.place == 1 else f"axis of {a.radix}" for a in alone]
+            yield Candidate(", ".join(labels), merged((*inner, *outer, *alone)), untiled=len(tiled) == 1)
 
 
 def _tiles(
@@ -335,32 +335,32 @@ def _tiles(
 
 def folded(
     e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array],
-    taken: Collection[str] = (),
+    reserved: Collection[str] = (),
 ) -> tuple[Expr, dict[str, Array]]:  # fmt: skip
     """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that depends on
     one of them becomes a table: `doc[q]` is read in one step, not through the position, and its order can be seen.
     A table of several axes, such as `t[q // 16, k // 16]`, has the values of each axis in the order they are read. The
-    rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H; `taken`
+    rest of `e` is as it was, with its own scalars and tables. `scalars` may have Q_LEN, KV_LEN, B and H; `reserved`
     are names that a table may not have, besides those of `scalars` and `tables`."""
     e = transform(e, same_remainder)
-    made: dict[str, Array] = {}
-    others = {*taken, *scalars, *tables}
+    new_tables: dict[str, Array] = {}
+    others = {*reserved, *scalars, *tables}
     prefix = "at_"
     while any(n.startswith(prefix) for n in others):
         prefix += "_"
 
-    def kept(value: Array) -> str:
+    def table_name(value: Array) -> str:
         values = value if value.dtype.kind in "bf" else _narrow(value)
-        same = (n for n, t in made.items() if t.dtype == values.dtype and np.array_equal(t, values))
-        label = next(same, None) or f"{prefix}{len(made)}"
-        made[label] = values
+        same = (n for n, t in new_tables.items() if t.dtype == values.dtype and np.array_equal(t, values))
+        label = next(same, None) or f"{prefix}{len(new_tables)}"
+        new_tables[label] = values
         return label
 
     def read(node: Expr, name: str) -> Array:
         return np.broadcast_to(evaluate(node, {**scalars, name: places[name]}, tables), places[name].shape)
 
     def table(node: Expr, name: str) -> Expr:
-        return lookup(kept(read(node, name)), (var(name),), node.type)
+        return lookup(table_name(read(node, name)), (var(name),), node.type)
 
     def in_turn(node: Expr) -> Expr:
         """A lookup of a table whose axes have their values in the order in which a coordinate reads them."""
@@ -372,8 +372,8 @@ def folded(
                 n = int((numbers == 0).sum())
                 regular = np.array_equal(numbers, np.arange(len(numbers)) // n)
                 place = var(name) // n if n > 1 else var(name)
-                args[axis] = place if regular else lookup(kept(numbers), (var(name),))
-        return lookup(kept(values), tuple(args), node.type)
+                args[axis] = place if regular else lookup(table_name(numbers), (var(name),))
+        return lookup(table_name(values), tuple(args), node.type)
 
     known: dict[Expr, Expr] = {}
     free: dict[Expr, frozenset[int]] = {}  # the variables of reductions that a node reads and does not bind
@@ -391,7 +391,7 @@ def folded(
             args = [table(a, name) if (name := whole[a]) else known[a] for a in node.args]
             known[node] = rebuild(node, tuple(args))
     root = whole[e]
-    return (table(e, root) if root else known[e]), made
+    return (table(e, root) if root else known[e]), new_tables
 
 
 def _coordinate(node: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any]) -> str | None:
@@ -447,19 +447,19 @@ def by_graph(
         if np.array_equal(of_q, of_k):
             both = Candidate(name, table=np.argsort(reverse_cuthill_mckee(graph))[of_q])
             yield both, both
-        apart = block_array([[None, graph], [graph.T, None]], format="csr")
-        found = np.argsort(reverse_cuthill_mckee(apart))
-        yield Candidate(name, table=found[of_q]), Candidate(name, table=found[shape[0] :][of_k])
+        bipartite = block_array([[None, graph], [graph.T, None]], format="csr")
+        order = np.argsort(reverse_cuthill_mckee(bipartite))
+        yield Candidate(name, table=order[of_q]), Candidate(name, table=order[shape[0] :][of_k])
 
 
 def _indices(node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str, Array], length: int) -> Array | None:
     """One number for a lookup's indices that depend on a coordinate, at each of its positions; None without any."""
-    found = None
+    numbers = None
     for a, size in zip(node.args, table_array(tables, node.name).shape, strict=False):
         if uses(a) - env.keys() == {name} and all(n.op != "bound" for n in walk(a)):
             index = evaluate(a, {**env, name: np.arange(length)}, tables).clip(0, size - 1)
-            found = index if found is None else found * size + index
-    return found
+            numbers = index if numbers is None else numbers * size + index
+    return numbers
 
 
 def _edges(
@@ -473,10 +473,10 @@ def _edges(
     height = max(CHUNK // len(k), 1)
     for start in range(0, len(q), height):
         part = q[start : start + height, None]
-        found = np.nonzero(np.broadcast_to(evaluate(mask, {**env, "q": part, "k": k}, tables), (len(part), len(k))))
-        rows.append(found[0] + start)
-        columns.append(found[1])
-        count += len(found[0])
+        pairs = np.nonzero(np.broadcast_to(evaluate(mask, {**env, "q": part, "k": k}, tables), (len(part), len(k))))
+        rows.append(pairs[0] + start)
+        columns.append(pairs[1])
+        count += len(pairs[0])
         if count > EDGES:
             return None
     return (np.concatenate(rows), np.concatenate(columns)) if count else None

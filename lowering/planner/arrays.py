@@ -51,8 +51,8 @@ def _jnp_prelude(roots: tuple[Expr, ...]) -> str:
 def _torch_prelude(roots: tuple[Expr, ...]) -> str:
     used = {n.op for n in walk(*roots)}
     rows = " ".join(expr_torch.TORCH.get(op, "") for op in used)
-    own = ("minimum", "maximum")  # the header has them
-    return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in own)
+    in_header = ("minimum", "maximum")  # the header has them
+    return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in in_header)
 
 
 JNP = Words(
@@ -70,7 +70,7 @@ def _plain(op: str, by: Expr) -> bool:
 @memo(group="sources")
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
-    skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _OWN])
+    skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _IDS])
     names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
     body = _ArrayBody(plan, words, names)
     inside = body.text()
@@ -86,7 +86,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
 
 
 # the names of `_ArrayBody.text`
-_OWN = """plan_spans b h q k sizes scalars tables q_len kv_len block room records B H Q_LEN KV_LEN row bq bk rows
+_IDS = """plan_spans b h q k sizes scalars tables q_len kv_len block room records B H Q_LEN KV_LEN row bq bk rows
 columns q0 q1 k0 k1 tk first last tiles seen hidden start stop kind width ask single whole always never
 mixed finer overflow more"""
 
@@ -167,8 +167,8 @@ class _ArrayBody(PlannerBody):
             binds = PRECEDENCE[symbol]
             return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
         if e.op == "where" and of_sizes(e.args[0]):
-            asked, yes, no = (a.text for a in args)
-            return Text(f"({yes} if {asked} else {no})")  # of sizes alone: torch.where takes no Bool of Python
+            condition, yes, no = (a.text for a in args)
+            return Text(f"({yes} if {condition} else {no})")  # of sizes alone: torch.where takes no Bool of Python
         return self._range(e, args) if e.op in _JOINS else None
 
     def _literal(self, e: Expr) -> Text:
@@ -183,17 +183,17 @@ class _ArrayBody(PlannerBody):
         if not ranging:
             return self.call(e, lows)
         join, other = _JOINS[e.op]
-        moved = f"front({table}, ({', '.join(map(str, ranging))},))" if half > 1 else table
+        view = f"front({table}, ({', '.join(map(str, ranging))},))" if half > 1 else table
         row = "0"
         if fixed:
-            shape = self.named(moved, "turned")
+            shape = self.named(view, "turned")
             row = f"leading({', '.join([shape, *(lows[i].text for i in fixed)])})"
         wish = f"{table}_{'least' if e.op == 'range_min' else 'most'}"
         if len(ranging) == 1:
             i = ranging[0]
-            line = self.named(f"line({moved}, {join}, {other})", wish)
+            line = self.named(f"line({view}, {join}, {other})", wish)
             return Text(f"over({line}, {row}, {lows[i].text}, {highs[i].text})")
-        plane = self.named(f"plane({moved}, {join}, {len(ranging)})", wish)
+        plane = self.named(f"plane({view}, {join}, {len(ranging)})", wish)
         boxes = [", ".join(side[i].text for i in ranging) for side in (lows, highs)]
         return Text(f"within({plane}, {row}, ({boxes[0]}), ({boxes[1]}))")
 

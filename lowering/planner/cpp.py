@@ -72,17 +72,17 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
     return _CppBody(plan).text(name)
 
 
-def asked(plan: Planner) -> tuple[Expr, ...]:
+def questions(plan: Planner) -> tuple[Expr, ...]:
     """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
-    apart = () if plan.apart is FALSE else plan.apart.args if plan.apart.op == "or" else (plan.apart,)
-    return plan.roots if plan.seen else (*plan.roots, *apart)
+    disjoint = () if plan.disjoint is FALSE else plan.disjoint.args if plan.disjoint.op == "or" else (plan.disjoint,)
+    return plan.roots if plan.seen else (*plan.roots, *disjoint)
 
 
 class _CppBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
         self.places, self.types = words(plan), table_types(plan)
-        names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
-        super().__init__(plan, map(wrapping, asked(plan)), names, {}, "C++")
+        names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _IDS))
+        super().__init__(plan, map(wrapping, questions(plan)), names, {}, "C++")
 
     # -- expressions --------------------------------------------------------------------------------------
 
@@ -179,35 +179,35 @@ class _CppBody(PlannerBody):
         done: set[str] = set()
 
         def ask(*roots: Expr) -> list[str]:
-            lines = [x for x in self._asked(roots) if x.name not in done]
+            lines = [x for x in self._lines_for(roots) if x.name not in done]
             done.update(x.name for x in lines)
             self._lines(page, lines)
             return [self.lines.values[e] for e in roots]
 
-        always, never, mixed, *apart = self.roots
+        always, never, mixed, *disjoint = self.roots
         with page.block("overflow |= found.refine(room, [&](Int start, Int stop) -> int {", "});"):
             page.line("const Int k0 = k + start * bk, k1 = k + minimum(stop * bk, kv_len) - 1;")
             page.line("const bool single = stop - start == 1;")
             if "tk" in self.free:
                 page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
-            for empty in (never, *apart):
+            for empty in (never, *disjoint):
                 page.line(f"if ({ask(empty)[0]}) return EMPTY;")
             with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
-                kept = set(done)
+                outer = set(done)
                 page.line(f"if ({ask(always)[0]}) return FULL;")
                 done.clear()
-                done.update(kept)  # names of the block are not seen below it
+                done.update(outer)  # names of the block are not seen below it
             page.line("if (single) return PARTIAL;")
             page.line(f"return {ask(mixed)[0]} ? PARTIAL : OPEN;")
 
-    def _asked(self, roots: Sequence[Expr]) -> list[Line]:
+    def _lines_for(self, roots: Sequence[Expr]) -> list[Line]:
         """The lines of a piece that these roots need."""
         below = set(walk(*roots))
         return [x for x in self.lines.lines if x.level not in (SCALAR, ROW) and x.node in below]
 
 
 # the names of `_CppBody.text`
-_OWN = f"""{" ".join(HEAD)} {" ".join(SIZES)} word slice slices row rows columns b h q k q0 q1 k0 k1 tk single start
+_IDS = f"""{" ".join(HEAD)} {" ".join(SIZES)} word slice slices row rows columns b h q k q0 q1 k0 k1 tk single start
 stop found overflow sweep frisket_plan int64_t auto bool char class const double float int long short signed struct
 template this unsigned void while for if else return new delete switch case default do enum extern goto inline operator
 private public register sizeof static typedef union using virtual volatile namespace throw try catch true false and or

@@ -19,9 +19,8 @@ from functools import reduce
 from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, make, rebuild, transform, var
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import INT
-from frisket.lowering.analysis.intervals import FAR as UNKNOWN
-from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, ends
-from frisket.lowering.analysis.questions import System, never, system, terms
+from frisket.lowering.analysis.intervals import BEYOND_INTS, K0, K1, Q0, Q1, ends
+from frisket.lowering.analysis.questions import System, disjuncts, never, system
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.curves import depends
@@ -29,7 +28,7 @@ from frisket.lowering.simplify.rules_boolean import negate
 
 Interval = tuple[Expr, Expr]  # first and last key, inclusive; empty where last < first
 MOST = 16  # intervals of a mask; beyond, tiles are asked one by one
-FAR = lit(1 << 30)  # beyond every position
+BEYOND_POSITIONS = lit(1 << 30)  # beyond every position
 _K = var("k")
 
 
@@ -42,8 +41,8 @@ def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...]
 
 
 def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
-    found = terms(mask)
-    sides = [_interval(system(t), sorted_) for t in found] if found is not None else [None]
+    clauses = disjuncts(mask)
+    sides = [_interval(system(t), sorted_) for t in clauses] if clauses is not None else [None]
     known = tuple(s for s in sides if s is not None)
     return known if len(known) == len(sides) else None
 
@@ -103,15 +102,15 @@ def _searched(atom: Expr, sorted_: frozenset[str]) -> bool:
 def _first_of_segment(e: Expr, v: Expr) -> Expr:
     """The first key whose segment is at least `v`: segments are 0..n - 2, for n offsets."""
     count = extent(e.name, 0) - 1
-    return where(v <= ZERO, K0, where(v >= count, FAR, lookup(e.name, (v,))))
+    return where(v <= ZERO, K0, where(v >= count, BEYOND_POSITIONS, lookup(e.name, (v,))))
 
 
 def _last_of_segment(e: Expr, v: Expr) -> Expr:
     count = extent(e.name, 0) - 1
-    return where(v < ZERO, lit(-1), where(v + 1 >= count, FAR, lookup(e.name, (v + ONE,)) - 1))
+    return where(v < ZERO, lit(-1), where(v + 1 >= count, BEYOND_POSITIONS, lookup(e.name, (v + ONE,)) - 1))
 
 
-def _found(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
+def _search(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
     """The search for v in a table: "at least v + 1" is "above v", whose integers are no larger than the table's."""
     form = linear(v)
     if form.const == by:
@@ -123,7 +122,7 @@ def _found(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
 _SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Expr]]] = {
     "var": (lambda e, v: v, lambda e, v: v),
     "floordiv": (lambda e, v: v * e.args[1], lambda e, v: v * e.args[1] + (e.args[1] - 1)),
-    "lookup": (lambda e, v: _found(e, v, "at_least", "above", 1), lambda e, v: _found(e, v, "at_most", "under", -1)),
+    "lookup": (lambda e, v: _search(e, v, "at_least", "above", 1), lambda e, v: _search(e, v, "at_most", "under", -1)),
     "segment": (_first_of_segment, _last_of_segment),
 }
 
@@ -138,6 +137,6 @@ def points(e: Expr, sorted_: frozenset[str]) -> Expr:
         half = len(n.args) // 2
         if n.name in sorted_ and n.args[: half - 1] == n.args[half:-1]:  # over the last axis alone
             return lookup(n.name, (*n.args[: half - 1], n.args[-1 if n.op == "range_max" else half - 1]), n.type)
-        return rebuild(n, tuple(FAR if a.op == "lit" and a.name == UNKNOWN else a for a in n.args))
+        return rebuild(n, tuple(BEYOND_POSITIONS if a.op == "lit" and a.name == BEYOND_INTS else a for a in n.args))
 
     return transform(e, change)

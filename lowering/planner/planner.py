@@ -26,8 +26,7 @@ from frisket.lowering.analysis.table import sides_of_ids
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 
-from .intervals import FAR as FARTHEST
-from .intervals import Interval, intervals, points
+from .intervals import BEYOND_POSITIONS, Interval, intervals, points
 
 ROOM = 64  # pieces of a row of tiles that are held at once
 RECORDS = 16  # records per row where the mask does not say how few there are
@@ -46,7 +45,7 @@ class Planner:
     never: Expr  # a piece is empty
     mixed: Expr  # every tile of a piece is partial
     int64: bool
-    apart: Expr = FALSE  # true where queries and keys of a piece share no id; C++ alone asks
+    disjoint: Expr = FALSE  # true where queries and keys of a piece share no id; C++ alone asks
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
@@ -99,29 +98,29 @@ def planner(
     """The planner of a simplified mask. `sorted_` names tables that are known never to decrease; `limits` are the
     largest magnitudes of names; `wide` says whether the device has 64-bit integers."""
     limits = limits or {}
-    found = intervals(mask, sorted_)
-    if found is not None:
-        roots = [e for pair in (*found[0], *found[1]) for e in pair]
+    bounds = intervals(mask, sorted_)
+    if bounds is not None:
+        roots = [e for pair in (*bounds[0], *bounds[1]) for e in pair]
         if all(fits(e, limits, wide) for e in roots):
-            return Planner(mask, *found, FALSE, FALSE, FALSE, _wide(roots, limits))
+            return Planner(mask, *bounds, FALSE, FALSE, FALSE, _wide(roots, limits))
     questions = (always(mask), never(mask), _whole(mixed(mask)))
     yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in questions)
-    apart = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
-    return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), apart)
+    disjoint = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
+    return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), disjoint)
 
 
 def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
     """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
     with_ids = (clause for clause in _parts(mask, "and") if any(map(sides_of_ids, walk(clause))))
-    return disj(*(conj(*(_apart(part, tables) for part in _parts(clause, "or"))) for clause in with_ids))
+    return disj(*(conj(*(_part_disjoint(part, tables) for part in _parts(clause, "or"))) for clause in with_ids))
 
 
-def _apart(part: Expr, tables: set[str]) -> Expr:
-    found = []
+def _part_disjoint(part: Expr, tables: set[str]) -> Expr:
+    conditions = []
     for sides in filter(None, map(sides_of_ids, _parts(part, "and"))):
         if {s.name for s in sides} <= tables:
-            found += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
-    return disj(never(part), *found)
+            conditions += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
+    return disj(never(part), *conditions)
 
 
 def _classes(op: str, read: Expr, axis: str) -> Expr:
@@ -163,7 +162,7 @@ def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
             return lookup(n.name, (), n.type)
         if n.op in SEARCHES or n.op in CLASSES:
             parts.extend(n.args)
-            return FARTHEST
+            return BEYOND_POSITIONS
         return n
 
     parts.extend(transform(e, leaf) for e in roots)

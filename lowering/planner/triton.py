@@ -88,7 +88,7 @@ class _TritonBody(PlannerBody):
         self.types = table_types(plan)
         self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
-        super().__init__(plan, plan.roots, Names(_taken()), TRITON, "Triton")
+        super().__init__(plan, plan.roots, Names(_reserved_names()), TRITON, "Triton")
 
     # -- expressions --------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class _TritonBody(PlannerBody):
         body.line("def plan_spans(", *_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]))
         with body.block("):"):
             self._begin(body, sizes)
-            left = self._intervals(body) if self.plan.seen else self._asked(body)
+            left = self._intervals(body) if self.plan.seen else self._pieces(body)
             body.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
             body.line(f"tl.store(Left + line, {left}, mask=inside)")
         return PlannerText(
@@ -223,7 +223,7 @@ class _TritonBody(PlannerBody):
         page.line("pieces = joined(kept(pieces, (at(pieces, slot + 1, end) >> 2) > starts, end), end)")
         return "left"
 
-    def _asked(self, page: Page) -> str:
+    def _pieces(self, page: Page) -> str:
         self.write(page, SCALAR, ROW)
         page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
         page.line("half = tl.maximum(room // 2, 1)")
@@ -300,12 +300,12 @@ def _within(axes: int) -> str:
     return "\n".join([*lines, "    return found", ""])
 
 
-def _taken() -> set[str]:
-    shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _OWN])
+def _reserved_names() -> set[str]:
+    shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _IDS])
     within = {f"within{n}" for n in range(2, 65)}
     return {*expr_triton.all_names(), *expr_triton.words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
 
 
 # the names of `plan_spans`
-_OWN = """plan_spans line inside at_slice row b h q k columns end slot q0 q1 k0 k1 tk starts seen hidden cut kind pieces
+_IDS = """plan_spans line inside at_slice row b h q k columns end slot q0 q1 k0 k1 tk starts seen hidden cut kind pieces
 left first last room half width coarse start stop single whole open lacking number INFINITY"""

@@ -50,7 +50,7 @@ class _Known:
 
     key: tuple[Any, ...]
     short: tuple[Any, ...]
-    held: tuple[int, ...]  # variables, by rank
+    variables: tuple[int, ...]  # variables, by rank
     plain: bool  # an affine Int
     tables: bool
     shape: bytes  # digest without literals and names
@@ -84,19 +84,19 @@ def _filled(e: Expr, field: str, of: Callable[[Expr, list[Any]], Any]) -> Any:
 
 
 def _look(e: Expr, args: list[_Known]) -> _Known:
-    held = {i for a in args for i in a.held}
+    variables = {i for a in args for i in a.variables}
     if e.op == "var":
-        held.add(VARIABLES.get(e.name, _OTHER))
+        variables.add(VARIABLES.get(e.name, _OTHER))
     plain = e.type is INT and e.op in _AFFINE and all(a.plain for a in args)
     tables = e.op in ("lookup", "segment") or any(a.tables for a in args)
-    order = tuple(sorted(held))
-    sides = (not held.isdisjoint(_QUERY)) + (not held.isdisjoint(_KEY)) if e.type is BOOL else 0
+    order = tuple(sorted(variables))
+    sides = (not variables.isdisjoint(_QUERY)) + (not variables.isdisjoint(_KEY)) if e.type is BOOL else 0
     short = (_rank(e, args, tables), -sides, order, e.depth, e.op)
     named = e.op in NAMED
-    own = "" if named or e.op == "lit" else str(e.name)
+    label = "" if named or e.op == "lit" else str(e.name)
     if e.op == "extent":
-        own = str(e.name[1])
-    shape = digest(e.op, str(e.type), own, *(a.shape for a in args))
+        label = str(e.name[1])
+    shape = digest(e.op, str(e.type), label, *(a.shape for a in args))
     name = str(e.name[0] if e.op == "extent" else e.name) if named else ""
     literal = _bits(e.name) if e.op == "lit" else b""
     comparable = (0, 0) if e.name != e.name else (1, e.name)
@@ -104,7 +104,7 @@ def _look(e: Expr, args: list[_Known]) -> _Known:
     names = _gather([(name,) if named else (), *(a.names for a in args)])
     whole = digest(shape, literal, name, *(a.whole for a in args))
     numbered = tuple(by_length(n) for n in names)
-    key = (short, own if e.op == "var" else "", tuple(a.short for a in args), shape, literals, numbered, whole)
+    key = (short, label if e.op == "var" else "", tuple(a.short for a in args), shape, literals, numbered, whole)
     return _Known(key, short, order, plain, tables, shape, whole, literals, names)
 
 
@@ -190,10 +190,10 @@ def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:
     total: dict[Expr, int] = {}
     for atom, factor in terms:
         total[atom] = total.get(atom, 0) + factor
-    kept = [(a, f) for a, f in total.items() if f]
-    if len(kept) > 1:
-        kept.sort(key=lambda t: sort_key(t[0]))
-    return Linear(tuple(kept), const)
+    nonzero = [(a, f) for a, f in total.items() if f]
+    if len(nonzero) > 1:
+        nonzero.sort(key=lambda t: sort_key(t[0]))
+    return Linear(tuple(nonzero), const)
 
 
 _LARGEST = 2**61

@@ -112,9 +112,9 @@ def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
     for name in tied[1]:
         if best is not None and graph.left <= 0:
             break
-        found = _settled(graph, {**colours, name: digest("first", tied[0])})
-        if best is None or found[0] < best[0]:
-            best = found
+        candidate = _settled(graph, {**colours, name: digest("first", tied[0])})
+        if best is None or candidate[0] < best[0]:
+            best = candidate
     assert best is not None
     return best
 
@@ -154,8 +154,8 @@ class _Graph:
         out: dict[Expr, bytes] = {}
         for e in self.nodes:
             name = _name(e)
-            own = colours[name] if name is not None else str(e.name)
-            out[e] = digest(self.tags[e], str(e.type), own, *self._sides(e, out)[0])
+            label = colours[name] if name is not None else str(e.name)
+            out[e] = digest(self.tags[e], str(e.type), label, *self._sides(e, out)[0])
         return out
 
     def _sides(self, e: Expr, below: Mapping[Expr, bytes]) -> tuple[list[bytes], bool]:

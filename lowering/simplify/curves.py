@@ -16,8 +16,8 @@ two ends once per query and compare every key of a border tile with them, instea
 whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
 
 >>> from frisket.dsl.sugar import eq, k, q
->>> found = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
->>> found.first, found.last, found.rest
+>>> ends = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
+>>> ends.first, ends.last, ends.rest
 (q - 255, q, k % 4 == 1)
 >>> ends_of(q >= k, axis="q").first
 k
@@ -167,17 +167,17 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
     return _solve(linear(x), op, linear(rank), needs)
 
 
-def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
+def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | None:
     """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries are adjacent, in any order of values. Where the
-    mask also has a condition on the query alone, such as `image[q] > 0`, `asked` is that condition: entries of queries
+    mask also has a condition on the query alone, such as `image[q] > 0`, `condition` is that one: entries of queries
     that do not meet it may be anywhere."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
     if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
         return None
-    plain = mine.args == (_Q,) and asked is not TRUE
-    needs = make("has_runs", (), (mine.name, asked) if plain else mine.name, BOOL)
+    plain = mine.args == (_Q,) and condition is not TRUE
+    needs = make("has_runs", (), (mine.name, condition) if plain else mine.name, BOOL)
     low, high = (
         _solve(linear(theirs.args[-1]), op, linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
         for op, end in (("ge", "first"), ("le", "last"))
@@ -233,14 +233,14 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
     asks, rest = TRUE, TRUE
     for term in _terms(mask):
         e = term if axis == "k" else substitute(term, _TURN)
-        found = next((curves for curves in _solved(e) if _needs(curves) <= facts), None)
+        bounds = next((curves for curves in _solved(e) if _needs(curves) <= facts), None)
         if "k" not in uses(e):
             asks = conj(asks, term)
-        elif found is None:
+        elif bounds is None:
             rest = conj(rest, term)
         else:
-            lows += [c for c in found if c.side == "low"]
-            highs += [c for c in found if c.side == "high"]
+            lows += [c for c in bounds if c.side == "low"]
+            highs += [c for c in bounds if c.side == "high"]
     if not (lows or highs):
         return None
     first, last = (_one(_decisive(curves), op, axis) for curves, op in ((lows, "max"), (highs, "min")))
@@ -251,8 +251,8 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
 def facts_of(mask: Expr) -> frozenset[Fact]:
     """The facts of tables that would turn more terms of a mask into ends, along either axis."""
     turned = substitute(mask, _TURN)
-    found = (_needs(curves) for e in (*_terms(mask), *_terms(turned)) if "k" in uses(e) for curves in _solved(e))
-    return frozenset(f for needs in found if _UNKNOWN not in needs for f in needs)
+    fact_sets = (_needs(curves) for e in (*_terms(mask), *_terms(turned)) if "k" in uses(e) for curves in _solved(e))
+    return frozenset(f for needs in fact_sets if _UNKNOWN not in needs for f in needs)
 
 
 _UNKNOWN: Fact = ("", "")  # stands for a condition that is no fact of a table, which no call knows to hold
@@ -264,17 +264,17 @@ def _terms(mask: Expr) -> tuple[Expr, ...]:
 
 def _solved(e: Expr) -> Iterator[tuple[Curve, ...]]:
     """The bounds on k that each way to solve a term finds."""
-    for way in (solve, together, _either):
-        if (found := way(e)) is not None:
-            yield found
+    for way in (solve, solve_equal_entries, _either):
+        if (curves := way(e)) is not None:
+            yield curves
 
 
 def _either(e: Expr) -> tuple[Curve, ...] | None:
     """The bound of a disjunction of bounds on the same side: `q >= k | k < n` is `k <= max(q, n - 1)`. A term that does
     not read k lifts a lower bound to 0: `k >= q | q < n` is `k >= where(q < n, 0, q)`."""
-    found = [solve(a) for a in e.args if "k" in uses(a)] if e.op == "or" else []
-    curves = [c for x in found for c in x or ()]
-    if not found or None in found or len(curves) != len(found) or len({c.side for c in curves}) != 1:
+    solutions = [solve(a) for a in e.args if "k" in uses(a)] if e.op == "or" else []
+    curves = [c for x in solutions for c in x or ()]
+    if not solutions or None in solutions or len(curves) != len(solutions) or len({c.side for c in curves}) != 1:
         return None
     side, alone = curves[0].side, [a for a in e.args if "k" not in uses(a)]
     if alone and side == "high":  # no number is known to be at or past every position
@@ -287,14 +287,14 @@ def _either(e: Expr) -> tuple[Curve, ...] | None:
 def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
     """The facts of tables that some bounds need; `_UNKNOWN` among them where they need something else."""
     conditions = {n for c in curves for n in _terms(c.needs)} - {TRUE}
-    found = {(n.op, n.name) if n.op in FACTS and isinstance(n.name, str) else _UNKNOWN for n in conditions}
+    facts = {(n.op, n.name) if n.op in FACTS and isinstance(n.name, str) else _UNKNOWN for n in conditions}
     for n in walk(*(c.value for c in curves)):
         if n.op.startswith("segment_"):  # a table of segments counts positions from 0
             least, _ = interval(n.args[0])
-            found.add(("segment", n.name) if least is not None and least >= 0 else _UNKNOWN)
+            facts.add(("segment", n.name) if least is not None and least >= 0 else _UNKNOWN)
         elif n.op.startswith("rank_"):
-            found.add(_UNKNOWN)
-    return frozenset(found)
+            facts.add(_UNKNOWN)
+    return frozenset(facts)
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:

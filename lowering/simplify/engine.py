@@ -25,13 +25,13 @@ Row = tuple[str, frozenset[str], Callable[[Expr], Expr | None]]  # a rule's name
 @memo(group="once")
 def _by_operator(rules: tuple[Rule, ...]) -> dict[tuple[str, Type], list[Row]]:
     """The rules for an operator and the type of its first operand."""
-    found: dict[tuple[str, Type], list[Row]] = {}
+    rows: dict[tuple[str, Type], list[Row]] = {}
     for r in rules:
         for type in Type:
             if r.type in (None, type):
                 run = r.apply if isinstance(r.after, Expr) or isinstance(r.before, Expr) else r.after
-                found.setdefault((r.op, type), []).append((r.name, r.below, run))
-    return found
+                rows.setdefault((r.op, type), []).append((r.name, r.below, run))
+    return rows
 
 
 class Simplifier:
@@ -84,8 +84,8 @@ class Simplifier:
         if self.work > _WORK:
             return node
         below = {a.op for a in node.args}
-        for name, wanted, run in self.by_op.get((node.op, node.args[0].type), ()):
-            if wanted and not wanted <= below:
+        for name, required, run in self.by_op.get((node.op, node.args[0].type), ()):
+            if required and not required <= below:
                 continue
             new = run(node)
             if new is not None and new is not node:

@@ -15,7 +15,7 @@ from functools import cached_property
 from frisket.dsl.ir import Expr, make, rebuild
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
-Found = dict[str, Expr]
+Bindings = dict[str, Expr]
 COMMUTATIVE = frozenset(["add", "mul", "min", "max", "eq", "ne", "xor", "bitand", "bitor", "bitxor"])
 
 
@@ -30,37 +30,37 @@ u, v = (hole(n, FLOAT) for n in "uv")
 c, d = (hole(n, FLOAT, literal=True) for n in "cd")
 
 
-def match(pattern: Expr, node: Expr, found: Found) -> Found | None:
-    """The Exprs that the holes of `pattern` stand for in `node`, extending `found`; None if the node does not match."""
+def match(pattern: Expr, node: Expr, bindings: Bindings) -> Bindings | None:
+    """The Exprs that the holes of `pattern` stand for in `node`, added to `bindings`; None if there is no match."""
     if pattern.op == "hole":
         name, literal = pattern.name
         if node.type is not pattern.type or (literal and node.op != "lit"):
             return None
-        if name in found:
-            return found if found[name] is node else None
-        return {**found, name: node}
+        if name in bindings:
+            return bindings if bindings[name] is node else None
+        return {**bindings, name: node}
     if pattern is node:
-        return found
+        return bindings
     if (pattern.op, pattern.type, len(pattern.args)) != (node.op, node.type, len(node.args)) or not pattern.args:
         return None
-    result = _match_all(pattern.args, node.args, found)
+    result = _match_all(pattern.args, node.args, bindings)
     if result is None and pattern.op in COMMUTATIVE:
-        result = _match_all(pattern.args, node.args[::-1], found)
+        result = _match_all(pattern.args, node.args[::-1], bindings)
     return result
 
 
-def _match_all(patterns: tuple[Expr, ...], nodes: tuple[Expr, ...], found: Found) -> Found | None:
-    result: Found | None = found
+def _match_all(patterns: tuple[Expr, ...], nodes: tuple[Expr, ...], bindings: Bindings) -> Bindings | None:
+    result: Bindings | None = bindings
     for a, b in zip(patterns, nodes, strict=True):
         result = match(a, b, result) if result is not None else None
     return result
 
 
-def fill(pattern: Expr, found: Found) -> Expr:
+def fill(pattern: Expr, bindings: Bindings) -> Expr:
     """The pattern with its holes filled."""
     if pattern.op == "hole":
-        return found[pattern.name[0]]
-    return rebuild(pattern, tuple(fill(a, found) for a in pattern.args))
+        return bindings[pattern.name[0]]
+    return rebuild(pattern, tuple(fill(a, bindings) for a in pattern.args))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +99,10 @@ class Rule:
                 return None
             result = self.after(node)
             return None if result is node else result
-        found = match(self.before, node, {})
-        if found is None or (self.when is not None and not self.when(*found.values())):
+        bindings = match(self.before, node, {})
+        if bindings is None or (self.when is not None and not self.when(*bindings.values())):
             return None
-        result = fill(self.after, found) if isinstance(self.after, Expr) else self.after(*found.values())
+        result = fill(self.after, bindings) if isinstance(self.after, Expr) else self.after(*bindings.values())
         return None if result is node else result
 
 

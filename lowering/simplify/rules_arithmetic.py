@@ -27,9 +27,9 @@ def fold(node: Expr) -> Expr | None:
         return None
     values = [a.name for a in node.args]
     if node.op in _PLAIN and node.args[0].type is INT:
-        found = _PLAIN[node.op](*values)
-        if all(-(2**63) <= x < 2**63 for x in (found, *values)):
-            return lit(found)
+        result = _PLAIN[node.op](*values)
+        if all(-(2**63) <= x < 2**63 for x in (result, *values)):
+            return lit(result)
     try:
         return lit(evaluate(node, {}).item())
     except ValueError:  # it leaves 64 bits: the emitter will say so

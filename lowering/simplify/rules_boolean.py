@@ -55,14 +55,14 @@ def absorb(node: Expr) -> Expr | None:
     """Absorption: p & (p | r) is p; more generally, a term that another one implies is dropped."""
     if len(node.args) > _VERY_MANY:
         return None
-    kept = list(node.args)
+    terms = list(node.args)
     for term in node.args:
         if term.op != DUAL[node.op]:
             continue
-        others = [a for a in kept if a is not term]
+        others = [a for a in terms if a is not term]
         if any(_implies(a, t) if node.op == "and" else _implies(t, a) for a in others for t in term.args):
-            kept.remove(term)
-    return build(node.op, *kept) if 1 < len(kept) < len(node.args) else kept[0] if len(kept) == 1 else None
+            terms.remove(term)
+    return build(node.op, *terms) if 1 < len(terms) < len(node.args) else terms[0] if len(terms) == 1 else None
 
 
 def resolve(node: Expr) -> Expr | None:
@@ -87,8 +87,8 @@ def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
     """A nested conjunction (disjunction) without the terms that a sibling implies (is implied by)."""
     if part.op != op:
         return part
-    kept = [c for c in part.args if not any(_implies(a, c) if op == "and" else _implies(c, a) for a in siblings)]
-    return (conj if op == "and" else disj)(*kept)
+    terms = [c for c in part.args if not any(_implies(a, c) if op == "and" else _implies(c, a) for a in siblings)]
+    return (conj if op == "and" else disj)(*terms)
 
 
 def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
@@ -192,12 +192,12 @@ def substitute_equal(node: Expr) -> Expr | None:
     for term in node.args:
         if term.op != relation_ or any(a.op not in _NAMED or a.type is not INT for a in term.args):
             continue
-        kept, gone = sorted(term.args, key=lambda a: ("k" in uses(a), a.depth, sort_key(a)))
-        known = {gone: kept}
+        base, gone = sorted(term.args, key=lambda a: ("k" in uses(a), a.depth, sort_key(a)))
+        known = {gone: base}
         if gone.op == "floordiv" and gone.args[1].op == "lit" and gone.args[1].name > 0:
-            known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * kept
+            known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * base
         new = [a if a is term else substitute(a, known) for a in node.args]
-        if new != list(node.args) and not any(k in walk(kept) for k in known):
+        if new != list(node.args) and not any(k in walk(base) for k in known):
             return (conj if node.op == "and" else disj)(*new)
     return None
 

@@ -66,9 +66,9 @@ def through(node: Expr) -> Expr | None:
         rest = form.without(atom)
         other = write(-rest if factor == 1 else rest)
         rel = op if factor == 1 else {"ge": "le", "le": "ge"}.get(op, op)
-        found = _see_through(rel, atom, other, alone=len(form.terms) == 1)
-        if found is not None:
-            return found
+        comparison = _see_through(rel, atom, other, alone=len(form.terms) == 1)
+        if comparison is not None:
+            return comparison
     return None
 
 
@@ -79,8 +79,8 @@ _CHOICES = 4  # each one doubles the comparison
 
 
 def _splits(form: Linear) -> int:
-    found = (n for n in walk(*(a for a, _ in form.terms)) if n.op in _DOUBLING)
-    return sum(1 for _ in islice(found, _SPLITS + 1))
+    nodes = (n for n in walk(*(a for a, _ in form.terms)) if n.op in _DOUBLING)
+    return sum(1 for _ in islice(nodes, _SPLITS + 1))
 
 
 def _of_bool(e: Expr) -> bool:

@@ -78,12 +78,12 @@ def _literals_joined(op: str, parts: list[Expr]) -> list[Expr]:
 
 def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
     """Operands without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
-    kept: list[Expr] = []
+    operands: list[Expr] = []
     for i, a in enumerate(parts):
-        others = [*kept, *parts[i + 1 :]]
+        others = [*operands, *parts[i + 1 :]]
         if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in others):
-            kept.append(a)
-    return kept
+            operands.append(a)
+    return operands
 
 
 def _factor(e: Expr) -> int:

@@ -31,30 +31,32 @@ Array = Any  # a jax.Array, traced or not
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None,
-    low: jax.Array | None = None, norm: jax.Array | None = None,
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None,
+    lse_residual: jax.Array | None = None, softmax_stats: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
-    `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
+    """The gradients of `grad_names`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents
+    of `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again; `low` is its rounding error, and
-    `norm` the forward's fifth result."""
+    float64. `lse` knows of the sinks, so that they are not read again; `lse_residual` is its rounding error, and
+    `softmax_stats` the forward's fifth result."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
+    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, grad_names)
     arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
     planes = tuple(
         plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
         for g in _captured(static)
     )
-    found, buffers = _compiled(static, planes)((q, k, v, out, lse, low, norm, dout, dlse), *numbers.flat())
+    grads, buffers = _compiled(static, planes)(
+        (q, k, v, out, lse, lse_residual, softmax_stats, dout, dlse), *numbers.flat()
+    )
     if buffers:
-        found |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
-    return dict(found)
+        grads |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
+    return dict(grads)
 
 
 def _captured(static: Static) -> list[Gradient]:
-    return [g for g in backward_of(static.plan).gradients if g.source in static.wanted]
+    return [g for g in backward_of(static.plan).gradients if g.source in static.grad_names]
 
 
 @memo(256)
@@ -69,7 +71,7 @@ def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
 
 def _backward(
     static: Static, planes: tuple[Plane | None, ...], numbers: Numbers, q: Array, k: Array, v: Array, out: Array,
-    lse: Array, low: Array | None, norm: Array | None, dout: Array, dlse: Array | None,
+    lse: Array, lse_residual: Array | None, softmax_stats: Array | None, dout: Array, dlse: Array | None,
 ) -> tuple[dict[str, Array], list[Array]]:  # fmt: skip
     import jax.numpy as jnp
     from jax import lax
@@ -78,52 +80,52 @@ def _backward(
     slope = backward_of(static.plan).slope
     captured = [CapturedGradient(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
     exact = out.astype(static.dtype)
-    if norm is not None and norm.shape[3] > 2:
-        exact = exact + left_out(norm, out).astype(static.dtype)
+    if softmax_stats is not None and softmax_stats.shape[3] > 2:
+        exact = exact + left_out(softmax_stats, out).astype(static.dtype)
     delta = (dout.astype(static.dtype) * exact).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
-    low = t.padded(jnp.zeros_like(lse) if low is None else low, 2)
+    lse_residual = t.padded(jnp.zeros_like(lse) if lse_residual is None else lse_residual, 2)
     # a row without keys, and a query beyond the end: exp(score - lse) is 0
     nowhere = float(np.finfo(static.dtype).max)
     lse = t.padded(jnp.where(lse == -jnp.inf, nowhere, lse), 2, nowhere)
     queries, dout = t.padded(q), t.padded(dout)
 
     def row(r: Array, sums: dict[str, Any]) -> dict[str, Any]:
-        here = t.row(r)
-        q_tile, dout_tile = t.queries(queries, here) * static.scale, t.queries(dout, here) * t.keep
-        lse_tile, low_tile, delta_tile = (t.lines(x, here)[..., None] for x in (lse, low, delta))
+        tile_row = t.row(r)
+        q_tile, dout_tile = t.queries(queries, tile_row) * static.scale, t.queries(dout, tile_row) * t.keep
+        lse_tile, low_tile, delta_tile = (t.lines(x, tile_row)[..., None] for x in (lse, lse_residual, delta))
         dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
         plain_q = finite(q_tile)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
-            (own, parts), whole = state
-            k_tile, v_tile = (t.keys(x, here, chunk[0], body.width) for x in (k, v))
-            s, env = t.scores(here, body, chunk, q_tile, k_tile)
+            (dq, parts), whole = state
+            k_tile, v_tile = (t.keys(x, tile_row, chunk[0], body.width) for x in (k, v))
+            s, env = t.scores(tile_row, body, chunk, q_tile, k_tile)
             p, dp = jnp.exp(s - lse_tile - low_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
             weight = p
-            if (kept := t.survivors(env)) is not None:
-                weight, dp = jnp.where(kept, p, 0), jnp.where(kept, dp, 0)
+            if (survivors := t.survivors(env)) is not None:
+                weight, dp = jnp.where(survivors, p, 0), jnp.where(survivors, dp, 0)
             dm = jnp.where(p == 0, 0, p * (dp - delta_tile))
             ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))
             ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
-            whole, place = dict(whole), (here.b, here.kv, chunk[0], jnp.int32(0))
-            if "q" in static.wanted:
-                own = own + dot(ds, finite(k_tile), (3, 2))
-            if "k" in static.wanted:
+            whole, place = dict(whole), (tile_row.b, tile_row.kv, chunk[0], jnp.int32(0))
+            if "q" in static.grad_names:
+                dq = dq + dot(ds, finite(k_tile), (3, 2))
+            if "k" in static.grad_names:
                 whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), place)
-            if "v" in static.wanted:
+            if "v" in static.grad_names:
                 whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), place)
             parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
             for c, name in zip(captured, names, strict=True):
-                whole[name] = c.tile(whole[name], p, dm, env, here, chunk[0])
-            return (own, parts), whole
+                whole[name] = c.tile(whole[name], p, dm, env, tile_row, chunk[0])
+            return (dq, parts), whole
 
-        own = t.full(q_tile.shape, 0.0) if "q" in static.wanted else None
-        (own, parts), sums = t.visit(r, step, ((own, tuple(c.start() for c in captured)), sums))
-        if "q" in static.wanted:
-            sums["q"] = t.put_queries(sums["q"], own * static.scale, here)
+        dq = t.full(q_tile.shape, 0.0) if "q" in static.grad_names else None
+        (dq, parts), sums = t.visit(r, step, ((dq, tuple(c.start() for c in captured)), sums))
+        if "q" in static.grad_names:
+            sums["q"] = t.put_queries(sums["q"], dq * static.scale, tile_row)
         for c, name, part in zip(captured, names, parts, strict=True):
-            sums[name] = c.put(sums[name], part, here)
+            sums[name] = c.put(sums[name], part, tile_row)
         return sums
 
     def finite(x: Array) -> Array:
@@ -132,13 +134,13 @@ def _backward(
 
     names = [f"captured {i}" for i in range(len(captured))]
     begin = {n: c.buffer() for n, c in zip(names, captured, strict=True)}
-    if "q" in static.wanted:
+    if "q" in static.grad_names:
         begin["q"] = t.full(queries.shape, 0.0, q.dtype)
     for n, x in (("k", k), ("v", v)):
-        if n in static.wanted:
+        if n in static.grad_names:
             begin[n] = t.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), 0.0)
     sums = lax.fori_loop(0, len(numbers.rows), row, begin)
-    found = {n: sums[n].transpose(0, 2, 1, 3).astype(k.dtype) for n in ("k", "v") if n in sums}
+    grads = {n: sums[n].transpose(0, 2, 1, 3).astype(k.dtype) for n in ("k", "v") if n in sums}
     if "q" in sums:
-        found["q"] = sums["q"][:, : q.shape[1]]
-    return found, [c.whole(sums[n]) for n, c in zip(names, captured, strict=True)]
+        grads["q"] = sums["q"][:, : q.shape[1]]
+    return grads, [c.whole(sums[n]) for n, c in zip(names, captured, strict=True)]

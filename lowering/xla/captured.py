@@ -22,19 +22,19 @@ def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], s
     """The layout of tiles in a table indexed by bare coordinates, as in bias[h, q, k], all inside it; else None."""
     lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
     origin = dict(zip("bhqk", geometry.origin))
-    found: list[tuple[str, int]] = []
+    axes: list[tuple[str, int]] = []
     for index, size in zip(gradient.index, shape, strict=True):
         name, shift = index.name if index.op == "var" else "", 0
         if index.op == "add" and [a.op for a in index.args] in (["var", "lit"], ["var", "param"]):
             name, by = index.args[0].name, index.args[1]
             shift = by.name if by.op == "lit" else slots[by.name]
-        if name not in lengths or name in dict(found) or not all(isinstance(x, int) for x in (origin[name], shift)):
+        if name not in lengths or name in dict(axes) or not all(isinstance(x, int) for x in (origin[name], shift)):
             return None
         first = origin[name] + shift
         if not 0 <= first <= size - lengths[name]:
             return None
-        found.append((name, first))
-    return tuple(found)
+        axes.append((name, first))
+    return tuple(axes)
 
 
 class CapturedGradient:
@@ -76,23 +76,23 @@ class CapturedGradient:
             return None
         return part + self._terms(p, dm, env).sum((3, 4) if self.over == "head" else 4)
 
-    def put(self, buffer: Array, part: Array | None, here: TileRow) -> Array:
+    def put(self, buffer: Array, part: Array | None, tile_row: TileRow) -> Array:
         """The buffer after a row of tiles is finished: sums along the row are added."""
         if part is None:
             return buffer
         if self.over == "row":
-            return self.t.put_lines(buffer, part, here)
-        return added(buffer, part.reshape(part.shape[0], -1), (here.b, here.h))
+            return self.t.put_lines(buffer, part, tile_row)
+        return added(buffer, part.reshape(part.shape[0], -1), (tile_row.b, tile_row.h))
 
     # -- tile by tile --
 
-    def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: TileRow, start: Array) -> Array:
+    def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], tile_row: TileRow, start: Array) -> Array:
         """The buffer after a tile of keys that begins at `start` is added."""
         if self.over in LINES:
             return buffer
         terms = self._terms(p, dm, env)
         if self.plane is not None:
-            return self._laid(buffer, terms, here, start)
+            return self._laid(buffer, terms, tile_row, start)
         if self.over == "scatter":
             return self._scattered(buffer, terms, env)
         width = terms.shape[4]
@@ -101,23 +101,23 @@ class CapturedGradient:
         else:
             flat = terms.reshape(-1, *terms.shape[3:])
             zeros = self.t.full((flat.shape[0], flat.shape[1] + width - 1), 0.0)
-            tile, at = diagonals(flat, zeros), here.start - start + self.t.kv_len - width
-        return added(buffer, tile.reshape(terms.shape[0], -1, tile.shape[-1]), (here.b, here.h, at))
+            tile, at = diagonals(flat, zeros), tile_row.start - start + self.t.kv_len - width
+        return added(buffer, tile.reshape(terms.shape[0], -1, tile.shape[-1]), (tile_row.b, tile_row.h, at))
 
     def _terms(self, p: Array, dm: Array, env: dict[str, Array]) -> Array:
         import jax.numpy as jnp
 
         return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
 
-    def _laid(self, buffer: Array, terms: Array, here: TileRow, start: Array) -> Array:
+    def _laid(self, buffer: Array, terms: Array, tile_row: TileRow, start: Array) -> Array:
         """The buffer with a tile added at its place."""
         assert self.plane is not None
         names = [name for name, _ in self.plane]
         tile = terms.reshape(terms.shape[0], -1, *terms.shape[3:])
         tile = tile.sum(tuple(i for i, name in enumerate("bhqk") if name not in names))
-        kept = [name for name in "bhqk" if name in names]
-        tile = tile.transpose([kept.index(name) for name in names])
-        starts = dict(zip("bhqk", (here.b, here.h, here.start, start)))
+        axes = [name for name in "bhqk" if name in names]
+        tile = tile.transpose([axes.index(name) for name in names])
+        starts = dict(zip("bhqk", (tile_row.b, tile_row.h, tile_row.start, start)))
         return added(buffer, tile, tuple(starts[name] + first for name, first in self.plane))
 
     def _scattered(self, buffer: Array, terms: Array, env: dict[str, Array]) -> Array:

@@ -28,17 +28,19 @@ if TYPE_CHECKING:
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    low: bool = False,
+    lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
-    `top` is the largest visible score, and with `low` a fourth array is the rounding error of lse: lse + low is what
-    a backward subtracts from scores of any size. A fifth is then what rounding left out of `out`, see `noted`. Float64
-    throughout where q is. The arrays, slots, tables and the origin may be traced, and the spans if they are
-    `DeviceSpans`; shapes are the host's."""
+    `top` is the largest visible score, and with `lse_residual` a fourth array is the rounding error of lse: lse +
+    lse_residual is what a backward subtracts from scores of any size. A fifth is then what rounding left out of `out`,
+    see `noted`. Float64 throughout where q is. The arrays, slots, tables and the origin may be traced, and the spans if
+    they are `DeviceSpans`; shapes are the host's."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, low=low)
+    static, numbers = prepared(
+        plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, lse_residual=lse_residual
+    )
     result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, sinks, *numbers.flat())
     return result
 
@@ -63,22 +65,22 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
     sinks = None if sinks is None else sinks.astype(static.dtype)
 
     def row(r: Any, results: Any) -> Any:
-        here = t.row(r)
-        q_tile = t.queries(q, here) * static.scale
+        tile_row = t.row(r)
+        q_tile = t.queries(q, tile_row) * static.scale
         least = t.full(t.part, float(np.finfo(static.dtype).min))
         empty = least, t.full(t.part, 0.0), t.full((*t.part, v_dim), 0.0)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
             """Add one chunk of keys to the running (max, sum, accumulator)."""
             top, total, acc = state
-            s, env = t.scores(here, body, chunk, q_tile, t.keys(k, here, chunk[0], body.width))
+            s, env = t.scores(tile_row, body, chunk, q_tile, t.keys(k, tile_row, chunk[0], body.width))
             # `top` starts at the least finite number, so that -inf - top is -inf and never NaN
             new = jnp.maximum(top, s.max(-1))
             p, shrink = jnp.exp(s - new[..., None]), jnp.exp(top - new)
             total = total * shrink + p.sum(-1)
-            if (kept := t.survivors(env)) is not None:
-                p = jnp.where(kept, p, 0)
-            v_tile = t.keys(v, here, chunk[0], body.width)
+            if (survivors := t.survivors(env)) is not None:
+                p = jnp.where(survivors, p, 0)
+            v_tile = t.keys(v, tile_row, chunk[0], body.width)
             if body.partial:  # anything may stand where nothing is seen, as in a cache that is used again
                 v_tile = jnp.where((p == 0).all((2, 3))[..., None], 0, v_tile)
             if (weights := t.weights(env)) is not None:
@@ -86,15 +88,15 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
             mixed = dot(p.reshape(*q_tile.shape[:3], -1), v_tile, (3, 2)).reshape(acc.shape)
             return new, total, acc * shrink[..., None] + mixed
 
-        return _written(t, here, results, t.visit(r, step, empty), sinks)
+        return _written(t, tile_row, results, t.visit(r, step, empty), sinks)
 
     shape = (q.shape[0], q.shape[2], t.length)
-    lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.low)]
-    outs = [t.full((*q.shape[:3], v_dim), 0.0, q.dtype)] * (1 + (static.low and q.dtype.itemsize == 2))
+    lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.lse_residual)]
+    outs = [t.full((*q.shape[:3], v_dim), 0.0, q.dtype)] * (1 + (static.lse_residual and q.dtype.itemsize == 2))
     outs, lines = lax.fori_loop(0, t.steps, row, (outs, lines))
     out, *rest = (x[:, :q_len] for x in outs)
     lines = [x[..., :q_len] for x in lines]
-    if static.low:
+    if static.lse_residual:
         lines.append(noted(*rest) if rest else jnp.zeros((*lines[0].shape, 2), lines[0].dtype))
     return out, *lines
 
@@ -110,15 +112,15 @@ def noted(rest: Any) -> Any:
     return jnp.pad(lax.bitcast_convert_type(pairs, np.float32).transpose(0, 2, 1, 3), (*front, (2, 0)))
 
 
-def left_out(norm: Any, out: Any) -> Any:
+def left_out(softmax_stats: Any, out: Any) -> Any:
     """The `rest` of `noted`, for an `out` of its shape and dtype."""
     from jax import lax
 
-    pairs = lax.bitcast_convert_type(norm[..., 2:].transpose(0, 2, 1, 3), out.dtype)
+    pairs = lax.bitcast_convert_type(softmax_stats[..., 2:].transpose(0, 2, 1, 3), out.dtype)
     return pairs.reshape(*out.shape[:3], -1)[..., : out.shape[3]]
 
 
-def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -> Any:
+def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: Any) -> Any:
     """The result arrays with one row of tiles written."""
     import jax.numpy as jnp
     from jax import lax
@@ -126,7 +128,7 @@ def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -
     top, total, acc = state
     highest = jnp.where(total == 0, -jnp.inf, top)
     if sinks is not None:
-        sink = lax.dynamic_slice(sinks, (here.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
+        sink = lax.dynamic_slice(sinks, (tile_row.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
         peak = jnp.maximum(top, sink)
         shrink, share = jnp.exp(top - peak), jnp.exp(jnp.where(sink == peak, 0, sink - peak))
         top, total, acc = peak, total * shrink + share, acc * shrink[..., None]
@@ -136,5 +138,5 @@ def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -
     rows = lse, highest, jnp.where(jnp.isinf(lse), 0, top - lse + log)
     info = jnp.finfo(results[0][0].dtype)  # type: ignore[no-untyped-call]  # XLA may leave out casts to 16 bits
     parts = out, out - lax.reduce_precision(out, info.nexp, info.nmant)
-    outs = [t.put_queries(whole, x, here) for whole, x in zip(results[0], parts)]
-    return outs, [t.put_lines(whole, x, here) for whole, x in zip(results[1], rows)]
+    outs = [t.put_queries(whole, x, tile_row) for whole, x in zip(results[0], parts)]
+    return outs, [t.put_lines(whole, x, tile_row) for whole, x in zip(results[1], rows)]

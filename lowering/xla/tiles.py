@@ -68,19 +68,19 @@ def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block: tuple[int, i
     full_hi = np.maximum(full_lo, full_hi)
     edge = np.concatenate([_segments(row, lo, full_lo), _segments(row, full_hi, hi)])
     full = _segments(row, full_lo, full_hi)
-    found: list[Body] = []
+    loops: list[Body] = []
     ends, chunks = [], []
     for partial, part in ((False, full), (True, edge)):
         for width, pieces in _cut(part, partial, block_k, widest):
-            found.append(Body(min(width * block_k, g.kv_len), partial))
+            loops.append(Body(min(width * block_k, g.kv_len), partial))
             order = np.argsort(pieces[:, 0], kind="stable")
-            end, chunk = _pack(pieces[order], len(rows), found[-1].width, block_k, g.kv_len)
+            end, chunk = _pack(pieces[order], len(rows), loops[-1].width, block_k, g.kv_len)
             ends.append(end)
             chunks.append(chunk)
-    once = len(found) == 1 and found[0].partial and bool((np.diff(ends[0]) <= 1).all())
+    once = len(loops) == 1 and loops[0].partial and bool((np.diff(ends[0]) <= 1).all())
     if once:
         ends, chunks = _one_each(ends[0], chunks[0])
-    return Schedule(tuple(found), batches, heads, rows, tuple(ends), tuple(chunks), once)
+    return Schedule(tuple(loops), batches, heads, rows, tuple(ends), tuple(chunks), once)
 
 
 def _sharing(slice_of: Ints, group: int, most: int) -> tuple[tuple[int, int], Ints, list[tuple[int, int]]]:
@@ -102,8 +102,8 @@ def _rows(places: list[tuple[int, int]], n: int) -> Ints:
 
 
 def _segments(row: Ints, start: Ints, stop: Ints) -> Ints:
-    kept = stop > start
-    return np.stack([row[kept], start[kept], stop[kept]], 1)
+    nonempty = stop > start
+    return np.stack([row[nonempty], start[nonempty], stop[nonempty]], 1)
 
 
 def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple[int, Ints]]:
@@ -151,9 +151,9 @@ def _pack(pieces: Ints, rows: int, width: int, block_k: int, kv_len: int) -> tup
 
 def _one_each(ends: Ints, chunks: Ints) -> tuple[list[Ints], list[Ints]]:
     """One chunk for every row of at most one; the chunk of a row with none holds no key that counts."""
-    held = np.zeros((len(ends) - 1, 3), np.int32)
-    held[np.diff(ends) == 1] = chunks[: ends[-1]]
-    return [np.arange(len(ends), dtype=np.int32)], [held]
+    by_row = np.zeros((len(ends) - 1, 3), np.int32)
+    by_row[np.diff(ends) == 1] = chunks[: ends[-1]]
+    return [np.arange(len(ends), dtype=np.int32)], [by_row]
 
 
 WIDE, EDGE = 512, 256  # tokens of key length that one step takes, without the predicate and with it
@@ -180,10 +180,13 @@ def of_records(both: tuple[Body, ...], records: Any, block_k: int, kv_len: int) 
 
     full, partial = both
     lo, full_lo, full_hi, hi = jnp.minimum(records.T * block_k, kv_len)
-    taken = jnp.where(hi - lo <= partial.width, 0, (full_hi - full_lo) // full.width)
-    full_lo, rest = jnp.where(taken > 0, full_lo, hi), jnp.where(taken > 0, full_lo + taken * full.width, hi)
+    wide_steps = jnp.where(hi - lo <= partial.width, 0, (full_hi - full_lo) // full.width)
+    full_lo, rest = (
+        jnp.where(wide_steps > 0, full_lo, hi),
+        jnp.where(wide_steps > 0, full_lo + wide_steps * full.width, hi),
+    )
     edges = jnp.concatenate([lo, rest]), jnp.concatenate([full_lo, hi])
-    yield full, *_steps(full_lo, full_lo + taken * full.width, full.width, kv_len)
+    yield full, *_steps(full_lo, full_lo + wide_steps * full.width, full.width, kv_len)
     yield partial, *_steps(*edges, partial.width, kv_len)
 
 
@@ -220,8 +223,8 @@ class Static:
     int64: bool
     float64: bool
     block_k: int | None = None  # of traced spans: records count in tiles of so many keys
-    wanted: frozenset[str] = frozenset()  # gradients to make
-    low: bool = False  # whether a backward will want the rounding error of lse
+    grad_names: frozenset[str] = frozenset()  # gradients to make
+    lse_residual: bool = False  # whether a backward will want the rounding error of lse
 
     @property
     def dtype(self) -> Any:
@@ -246,7 +249,7 @@ class Numbers:
 
 def prepared(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, float64: bool, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, wanted: frozenset[str] = frozenset(), low: bool = False,
+    tables: Mapping[str, Any], target: Target, grad_names: frozenset[str] = frozenset(), lse_residual: bool = False,
 ) -> tuple[Static, Numbers]:  # fmt: skip
     """Divide a call into its compiled part and its data."""
     import jax.numpy as jnp
@@ -259,7 +262,7 @@ def prepared(
     work = schedule(spans, geometry, (target.block_q, target.block_k))
     static = Static(
         plan, geometry.scale, min(target.block_q, geometry.q_len), work.batches, work.heads, work.bodies, work.once,
-        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, wanted, low,
+        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, grad_names, lse_residual,
     )  # fmt: skip
     return static, Numbers(
         slots=tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots),
@@ -484,7 +487,7 @@ class XlaTiles:
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
         """The positions that dropout keeps; None: all."""
-        return None if self.static.plan.kept is None else self.value(self.static.plan.kept, env)
+        return None if self.static.plan.keep_mask is None else self.value(self.static.plan.keep_mask, env)
 
     def weights(self, env: Mapping[str, Array]) -> Array | None:
         """The factors of weights, once summed; None: no factors."""

@@ -27,7 +27,7 @@ from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.program import CallProgram, check_order, check_used, moved
+from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
 from frisket.runtime.calls.request import Request, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.platforms import quickest_of
@@ -35,7 +35,7 @@ from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, divided, results
+from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, results, split_host_device
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
@@ -92,7 +92,7 @@ class Attention:
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
-        self._moved: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
+        self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
         learned = {n: x for n, x in self.captured.items() if learns(x)}
@@ -178,14 +178,14 @@ class Attention:
         if all(x is old for _, old, x in arrays):
             return self
         key = ("now", *((n, id(x)) for n, _, x in arrays))
-        entry: tuple[Attention, Any] | None = self._moved.get(key)
+        entry: tuple[Attention, Any] | None = self._views.get(key)
         if entry is None:
             stay = {*but, *(n for n, *_ in self._flowing)}
             program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
             same = program.parts == self.program.parts and not is_traced
             entry = self if same else self._over(program), arrays
             if not is_traced:
-                remember(self._moved, key, entry, KEPT)  # with the arrays: no other array has their id then
+                remember(self._views, key, entry, KEPT)  # with the arrays: no other array has their id then
         return entry[0]
 
     def _over(self, program: CallProgram) -> Attention:
@@ -237,15 +237,17 @@ class Attention:
 
     # -- running ----------------------------------------------------------------------------------
 
-    # return types, for type checkers: `given` are the other keywords of the method below
+    # return types, for type checkers: `keywords` are the other ones of the method below
     @overload
-    def __call__(self, q: Array, k: Any, v: Any, *, return_max: bool, **given: Any) -> Any: ...
+    def __call__(self, q: Array, k: Any, v: Any, *, return_max: bool, **keywords: Any) -> Any: ...
     @overload
-    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: Literal[True], **given: Any) -> tuple[Array, Array]: ...
+    def __call__(
+        self, q: Array, k: Any, v: Any, *, return_lse: Literal[True], **keywords: Any
+    ) -> tuple[Array, Array]: ...
     @overload
-    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: Literal[False] = ..., **given: Any) -> Array: ...
+    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: Literal[False] = ..., **keywords: Any) -> Array: ...
     @overload
-    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: bool, **given: Any) -> Any: ...
+    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: bool, **keywords: Any) -> Any: ...
     def __call__(
         self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,
@@ -294,9 +296,9 @@ class Attention:
                     origin=origin, sizes=sizes, layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
                 )  # fmt: skip
         if k_scale is not None or v_scale is not None or pages is not None:
-            params |= call_arrays.live_of(k_scale, v_scale, pages)
+            params |= call_arrays.kv_inputs_of(k_scale, v_scale, pages)
             if not call_arrays.in_graph(q):
-                call_arrays.refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
+                call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         if params or isinstance(sinks, list | tuple):
             sinks, params = stacked_values(sinks, params)
         watched = call_arrays.in_graph(q)
@@ -317,8 +319,8 @@ class Attention:
             from frisket.runtime.torch.fx import record
 
             return record(self, request, return_lse)
-        found = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
-        return results(found, return_lse, return_max) if return_lse or return_max else found[0]
+        outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
+        return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
 
     def check_if_asked(self, call: Call, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
@@ -331,35 +333,35 @@ class Attention:
 
     def _as_run(self, call: Call) -> Call:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
-        proof = _operators("torch").engine_call(call, self.options) if call.given.framework == "torch" else None
+        proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)
 
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
-        live, params = call_arrays.parted(params)
-        given = call_arrays.arrays(q, k, v, layout, pages=live.get(PAGES), known=self._frameworks(request))
-        geometry = self._geometry(given, plan, origin, sizes)
+        kv_inputs, params = call_arrays.split_kv_args(params)
+        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=self._frameworks(request))
+        geometry = self._geometry(arrays, plan, origin, sizes)
         if layout is None and plan is None and not geometry.vacant:
-            check_order(given, geometry, self.program, params)
-        how, live = call_arrays.stored(given, geometry, live)
+            check_order(arrays, geometry, self.program, params)
+        how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs)
         if plan is not None:
             self._check_plan(plan, params)
             plan = plan.stored_as(how)
-        backend = choose(self.options.backend, given.framework, given.device)
+        backend = choose(self.options.backend, arrays.framework, arrays.device)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
-        if why := RECORDS[backend].refused_dtype(given.dtype):
+        if why := RECORDS[backend].refused_dtype(arrays.dtype):
             raise BackendError(why)
-        seed = seed_of(seed, rate, given.framework)
-        sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
-        if given.framework == "torch":
+        seed = seed_of(seed, rate, arrays.framework)
+        sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
+        if arrays.framework == "torch":
             _operators("torch").refuse_ambiguous(self.program, {**self.program.captured, **params})
         if geometry.vacant:
             check_used(params, self.program.names)
             check_bound(self.program, {**self.constants, **self.traced, **params})
         else:
-            plan = plan or self._plan_for(geometry, params, given.framework, how)
-        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # no plan of a vacant call
+            plan = plan or self._plan_for(geometry, params, arrays.framework, how)
+        return Call(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)  # no plan of a vacant call
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where it is not asked for."""
@@ -367,7 +369,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self)
+        result: tuple[Any, Any, Any] = _operators(call.arrays.framework).execute(call, self)
         return result
 
     def _frameworks(self, request: Request) -> Iterator[str | None]:
@@ -375,23 +377,23 @@ class Attention:
         record = RECORDS.get(self.options.backend or "")
         if record is not None and len(record.frameworks) == 1:
             yield record.frameworks[0]
-        params = {**self.captured, **getattr(request.plan, "given", request.params)}
+        params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
-    def _geometry(self, given: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+    def _geometry(self, arrays: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
             if not isinstance(plan, Plan | FlatPlan):
                 raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
             if origin is not None or sizes is not None:
                 raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
             origin, sizes = plan.origin, plan.sizes
-        g = given.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+        g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
         if plan is not None:
             have = (g.batch, g.heads, g.q_len, g.kv_len)
             made_for = (plan.batch, plan.heads, plan.q_len, plan.kv_len)
             if have != made_for:
                 turned = made_for == (g.batch, g.q_len, g.heads, g.kv_heads)
-                other = "bhsd" if given.layout == "bshd" else "bshd"
+                other = "bhsd" if arrays.layout == "bshd" else "bshd"
                 raise ShapeError(
                     f"the plan is for (batch, heads, q_len, kv_len) = {made_for}, the arrays have {have}; "
                     + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
@@ -400,9 +402,9 @@ class Attention:
 
     def check_planned(self, request: Request) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
-        live, params = call_arrays.parted(request.params)
-        given = call_arrays.arrays(*request[:3], request.layout, pages=live.get(PAGES))
-        self._geometry(given, request.plan, request.origin, request.sizes)
+        kv_inputs, params = call_arrays.split_kv_args(request.params)
+        arrays = call_arrays.arrays(*request[:3], request.layout, pages=kv_inputs.get(PAGES))
+        self._geometry(arrays, request.plan, request.origin, request.sizes)
         self._check_plan(request.plan, params)
 
     def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
@@ -423,35 +425,37 @@ class Attention:
             )
 
     def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
-        host, given = divided(params, None, self.program.learnable, framework)
+        host, device_values = split_host_device(params, None, self.program.learnable, framework)
         if framework == "torch":
-            given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
-        given = {**{n: x for n, x in self.traced.items() if n not in params}, **given}
-        return self._kept_plan(g, host, given, how)
+            device_values = {**{n: x for n, x in self.learned.items() if n not in params}, **device_values}
+        device_values = {**{n: x for n, x in self.traced.items() if n not in params}, **device_values}
+        return self._cached_plan(g, host, device_values, how)
 
-    def _kept_plan(
-        self, g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None = None
+    def _cached_plan(
+        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
         """A plan; its part that does not depend on the tables of this step is remembered."""
-        key = None if Settings.read().check else _known(g, host, given, how)
+        key = None if Settings.read().check else _known(g, host, device_values, how)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
-            plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
+            plan = self._new_plan(
+                g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, device_values, None, how
+            )
             if key is not None:  # without values: those of a step hold its graph, or its trace
-                remember(self._plans, key, plan.again({}), KEPT)
-        return plan.again(given)
+                remember(self._plans, key, plan.with_tables({}), KEPT)
+        return plan.with_tables(device_values)
 
-    def _made_plan(
+    def _new_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
-        host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
+        host: dict[str, Any], device_values: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
     ) -> CallPlan:  # fmt: skip
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
         program = self.program.stored_as(how)
-        if given:
-            return device_plan(program, host, given, *place, block, Settings.read().check, dropout)
-        made = Plan(program.bind(host), *place, dropout)
-        made.options = self.options
-        return made
+        if device_values:
+            return device_plan(program, host, device_values, *place, block, Settings.read().check, dropout)
+        plan = Plan(program.bind(host), *place, dropout)
+        plan.options = self.options
+        return plan
 
     @counting
     @usual_promotion()
@@ -473,17 +477,20 @@ class Attention:
         if np.iterable(origin) and any(map(traced, origin)):
             raise ParameterError("origin is traced by JAX, and a plan takes one that is known: give it to a call")
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
-        host, given = divided(stacked_values(None, params)[1], flat, self.program.learnable)
-        given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
+        host, device_values = split_host_device(stacked_values(None, params)[1], flat, self.program.learnable)
+        device_values = {
+            **{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params},
+            **device_values,
+        }
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
-        x = next(iter(given.values()), None)
+        x = next(iter(device_values.values()), None)
         framework = call_arrays.framework_of(x) or "torch"
-        backend = choose(self.options.backend, framework, call_arrays.device_of(x, framework)) if given else ""
-        if given and RECORDS[backend].loads:  # planned by the call, whose tiles are known
-            plan = self._kept_plan(g, host, given)
+        backend = choose(self.options.backend, framework, call_arrays.device_of(x, framework)) if device_values else ""
+        if device_values and RECORDS[backend].loads:  # planned by the call, whose tiles are known
+            plan = self._cached_plan(g, host, device_values)
         else:
-            block = self._flat_block(backend, x, g) if given else None
-            plan = self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
+            block = self._flat_block(backend, x, g) if device_values else None
+            plan = self._new_plan(q_len, kv_len, batch, heads, origin, sizes, host, device_values, block)
         if self.rereads:
             plan.captured = {n: read_again(n, paths) for n, paths in self.paths.items() if n not in params}
         return plan
@@ -512,21 +519,21 @@ class Attention:
         """
         texts = tuple(coordinates.items())
         if not all(isinstance(x, str | int) for _, x in texts):
-            return self._logs(Attention(moved(self.program, coordinates), self.options))
-        found: Attention | None = self._moved.get(texts)
-        if found is None:
-            found = self._logs(Attention(moved(self.program, coordinates), self.options))
-            remember(self._moved, texts, found, KEPT)  # other numbers at every step
-        return found
+            return self._logs(Attention(remap_positions(self.program, coordinates), self.options))
+        att: Attention | None = self._views.get(texts)
+        if att is None:
+            att = self._logs(Attention(remap_positions(self.program, coordinates), self.options))
+            remember(self._views, texts, att, KEPT)  # other numbers at every step
+        return att
 
     def jagged(self, pattern: Pattern) -> tuple[Attention, tuple[str | None, ...], str | None]:
         """The attention for packed rows of nested tensors, the names of the tables it takes, and the name of the number
         of sequences where the text reads that number."""
-        found: tuple[Attention, tuple[str | None, ...], str | None] | None = self._moved.get(("jagged", pattern))
-        if found is None:
+        entry: tuple[Attention, tuple[str | None, ...], str | None] | None = self._views.get(("jagged", pattern))
+        if entry is None:
             program, names, number = rewritten(self.program, pattern)
-            found = self._moved["jagged", pattern] = self._logs(Attention(program, self.options)), names.tables, number
-        return found
+            entry = self._views["jagged", pattern] = self._logs(Attention(program, self.options)), names.tables, number
+        return entry
 
     def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
         """The part of `jagged` that a graph holds: names, and the attention as a text. A graph guards `spec`."""
@@ -575,15 +582,15 @@ class Attention:
     ) -> Stages:  # fmt: skip
         """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are for
         `arch`, say "sm_90" or "gfx942", or this machine's GPU. q, k, v, scales and pages: how keys are stored."""
-        program, live = self.program.bind(params), call_arrays.live_of(k_scale, v_scale, pages)
-        if live and q is None:
+        program, kv_inputs = self.program.bind(params), call_arrays.kv_inputs_of(k_scale, v_scale, pages)
+        if kv_inputs and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
-            given = call_arrays.arrays(q, k, v, layout, pages=pages)
-            g = given.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
-            program = program.stored_as(call_arrays.stored(given, g, live)[0])
-            name = backend or choose(self.options.backend, given.framework, given.device)
-            dtype = given.dtype
+            arrays = call_arrays.arrays(q, k, v, layout, pages=pages)
+            g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            program = program.stored_as(call_arrays.kv_format(arrays, g, kv_inputs)[0])
+            name = backend or choose(self.options.backend, arrays.framework, arrays.device)
+            dtype = arrays.dtype
         else:
             kv_len = q_len if kv_len is None else kv_len
             factor = head_dim**-0.5 if self.options.scale is None else self.options.scale
@@ -595,7 +602,7 @@ class Attention:
         name = backend_named(name, "torch").name
         plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         sinks = self.options.sinks is not None
-        where = ("torch", "") if q is None else (given.framework, given.device)
+        where = ("torch", "") if q is None else (arrays.framework, arrays.device)
         chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
         if chosen is not None and chosen.proof is not None:
             name = chosen.proof.backend
@@ -603,13 +610,13 @@ class Attention:
             name = quickest(name, plan, g, dtype, self.options)
         elif backend is None:
             name = quickest_of(name, plan, g, dtype, self.options)
-        found = PlanCompilation(
+        compilation = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),
             as_written=(getattr(program.mask, "shown", None), getattr(program.score, "shown", None)),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
-        return all_stages(found if q is None or chose else found.now())
+        return all_stages(compilation if q is None or chose else compilation.now())
 
     # -- checking ---------------------------------------------------------------------------------
 
@@ -630,19 +637,19 @@ class Attention:
                 layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
             )  # fmt: skip
         sinks, params = stacked_values(sinks, params)
-        live = call_arrays.live_of(*map(unwrapped, (k_scale, v_scale, pages)))
+        kv_inputs = call_arrays.kv_inputs_of(*map(unwrapped, (k_scale, v_scale, pages)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))
-        gradients &= not live and k.dtype == q.dtype
+        gradients &= not kv_inputs and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
-        call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))
-        if gradients and RECORDS[call.backend].has_gradients(call.given.framework):
+        call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **kv_inputs}))
+        if gradients and RECORDS[call.backend].has_gradients(call.arrays.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
-            found = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)
+            outcome = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)
         else:
-            found = report(self._as_run(call), *self.run(call)[:2])
-        found.require()
-        return found
+            outcome = report(self._as_run(call), *self.run(call)[:2])
+        outcome.require()
+        return outcome
 
 
 @memo(2)
@@ -657,14 +664,16 @@ def _operators(framework: str) -> Any:
     return jax_op
 
 
-def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None) -> tuple[Any, ...] | None:
+def _known(
+    g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None
+) -> tuple[Any, ...] | None:
     """The part of a call that its plan depends on; None where an array of the host belongs to it."""
     numbers = all(type(x) in (bool, int, float) for x in host.values())
     if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
         return None
-    told = tuple((n, kind_of(x), x) for n, x in host.items())
-    shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items())
-    return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, told, shapes
+    scalars = tuple((n, kind_of(x), x) for n, x in host.items())
+    shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items())
+    return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, scalars, shapes
 
 
 register("program", Attention)

@@ -11,7 +11,7 @@ import numpy as np
 from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
-from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, live_of, scale_of, stored, turn
+from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, kv_format, kv_inputs_of, scale_of, turn
 from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, engines_named, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.program import check_order, program_of
@@ -82,26 +82,26 @@ def compile(
 _compiled = Memo("runtime.attention.entry.attention_for", 128)
 
 
-# Return types, for type checkers: `given` are the other arguments of the function below.
+# Return types, for type checkers: `keywords` are the other arguments of the function below.
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: Any = None, enable_gqa: bool = True, *, return_max: bool, **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_max: bool, **keywords: Any,
 ) -> Any: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[True], **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[True], **keywords: Any,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[False] = ..., **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: Literal[False] = ..., **keywords: Any,
 ) -> Array: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: Any = None, enable_gqa: bool = True, *, return_lse: bool, **given: Any,
+    scale: Any = None, enable_gqa: bool = True, *, return_lse: bool, **keywords: Any,
 ) -> Any: ...  # fmt: skip
 def attention(
     q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
@@ -127,11 +127,11 @@ def attention(
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
         from frisket.runtime.torch.graph import written_call
 
-        said = scale, enable_gqa, backend, None, rate, None, deterministic, True
-        params |= live_of(k_scale, v_scale, pages)
+        settings = scale, enable_gqa, backend, None, rate, None, deterministic, True
+        params |= kv_inputs_of(k_scale, v_scale, pages)
         request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
-        found = written_call(mask, score, said, request, return_lse or return_max)
-        return results(found, return_lse, return_max)
+        outputs = written_call(mask, score, settings, request, return_lse or return_max)
+        return results(outputs, return_lse, return_max)
     options = Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)
     params = {n: call_value(n, x) for n, x in params.items()}
     att, params = scaled_attention(mask, score, options, scale, params)
@@ -156,8 +156,8 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
-        if (found := _compiled.get(text)) is not None:
-            return found  # type: ignore[no-any-return]
+        if (att := _compiled.get(text)) is not None:
+            return att  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}, once=True).without(params)
     if any(traced(x) or (is_tensor(x) and x.grad_fn) for x in program.captured.values()):  # of the current graph
         return Attention(program, options)
@@ -165,8 +165,8 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     rest = program.without(learned.keys() & program.learnable)  # a mask keeps the values it was made with
     paths = tuple(x for p in program.parts for x in (*p.origin.paths.values(), *p.origin.inside))
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()), *map(id, paths))
-    kept: Attention | None = _compiled.get(key)
-    return kept or _compiled.put(key, Attention(program, options), (learned, paths))
+    cached: Attention | None = _compiled.get(key)
+    return cached or _compiled.put(key, Attention(program, options), (learned, paths))
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
@@ -200,21 +200,21 @@ def reference(
     It takes arrays of any framework, and memory in the square of the length. Every backend is compared with it. Scales
     and pages are as for `Attention.__call__`.
     """
-    given = arrays(q, k, v, layout, numpy=True, pages=pages)
+    inputs = arrays(q, k, v, layout, numpy=True, pages=pages)
     program = program_of(mask, score, params)
-    rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)
+    rate, g = rate_of(dropout), inputs.geometry(scale, True, origin, sizes)
     if layout is None:
-        check_order(given, g, program, {})
+        check_order(inputs, g, program, {})
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
     if g.vacant:
         program.require_bound()
-        found = results_of(replace(given, framework="numpy"), g, sinks)
+        outputs = results_of(replace(inputs, framework="numpy"), g, sinks)
     else:
-        _, live = stored(given, g, live_of(k_scale, v_scale, pages))
-        out, lse, top = oracle(given, g, program, rate, seed, sinks, live)
-        found = turn(out, "bhsd", given.layout), lse, top
-    return results(given.as_called(*found), return_lse, return_max)
+        _, kv_inputs = kv_format(inputs, g, kv_inputs_of(k_scale, v_scale, pages))
+        out, lse, top = oracle(inputs, g, program, rate, seed, sinks, kv_inputs)
+        outputs = turn(out, "bhsd", inputs.layout), lse, top
+    return results(inputs.as_called(*outputs), return_lse, return_max)
 
 
 register("texts", attention_for)

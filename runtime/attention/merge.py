@@ -83,13 +83,13 @@ def _checked(parts: tuple[Any, ...], layout: str | None) -> tuple[tuple[Any, ...
     for i, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ShapeError(f"part {i} is a {type(part).__name__}; a part is a pair (out, lse)")
-    found = {framework_of(x) for part in parts for x in part}
-    if found == {"jax", "numpy"}:
-        parts, found = tuple(tuple(like_jax(x, *chain(*parts)) for x in part) for part in parts), {"jax"}
-    if None in found or len(found) > 1:
+    frameworks = {framework_of(x) for part in parts for x in part}
+    if frameworks == {"jax", "numpy"}:
+        parts, frameworks = tuple(tuple(like_jax(x, *chain(*parts)) for x in part) for part in parts), {"jax"}
+    if None in frameworks or len(frameworks) > 1:
         kinds = ", ".join(f"({type(out).__name__}, {type(lse).__name__})" for out, lse in parts)
         raise ShapeError(f"the parts are {kinds}; give arrays of one framework")
-    framework = str(found.pop())
+    framework = str(frameworks.pop())
     if framework == "numpy" and layout is None:
         raise ShapeError('numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"')
     layout = layout or NATURAL[framework]

@@ -16,7 +16,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, by_graph, candidates, closed, folded, position
-from frisket.runtime.calls.arrays import Rows, take
+from frisket.runtime.calls.arrays import TokenPermutation, take
 from frisket.runtime.layouts.tiling import Counts
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
@@ -87,7 +87,7 @@ class Order:
         """`x` as it was before `apply`."""
         return x if (at := self._axis(x, axis, keys)) is None else take(x, self._indices[keys, True], at)
 
-    def _moved(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
+    def _permuted(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
         """`apply`, or `undo` where it goes `back`, whose gradient is gathered too; JAX has no forward mode of it."""
         if self._still(keys):
             return x
@@ -122,24 +122,24 @@ class Order:
         return None if self._still(keys) else axis % len(shape)
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> TokenPermutation | None:
         """The rows of queries and keys in unordered arrays; None where nothing moves."""
-        return None if self._still(False) and self._still(True) else Rows(self.positions, self.kv_positions)
+        return None if self._still(False) and self._still(True) else TokenPermutation(self.positions, self.kv_positions)
 
     @cached_property
     def coordinates(self) -> dict[str, Any]:
         """The arguments of `Attention.at` for arrays in this order: a formula where there is one, else a table."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, order, length in (("q", self.queries, self.q_len), ("k", self.keys, self.kv_len)):
             if order is None:
                 continue
             e = _formula(order, length, name)
             if e is not None:
-                found[name] = str(e)
+                arguments[name] = str(e)
             else:
                 table = "order_q" if self.queries is self.keys and self.q_len == self.kv_len else f"order_{name}"
-                found |= {name: f"{table}[{name}]", table: _places(order, length)}
-        return found
+                arguments |= {name: f"{table}[{name}]", table: _places(order, length)}
+        return arguments
 
     @property
     def by_table(self) -> bool:
@@ -151,9 +151,9 @@ class Order:
         """The mask of arrays in this order."""
         return self.moved_beside(())
 
-    def moved_beside(self, taken: Collection[str]) -> Mask:
+    def moved_beside(self, names: Collection[str]) -> Mask:
         """The mask of arrays in this order, whose new tables take no name in `taken`."""
-        return _moved(self.mask, self.queries, self.keys, self.q_len, self.kv_len, taken)
+        return _permuted(self.mask, self.queries, self.keys, self.q_len, self.kv_len, names)
 
     def plot(self, path: str | Path | None = None, *, before: bool = False, **options: Any) -> Figure:
         """A picture of the tiles in this order, or as they were `before`, written to a `.png` or `.svg` if there is a
@@ -165,12 +165,12 @@ class Order:
         if self.queries is None and self.keys is None:
             return f"no order is cheaper: {self.before.visited:,} tiles of {self.block[0]} x {self.block[1]}"
         if self.queries is self.keys:
-            said = f"queries and keys: {self.queries}"
+            sides = f"queries and keys: {self.queries}"
         else:
             parts = (("queries", self.queries), ("keys", self.keys))
-            said = "; ".join(f"{side}: {order}" for side, order in parts if order is not None)
+            sides = "; ".join(f"{side}: {order}" for side, order in parts if order is not None)
         return (
-            f"{said}\n  tiles of {self.block[0]} x {self.block[1]}: {self.before.visited:,} before, "
+            f"{sides}\n  tiles of {self.block[0]} x {self.block[1]}: {self.before.visited:,} before, "
             f"{self.after.visited:,} after; gain {self.gain:.1f}"
         )
 
@@ -210,19 +210,19 @@ def reorder(
         none = what.layout(q_len, kv_len, block=block).counts
         return Order(what, q_len, kv_len, None, None, block, none, none, 1.0)
     ways = list(_ways(what, q_len, kv_len))
-    moved = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
+    move_cost = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
     left, seen = ways[1:], _Seen(what, q_len, kv_len)
     for tiles, queries, most in ROUNDS:
         if len(left) > most:
-            cost = {way: _sampled(seen, way, block, tiles, queries) + moved[way] for way in left}
+            cost = {way: _sampled(seen, way, block, tiles, queries) + move_cost[way] for way in left}
             left = sorted(left, key=cost.__getitem__)[:most]
     counts = {
-        way: _moved(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
+        way: _permuted(what, *way, q_len, kv_len).layout(q_len, kv_len, block=block, exact=False).counts
         for way in (ways[0], *left)
     }
-    best = min(counts, key=lambda way: _cost(counts[way], block) + moved[way])
+    best = min(counts, key=lambda way: _cost(counts[way], block) + move_cost[way])
     before, after = counts[ways[0]], counts[best]
-    gain = _cost(before, block) / max(_cost(after, block) + moved[best], 1.0)
+    gain = _cost(before, block) / max(_cost(after, block) + move_cost[best], 1.0)
     if gain < WORTH:
         return Order(what, q_len, kv_len, None, None, block, before, before, 1.0)
     return Order(what, q_len, kv_len, *best, block, before, after, gain)
@@ -236,15 +236,15 @@ def _ways(what: Mask, q_len: int, kv_len: int) -> Iterator[Way]:
     yield None, None
     numbers = {param(n, INT): lit(int(x)) for n, x in what.scalars.items() if isinstance(x, int | np.integer)}
     e = substitute(what.expr, numbers)
-    found = {c.name: c for c in candidates(e, what.tables, kv_len)}
-    for c in found.values():
+    by_name = {c.name: c for c in candidates(e, what.tables, kv_len)}
+    for c in by_name.values():
         if q_len == kv_len:
             yield c, c
-        if c.apart:
+        if c.untiled:
             yield None, c
     if q_len != kv_len:
         for c in candidates(e, what.tables, q_len):
-            yield c, found.get(c.name)
+            yield c, by_name.get(c.name)
     yield from by_graph(what.expr, what.scalars, what.tables, q_len, kv_len)
 
 
@@ -257,8 +257,8 @@ def _formula(order: Candidate, length: int, name: str) -> Expr | None:
     return position(order.digits, var(name)) if formula else None
 
 
-def _moved(
-    what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int, taken: Collection[str] = ()
+def _permuted(
+    what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int, names: Collection[str] = ()
 ) -> Mask:  # fmt: skip
     """The mask of arrays in another order."""
     change: dict[Expr, Expr] = {}
@@ -271,13 +271,13 @@ def _moved(
             else:
                 change[var(name)] = e
     e = what.expr
-    made: dict[str, NDArray[Any]] = {}
+    tables: dict[str, NDArray[Any]] = {}
     if places:
-        e, made = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables, taken)
+        e, tables = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables, names)
     e = substitute(e, change)
-    found = Mask(e)
-    values = {**what.params, **made}
-    return Mask(e, {n: x for n, x in values.items() if n in {*found.unbound}})
+    mask = Mask(e)
+    values = {**what.params, **tables}
+    return Mask(e, {n: x for n, x in values.items() if n in {*mask.unbound}})
 
 
 class _Seen:
@@ -305,14 +305,14 @@ def _sampled(seen: _Seen, way: Way, block: tuple[int, int], tiles: int, queries:
     for i in range(tiles):
         p = int((i + PLACE) * seen.q_len / tiles)
         start = p // block[0] * block[0]
-        here = np.arange(start, min(start + block[0], seen.q_len))
+        sample = np.arange(start, min(start + block[0], seen.q_len))
         if of_queries is not None:
-            here = of_queries.beside(p, block[0], seen.q_len)
-        here = here[np.linspace(0, len(here) - 1, min(queries, len(here))).astype(np.int64)]
-        keys = seen.of(here)
+            sample = of_queries.tile_at(p, block[0], seen.q_len)
+        sample = sample[np.linspace(0, len(sample) - 1, min(queries, len(sample))).astype(np.int64)]
+        keys = seen.of(sample)
         keys = keys if of_keys is None else of_keys.rank(keys, seen.kv_len)
         pairs = np.unique(keys // block[1], return_counts=True)[1]
-        total += float(np.where(pairs < len(here) * block[1], PARTIAL, 1.0).sum())
+        total += float(np.where(pairs < len(sample) * block[1], PARTIAL, 1.0).sum())
     return total / tiles * block[1] * seen.q_len
 
 

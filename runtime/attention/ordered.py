@@ -23,7 +23,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import CallProgram, moved
+from frisket.runtime.calls.program import CallProgram, remap_positions
 from frisket.runtime.calls.request import Request
 from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.cpp_cpu import best
@@ -98,8 +98,8 @@ class OrderedAttention(Attention):
     def _in_order(self, program: CallProgram, order: Order) -> tuple[Attention, Attention]:
         """The attention of arrays that are in an order, and that of arrays which are not, whose rows kernels find."""
         program = ordered(program, order)
-        found = replace(self.options, rows=order.rows, engines=False, tile=self.options.tile or _tile(order))
-        return self._logs(Attention(program, self.options)), self._logs(Attention(program, found))
+        options = replace(self.options, rows=order.rows, engines=False, tile=self.options.tile or _tile(order))
+        return self._logs(Attention(program, self.options)), self._logs(Attention(program, options))
 
     def _at(self, q_len: int, kv_len: int, device: str, params: dict[str, Any]) -> tuple[Order, Attention, Attention]:
         """An order, and both attentions of `_in_order`."""
@@ -118,14 +118,14 @@ class OrderedAttention(Attention):
                 "  give it to `frisket.reorder` outside of the traced function"
             )
         key = (q_len, kv_len, device, tuple((n, digest(as_value(n, x))) for n, x in sorted(mine.items())))
-        found = self._ordered.get(key)
-        if found is None:
+        entry = self._ordered.get(key)
+        if entry is None:
             block, moving = CPU if device == "cpu" else (BLOCK, MOVING)
             order = reorder("true" if mask is None else mask, q_len, kv_len, block=block, moving=moving, **mine)
             order = timed(order) if device == "cpu" and order.gain > 1 else order
-            found = order, *self._in_order(self.program.bind(mine), order)
-            remember(self._ordered, key, found, KEPT)
-        return found
+            entry = order, *self._in_order(self.program.bind(mine), order)
+            remember(self._ordered, key, entry, KEPT)
+        return entry
 
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """The call in its order; arguments and results as of `Attention.__call__`, without plan, origin, sizes, pages
@@ -137,17 +137,17 @@ class OrderedAttention(Attention):
             return super().__call__(q, k, v, **options)
         params = {n: x for n, x in options.items() if n in self.program.names}
         order, att, by_rows = self._at(q.shape[axis], k.shape[axis], _device(q), params)
-        options = self._beside(options, order)
+        options = self._ordered_arguments(options, order)
         if order.rows is not None and self._reads_rows(q, k, v) and not in_graph(q, *options.values()):
             for x, keys in ((q, False), (k, True), (v, True)):
                 order._axis(x, axis, keys)
             return by_rows(q, k, v, **options)
-        move = order._moved
+        move = order._permuted
         k, v = (move(x, axis, keys=True) for x in (k, v))
-        found = att(move(q, axis), k, v, **options)
-        if not isinstance(found, tuple):
-            return move(found, axis, back=True)
-        return move(found[0], axis, back=True), *(move(x, 2, back=True) for x in found[1:])
+        result = att(move(q, axis), k, v, **options)
+        if not isinstance(result, tuple):
+            return move(result, axis, back=True)
+        return move(result[0], axis, back=True), *(move(x, 2, back=True) for x in result[1:])
 
     def _reads_rows(self, q: Any, k: Any, v: Any) -> bool:
         """Whether the kernels of such a call find the rows of an order by themselves."""
@@ -157,14 +157,14 @@ class OrderedAttention(Attention):
         record = RECORDS[choose(self.options.backend, framework, "cpu")]
         return framework in record.executors and record.executors[framework].rows
 
-    def _beside(self, options: dict[str, Any], order: Order) -> dict[str, Any]:
+    def _ordered_arguments(self, options: dict[str, Any], order: Order) -> dict[str, Any]:
         """The arguments that the attention in order takes: what its order was found by, it holds."""
         if self.mask is None:
             return options
-        if (held := [n for n in options if n in self.mask.params]) and order.by_table:
+        if (bound := [n for n in options if n in self.mask.params]) and order.by_table:
             raise ParameterError(
-                f"`{held[0]}` is given, and the order of this attention is a table for the value that its mask holds\n"
-                f'  compile the mask without a value of `{held[0]}`, and with reorder="auto"'
+                f"`{bound[0]}` is given, and the order of this attention is a table for the value that its mask holds\n"
+                f'  compile the mask without a value of `{bound[0]}`, and with reorder="auto"'
             )
         return {n: x for n, x in options.items() if self._fixed is not None or n not in self.mask.unbound}
 
@@ -177,11 +177,11 @@ class OrderedAttention(Attention):
         """(out, lse, top) of a call, by its order."""
         if call.geometry.vacant:
             return super().run(call)
-        own = {**self.program.scalars, **self.program.tables, **self.learned}
-        values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.given
-        params = {n: x for n, x in values.items() if n not in own or own[n] is not x}
-        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.given.layout, **params}
-        out, lse, top = self(*call.given.qkv, return_lse=True, return_max=True, **both)
+        defaults = {**self.program.scalars, **self.program.tables, **self.learned}
+        values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.device_values
+        params = {n: x for n, x in values.items() if n not in defaults or defaults[n] is not x}
+        both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.arrays.layout, **params}
+        out, lse, top = self(*call.arrays.qkv, return_lse=True, return_max=True, **both)
         return out, lse, top
 
     def stages(self, q: Any = None, k: Any = None, v: Any = None, **sizes: Any) -> Stages:
@@ -194,7 +194,7 @@ class OrderedAttention(Attention):
         params = {n: x for n, x in sizes.items() if n in self.program.names}
         order, *both = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)
         rows = q is not None and order.rows is not None and not sizes.get("backend") and self._reads_rows(q, k, v)
-        return both[rows].stages(q, k, v, **self._beside(sizes, order))
+        return both[rows].stages(q, k, v, **self._ordered_arguments(sizes, order))
 
     def plan(self, *lengths: Any, **options: Any) -> Any:
         """Refused: a plan is of arrays that are in order. `Attention.plan` of the attention there makes one."""
@@ -247,8 +247,8 @@ def ordered(program: CallProgram, order: Order) -> CallProgram:
     """The program of arrays in an order: positions by a formula, or by tables, of which the mask has its own."""
     if not order.coordinates:
         return program
-    found = moved(program, order.coordinates)
-    return replace(found, mask=order.moved_beside(found.names)) if order.by_table else found
+    remapped = remap_positions(program, order.coordinates)
+    return replace(remapped, mask=order.moved_beside(remapped.names)) if order.by_table else remapped
 
 
 DIM, GROUP = 64, 6  # of a head; queries that a kernel takes at once
@@ -271,18 +271,18 @@ def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
 def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.float64]:
     """How much of each kind in `KINDS` but the last a call does, by a sample of its partial tiles."""
     block = tiles(Geometry(1, 1, 1, q_len, kv_len, DIM, DIM, 1.0), "float32", False)[0], KEYS
-    found: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
-    counts, pairs = found.counts, block[0] * block[1]
-    share, seen = np.zeros(2), _seen(found, block)
+    layout: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
+    counts, pairs = layout.counts, block[0] * block[1]
+    share, seen = np.zeros(2), _seen(layout, block)
     if len(seen):
         seen = np.logical_or.reduceat(seen, range(0, block[0], GROUP), axis=1)
         share = np.array([seen.reshape(*seen.shape[:2], -1, lanes).any(-1).mean(), seen.mean()])
     return np.array([counts.full * pairs, counts.partial, *(counts.partial * pairs * share)])
 
 
-def _seen(found: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
+def _seen(layout: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
     """The visible pairs of some partial tiles, bool [tiles, queries, keys]."""
-    runs = found.runs
+    runs = layout.runs
     width = np.where(runs.kind == 1, runs.stop - runs.start, 0)
     ends = np.cumsum(width)
     total = int(width.sum())
@@ -292,6 +292,11 @@ def _seen(found: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
     column = runs.stop[run] - (ends[run] - pick)
     q = row[:, None, None] * block[0] + np.arange(block[0])[:, None]
     k = column[:, None, None] * block[1] + np.arange(block[1])
-    where: dict[str, Any] = {"b": 0, "h": 0, "q": np.minimum(q, found.q_len - 1), "k": np.minimum(k, found.kv_len - 1)}
-    seen = evaluate(found.mask, {**found.scope().env, **where}, {n: t.array for n, t in found.tables.items()})
-    return np.asarray(seen & (q < found.q_len) & (k < found.kv_len), bool)
+    where: dict[str, Any] = {
+        "b": 0,
+        "h": 0,
+        "q": np.minimum(q, layout.q_len - 1),
+        "k": np.minimum(k, layout.kv_len - 1),
+    }
+    seen = evaluate(layout.mask, {**layout.scope().env, **where}, {n: t.array for n, t in layout.tables.items()})
+    return np.asarray(seen & (q < layout.q_len) & (k < layout.kv_len), bool)

@@ -16,7 +16,15 @@ from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, meant, rounding, to_numpy, turn
+from frisket.runtime.calls.arrays import (
+    Arrays,
+    dequantize_and_gather,
+    framework_of,
+    from_numpy,
+    rounding,
+    to_numpy,
+    turn,
+)
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import traced
 from frisket.runtime.plans.device import Call, checked_program, dropout_terms
@@ -95,21 +103,22 @@ class CheckedGradients:
 
     dout: Any
     dlse: Any
-    found: Mapping[str, Any]
+    gradients: Mapping[str, Any]
 
 
 def compared(
     arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
-    kept: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
-    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None, stored: Collection[str] = (),
+    keep_mask: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
+    cotangents: CheckedGradients | None = None, kv_inputs: Mapping[str, Any] | None = None,
+    stored: Collection[str] = (),
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
-    values of names that only `kept` has, `live` the scales and pages of stored keys and values. `stored` names
-    what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
-    arguments: tuple[Any, ...] = (*meant(arrays, live or {}), *program.exprs)
+    values of names that only `keep_mask` has, `kv_inputs` the scales and pages of stored keys and values. `stored`
+    names what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
+    arguments: tuple[Any, ...] = (*dequantize_and_gather(arrays, kv_inputs or {}), *program.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
-        "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,
+        "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "keep_mask": keep_mask, "rate": rate,
     }  # fmt: skip
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
     stored = (*stored, "lse") if arrays.dtype == "float32" else stored
@@ -120,11 +129,11 @@ def compared(
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
         dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
         got = {n: turn(to_numpy(x), arrays.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
-               for n, x in cotangents.found.items()}  # fmt: skip
+               for n, x in cotangents.gradients.items()}  # fmt: skip
 
-        def both(these: tuple[Any, ...], *given: Any) -> list[dict[str, Any]]:
-            exact = dense.gradients(*these, *given, **options)
-            return [exact, dense.gradients(*these, *given, **options, rounded=in_dtype, stored=stored)]
+        def both(these: tuple[Any, ...], *douts: Any) -> list[dict[str, Any]]:
+            exact = dense.gradients(*these, *douts, **options)
+            return [exact, dense.gradients(*these, *douts, **options, rounded=in_dtype, stored=stored)]
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
@@ -160,10 +169,10 @@ def _gradient_errors(
     for these in draws:
         exact, rough = both(these, dout, dlse)
         for name, x in got.items():
-            want, said = (_named(grads, name, x) for grads in (exact, rough))
+            want, approximate = (_named(grads, name, x) for grads in (exact, rough))
             size = np.maximum(1.0, _errors(np.where(np.isfinite(want), want, 0.0), np.zeros(())))
             ours.setdefault(name, _errors(x, want) / size)
-            plain[name] = np.maximum(plain[name], _errors(said, want) / size)
+            plain[name] = np.maximum(plain[name], _errors(approximate, want) / size)
         dout = dout * random.choice((-1.0, 1.0), dout.shape)
         dlse = None if dlse is None else dlse * random.choice((-1.0, 1.0), dlse.shape)
     usual = np.max([plain[n] for n in ("q", "k", "v") if n in plain] or [np.zeros(2)], 0)
@@ -177,12 +186,12 @@ def _named(grads: dict[str, Any], name: str, like: Array) -> Array:
     return np.asarray({**grads["dtables"], **grads["dscalars"]}.get(name, np.zeros_like(like)))
 
 
-def _rounded(given: Arrays) -> Callable[[Any], Array]:
+def _rounded(arrays: Arrays) -> Callable[[Any], Array]:
     """Rounds to the dtype of the arrays; halves are kept as float32, as sums of theirs are."""
-    if given.dtype == "float64":
+    if arrays.dtype == "float64":
         return dense.exactly
-    half = rounding(given.q)
-    if given.dtype == "float32":
+    half = rounding(arrays.q)
+    if arrays.dtype == "float32":
         return lambda x: np.asarray(x, np.float32)
     return lambda x: np.asarray(half(np.asarray(x)), np.float32)
 
@@ -204,8 +213,10 @@ def differentiated(
         out, lse = run(leaves)
         to_out, to_lse = (torch.from_numpy(draw(x)).to(x) for x in (out, lse))
         grads = torch.autograd.grad([out, lse], list(leaves.values()), [to_out, to_lse], allow_unused=True)
-        found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads, strict=True)}
-        return out.detach(), lse.detach(), CheckedGradients(to_out, to_lse, found)
+        gradients = {
+            n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads, strict=True)
+        }
+        return out.detach(), lse.detach(), CheckedGradients(to_out, to_lse, gradients)
     import jax
 
     (out, lse), pullback = jax.vjp(run, dict(inputs))
@@ -224,11 +235,11 @@ def _errors(got: Array, want: Array) -> Array:
 
 def oracle(
     arrays: Arrays, g: Geometry, program: CallProgram, rate: float = 0.0, seed: Any = None, sinks: Any = None,
-    live: Mapping[str, Any] = MappingProxyType({}),
+    kv_inputs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
     program.require_bound()
-    q, k, v = meant(arrays, live)
+    q, k, v = dequantize_and_gather(arrays, kv_inputs)
     mask, score = program.exprs
     terms = dropout_terms(program, rate, seed)
     terms["params"] |= program.scalars
@@ -240,15 +251,15 @@ def oracle(
 
 def interpreted(call: Call) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
-    if any(map(traced, call.given.qkv)):
+    if any(map(traced, call.arrays.qkv)):
         raise BackendError(
             "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
         )
-    given = call.given
-    out, *rows = oracle(given, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.live)
-    real = "float64" if given.dtype == "float64" else "float32"
-    lse, top = (from_numpy(x, given.q, real) for x in rows)
-    return from_numpy(turn(out, "bhsd", given.layout), given.q), lse, top
+    arrays = call.arrays
+    out, *rows = oracle(arrays, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
+    real = "float64" if arrays.dtype == "float64" else "float32"
+    lse, top = (from_numpy(x, arrays.q, real) for x in rows)
+    return from_numpy(turn(out, "bhsd", arrays.layout), arrays.q), lse, top
 
 
 def report(
@@ -257,19 +268,19 @@ def report(
     """The result of a call compared with the interpreter's, of the call's program unless another is given."""
     program = program or call.plan.program
     _check_pages(call, program)
-    out = turn(to_numpy(out), call.given.layout, "bhsd")
+    out = turn(to_numpy(out), call.arrays.layout, "bhsd")
     terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
     return compared(
-        call.given, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
-        stored=STORED[record.exact_delta, record.is_engine], **terms,
+        call.arrays, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents,
+        kv_inputs=call.kv_inputs, stored=STORED[record.exact_delta, record.is_engine], **terms,
     )  # fmt: skip
 
 
 def _check_pages(call: Call, program: CallProgram) -> None:
     """Refuse page numbers outside of the pool, and pages that a sequence has twice, where a query sees their keys."""
-    if PAGES not in call.live:
+    if PAGES not in call.kv_inputs:
         return
-    g, pages, pool = call.geometry, to_numpy(call.live[PAGES]).astype(int).tolist(), call.given.k.shape[0]
+    g, pages, pool = call.geometry, to_numpy(call.kv_inputs[PAGES]).astype(int).tolist(), call.arrays.k.shape[0]
     shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
     env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
     seen = dense.visible(lit(True) if mask is None else mask, env, program.tables, shape).any((1, 2))
@@ -284,12 +295,12 @@ def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str
     """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
     learned = {n: x for n, x in params.items() if n in call.plan.program.learnable and framework_of(x)}
     fixed = {n: x for n, x in params.items() if n not in learned}
-    given = call.given
-    inputs = {"q": given.q, "k": given.k, "v": given.v, **learned}
+    arrays = call.arrays
+    inputs = {"q": arrays.q, "k": arrays.k, "v": arrays.v, **learned}
     if call.sinks is not None:
         inputs["sinks"] = call.sinks
-    found = differentiated(given.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
-    return report(call, *found)
+    results = differentiated(arrays.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
+    return report(call, *results)
 
 
 def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,13 +318,15 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
     """A check under `jax.jit`: the callback compares once the values are there, and raises from there."""
     import jax
 
-    given, plan = call.given, call.plan
-    values = plan.given
+    arrays, plan = call.arrays, call.plan
+    values = plan.device_values
 
-    def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, live: Any) -> None:
+    def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, kv_inputs: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
         plain = checked_program(plan, {n: np.asarray(x) for n, x in values.items()})
-        here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, live=live)
-        report(here, out, lse, program=plain).require()
+        checked_call = replace(call, arrays=replace(arrays, q=q, k=k, v=v), seed=seed, sinks=sinks, kv_inputs=kv_inputs)
+        report(checked_call, out, lse, program=plain).require()
 
-    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks, dict(call.live))
+    jax.debug.callback(
+        look, (arrays.q, arrays.k, arrays.v), out, lse, values, call.seed, call.sinks, dict(call.kv_inputs)
+    )

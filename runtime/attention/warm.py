@@ -98,8 +98,8 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
         kernels[threads()] = "threads of torch"
     else:
         kernels[import_module("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
-        return Warmed((*rows, *beside.map(_row, kernels.values(), kernels)))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return Warmed((*rows, *pool.map(_row, kernels.values(), kernels)))
 
 
 def _row(name: str, source: str) -> WarmRow:
@@ -116,16 +116,16 @@ def _sizes(shape: Mapping[str, Any]) -> dict[str, Any]:
         raise ParameterError(f"a shape is {shape!r}; it is a dict of sizes, and several shapes are several arguments")
     if unknown := [*(shape.keys() - SIZES)]:
         raise ParameterError(f"a shape has no {unknown[0]!r}; it has {', '.join(SIZES)}")
-    found = {n: as_int(shape.get(n, x)) for n, x in SIZES.items()}
-    found |= {n: found[SIZES[n]] for n in ("kv_len", "kv_heads", "v_dim") if shape.get(n) is None}  # type: ignore[index]
-    dtype = found.pop("dtype")
-    for name, size in found.items():
+    sizes = {n: as_int(shape.get(n, x)) for n, x in SIZES.items()}
+    sizes |= {n: sizes[SIZES[n]] for n in ("kv_len", "kv_heads", "v_dim") if shape.get(n) is None}  # type: ignore[index]
+    dtype = sizes.pop("dtype")
+    for name, size in sizes.items():
         if type(size) is not int or size <= 0:
             raise ParameterError(f"{name}={size!r}: sizes are positive integers")
-    found["dtype"] = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
-    if found["dtype"] not in DTYPES:
+    sizes["dtype"] = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    if sizes["dtype"] not in DTYPES:
         raise ParameterError(f"dtype={dtype!r}: write {', '.join(DTYPES)}")
-    return found
+    return sizes
 
 
 def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) -> Iterator[tuple[str, str, str]]:
@@ -148,9 +148,13 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     elif ahead is None:
         yield name, "", f"backend {call.backend!r} has no native kernel"
     else:
-        made, moved = compiled(call, att.options), att.options.rows is not None
+        compilation, permuted = compiled(call, att.options), att.options.rows is not None
         for kind in ("forward",) * (engine is None) + ("backward",) * gradients:
-            yield f"{kind} of {name}", ahead(made.work.plan, made.target, call.geometry, s["dtype"], kind, moved), ""
+            yield (
+                f"{kind} of {name}",
+                ahead(compilation.work.plan, compilation.target, call.geometry, s["dtype"], kind, permuted),
+                "",
+            )
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
@@ -164,8 +168,8 @@ def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
-    jax, found = import_module("jax"), []
+    jax, calls = import_module("jax"), []
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
     arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
-    jax.eval_shape(lambda *qkv: found.append(att.call(Request(*qkv)._replace(seed=0))), *arrays)
-    return found[0] if att.options.backend else replace(found[0], backend=automatic("jax", "cpu")), None
+    jax.eval_shape(lambda *qkv: calls.append(att.call(Request(*qkv)._replace(seed=0))), *arrays)
+    return calls[0] if att.options.backend else replace(calls[0], backend=automatic("jax", "cpu")), None

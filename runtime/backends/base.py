@@ -89,7 +89,9 @@ class Backend:
     target: Lazy | None = None
     call_target: Lazy | None = None
     text: Lazy | None = None  # None: library calls
-    ahead: Lazy | None = None  # (plan, target, geometry, dtype, direction, moved) -> the text of a kernel for the disk
+    ahead: Lazy | None = (
+        None  # (plan, target, geometry, dtype, direction, permuted) -> the text of a kernel for the disk
+    )
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot; and of an engine
@@ -114,7 +116,7 @@ class Backend:
     refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
     guarded: bool = False  # kernels check for empty rows where the plan says that there may be some
     loads: bool = False  # kernels read tables, scalars and spans on the device: calls plan there
-    beside_lse: Literal["", "low", "offset"] = ""  # for the backward, of each row: rounding error of lse, or offset
+    stats_kind: Literal["", "low", "offset"] = ""  # for the backward, of each row: rounding error of lse, or offset
     exact_delta: bool = False  # delta is not taken from the rounded out; forwards of JAX give `lowering.xla` `noted`
     int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
@@ -147,8 +149,8 @@ class Backend:
 
     def executor(self, framework: str, gradients: bool = False) -> Callable[..., Any]:
         """The forward, or the backward, on arrays of a framework."""
-        found = self.executors[framework]
-        run = found.backward if gradients else found.forward
+        executors = self.executors[framework]
+        run = executors.backward if gradients else executors.forward
         if run is None:
             raise no_gradients(self.name)
         return run.function
@@ -213,15 +215,15 @@ def offered() -> tuple[str, ...]:
 
 
 def _in_turn(framework: str, platform: str) -> list[Backend]:
-    found = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
-    return [b for _, b in sorted(found, key=lambda pair: pair[0])]
+    pairs = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
+    return [b for _, b in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @memo(1)
 def names() -> tuple[str, ...]:
     """The names that a call may use: backends and tiers."""
-    found = backends_of()
-    return tuple(b.name for b in found) + tuple(dict.fromkeys(b.tier for b in found if b.tier))
+    records = backends_of()
+    return tuple(b.name for b in records) + tuple(dict.fromkeys(b.tier for b in records if b.tier))
 
 
 def no_gradients(name: str) -> BackwardError:

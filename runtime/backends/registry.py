@@ -24,7 +24,7 @@ class Availability(dict[str, str]):
     """`fk.backends()`: name -> "" when it runs here, otherwise the reason it does not."""
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:18} {why or here(name)}" for name, why in self.items())
+        return "\n".join(f"{name:18} {why or ready_text(name)}" for name, why in self.items())
 
     __repr__ = __str__
 
@@ -39,7 +39,7 @@ def backends() -> Availability:
     return Availability((b.name, reason(b.name)) for b in backends_of())
 
 
-def here(name: str) -> str:
+def ready_text(name: str) -> str:
     """A sentence about a backend that runs here."""
     return f"runs here{RECORDS[name].how}"
 
@@ -94,8 +94,8 @@ def automatic(framework: str, device: str) -> str:
     """The backend of generated kernels, or of library calls, that a call takes by itself."""
     if framework == "jax" and device != "cpu":
         return likely()
-    found = (b.name for b in ranked(framework, device) if not (b.optional and b.reason(framework)))
-    return next(found, library(framework))
+    running = (b.name for b in ranked(framework, device) if not (b.optional and b.reason(framework)))
+    return next(running, library(framework))
 
 
 def quickest(name: str, plan: CallPlan, geometry: Any, dtype: str, options: Options) -> str:
@@ -132,20 +132,20 @@ def target_of(
     arch: str | None = None,
 ) -> Any:  # fmt: skip
     """The tiles and warps of a backend for a call, likely ones without a plan; `arch` is a GPU's if not `device`'s."""
-    found = RECORDS[backend]
-    if found.call_target is not None:
-        return found.call_target(plan, geometry, dtype, options.tile, options.tuning, device, arch)
-    kernel: Any = None if plan is None or found.target is None else plan.work((128, 128)).plan
+    record = RECORDS[backend]
+    if record.call_target is not None:
+        return record.call_target(plan, geometry, dtype, options.tile, options.tuning, device, arch)
+    kernel: Any = None if plan is None or record.target is None else plan.work((128, 128)).plan
     return target_on(backend, kernel, geometry, dtype, options.tile, plan is not None and plan.narrow)
 
 
 def target_on(backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool) -> Target:
     """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys."""
-    found = RECORDS[backend]
-    if found.target is not None:
-        made: Target = found.target(plan, geometry, dtype, tile, narrow)
-        return made
-    return Target(backend, *(tile or found.tiles(geometry, dtype, narrow)))
+    record = RECORDS[backend]
+    if record.target is not None:
+        chosen: Target = record.target(plan, geometry, dtype, tile, narrow)
+        return chosen
+    return Target(backend, *(tile or record.tiles(geometry, dtype, narrow)))
 
 
 FIRST = 1.0  # seconds of tracing and compiling, whatever the lengths

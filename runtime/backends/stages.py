@@ -49,10 +49,10 @@ class PlanCompilation:
     @cached_property
     def target(self) -> Target:
         """The target that is chosen; the kernel's text may ask for another one."""
-        found: Target = target_of(
+        chosen: Target = target_of(
             self.backend, self.geometry, self.dtype, self.options, self.plan, self.device, self.arch
         )
-        return found
+        return chosen
 
     @cached_property
     def work(self) -> Any:
@@ -83,14 +83,14 @@ class PlanCompilation:
 
 def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
-    found = PlanCompilation(
-        call.plan, call.backend, call.geometry, call.given.dtype, options, device, framework=call.given.framework,
-        learned=[n for n, x in call.plan.given.items() if is_tensor(x) and x.is_floating_point()],
+    compilation = PlanCompilation(
+        call.plan, call.backend, call.geometry, call.arrays.dtype, options, device, framework=call.arrays.framework,
+        learned=[n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()],
     )  # fmt: skip
-    if (names := [n for n in Settings.read().show if n in NAMES]) and found.target not in call.plan.shown:
-        call.plan.shown.add(found.target)
-        print("\n\n".join(map(stages(found).text, names)), file=sys.stderr)
-    return found
+    if (names := [n for n in Settings.read().show if n in NAMES]) and compilation.target not in call.plan.shown:
+        call.plan.shown.add(compilation.target)
+        print("\n\n".join(map(stages(compilation).text, names)), file=sys.stderr)
+    return compilation
 
 
 class CompileRecord(NamedTuple):
@@ -114,12 +114,17 @@ class CompileRecord(NamedTuple):
 def record(att: Any, call: Call, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
-    values = {**(program := call.plan.host_program).scalars, **program.tables, **call.plan.given, **call.live}
+    values = {
+        **(program := call.plan.host_program).scalars,
+        **program.tables,
+        **call.plan.device_values,
+        **call.kv_inputs,
+    }
     parts = (("mask", program.mask), ("score", program.score))
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
-        **vars(call.geometry), "dtype": call.given.dtype,
-        "device": call.given.device, "layout": call.given.layout, "backend": backend, "sinks": call.sinks is not None,
+        **vars(call.geometry), "dtype": call.arrays.dtype,
+        "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend, "sinks": call.sinks is not None,
         "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
@@ -136,13 +141,13 @@ def record(att: Any, call: Call, began: float, backend: str) -> None:
 
 def records(history: dict[Any, Any]) -> list[CompileRecord]:
     """The records of a history, each compared with the most similar key before it."""
-    found: list[CompileRecord] = []
+    compiles: list[CompileRecord] = []
     for at, what, seconds, key in list(history.values()):
         key = key | {n: str(key[n] and show(*key[n])) for n in ("mask", "score")}
         differing = [
             (tuple(n for n in key if (type(key[n]), key[n]) != (type(x.key.get(n)), x.key.get(n))), x.key)
-            for x in reversed(found)
+            for x in reversed(compiles)
         ]
         new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
-        found.append(CompileRecord(at, what, seconds, new, key, before))
-    return found
+        compiles.append(CompileRecord(at, what, seconds, new, key, before))
+    return compiles

@@ -42,8 +42,8 @@ def main(path: str) -> None:
     warm_up(stage_name, device)
     first, again, _ = timed(contestant.prepare, contests[0], compilations)
     others = [timed(contestant.prepare, c, compilations) for c in contests[1:]]
-    found = {"first": first - again, "others": [f - a for f, a, _ in others], "compilations": [n for *_, n in others]}
-    print(json.dumps(found))
+    figures = {"first": first - again, "others": [f - a for f, a, _ in others], "compilations": [n for *_, n in others]}
+    print(json.dumps(figures))
 
 
 def timed(
@@ -115,18 +115,18 @@ class Firsts:
 
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py; ratios are of cold first calls, peer / ours."""
-        found: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
         if self.cold:
             peers = [n for n in self.cold if n not in self.ours]
             pairs = {f"{p} / {o}": [self.cold[p] / self.cold[o]] for o in self.ours if o in self.cold for p in peers}
-            found = {
+            entry = {
                 "figures": {
                     "s, cold": dict(self.cold), "s, from disk": dict(self.disk), "s, another length": dict(self.other),
                     f"compilations for {len(self.lengths) - 1} other lengths": dict(self.compilations),
                 },
                 "ratios": pairs,
             }  # fmt: skip
-        return found | ({"notes": dict(self.out)} if self.out else {})
+        return entry | ({"notes": dict(self.out)} if self.out else {})
 
 
 def run(
@@ -135,31 +135,31 @@ def run(
     """`contests` are one mask at several lengths, the first of them the one that is met first."""
     chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
     lengths = tuple(c.sizes.q_len for c in contests)
-    found = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths, machine=stage.machine)
+    firsts = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths, machine=stage.machine)
     for c in chosen:
-        found.doing = c.name
-        yield found
+        firsts.doing = c.name
+        yield firsts
         if c.missing:
-            found.out[c.name] = c.missing
+            firsts.out[c.name] = c.missing
             continue
         try:
             c.prepare(contests[0])  # compiles nothing: it says whether there are words for it
         except Exception as error:
-            found.out[c.name] = failure_text(error)
+            firsts.out[c.name] = failure_text(error)
             continue
         with tempfile.TemporaryDirectory() as folder:
             cold = _child(folder, (c.name, stage.name, device, contests))
             disk = cold if isinstance(cold, str) else _child(folder, (c.name, stage.name, device, contests[:1]))
         if isinstance(cold, str) or isinstance(disk, str):
-            found.out[c.name] = str(cold if isinstance(cold, str) else disk)
+            firsts.out[c.name] = str(cold if isinstance(cold, str) else disk)
             continue
-        found.cold[c.name], found.disk[c.name] = cold["first"], disk["first"]
+        firsts.cold[c.name], firsts.disk[c.name] = cold["first"], disk["first"]
         if cold["others"]:
-            found.other[c.name] = median(cold["others"])
-            found.compilations[c.name] = sum(cold["compilations"])
-        yield found
-    found.doing = ""
-    yield found
+            firsts.other[c.name] = median(cold["others"])
+            firsts.compilations[c.name] = sum(cold["compilations"])
+        yield firsts
+    firsts.doing = ""
+    yield firsts
 
 
 def _child(folder: str, job: Any) -> dict[str, Any] | str:

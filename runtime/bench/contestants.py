@@ -36,19 +36,22 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
     import torch
 
     tiers = [b.name for b in ranked("torch", device)] + ([library("torch")] if device == "cpu" else [])
-    found = [Contestant(f"frisket {tier}", partial(_ours, tier, device), True, reason(tier, "torch")) for tier in tiers]
-    found += [
+    contestants = [
+        Contestant(f"frisket {tier}", partial(_ours, tier, device), True, reason(tier, "torch")) for tier in tiers
+    ]
+    contestants += [
         Contestant("SDPA is_causal", partial(_is_causal, device), family="sdpa"),
         Contestant("SDPA with a mask", partial(_masked, device), family="sdpa"),
         Contestant("flex_attention, compiled", partial(_flex, device, lengths), family="flex"),
     ]
     if device == "cuda":
-        found.insert(-2, Contestant("SDPA cuDNN is_causal", partial(_cudnn, device), family="sdpa"))
+        contestants.insert(-2, Contestant("SDPA cuDNN is_causal", partial(_cudnn, device), family="sdpa"))
         missing = "" if importlib.util.find_spec("flash_attn") else "flash_attn is not installed"
-        found.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
+        contestants.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
     return Stage(
-        "torch", tuple(found), lambda x: x.detach().float().cpu().numpy(), seconds if device == "cpu" else on_device,
+        "torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(),
+        seconds if device == "cpu" else on_device,
         machine={} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda},
     )  # fmt: skip
 
@@ -155,8 +158,8 @@ def bias_of(contest: Contest, who: str) -> Array:
     if 8 * batch * heads * s.q_len * s.kv_len > BIASES:
         raise NoWordsError(f"a bias for every pair of {heads} heads is more than {BIASES >> 30} GiB")
     env = dense.coordinates(batch, heads, s.q_len, s.kv_len, sizes=s.problem)
-    found = np.asarray(evaluate(added, env, tables), np.float32)
-    return np.ascontiguousarray(np.broadcast_to(found, (batch, heads, s.q_len, s.kv_len)))
+    bias = np.asarray(evaluate(added, env, tables), np.float32)
+    return np.ascontiguousarray(np.broadcast_to(bias, (batch, heads, s.q_len, s.kv_len)))
 
 
 # -- flex_attention ---------------------------------------------------------------------------------------
@@ -206,8 +209,8 @@ def flex_score_mod(contest: Contest, device: str) -> Any:
         )  # fmt: skip
     except (FrisketError, KeyError) as error:
         raise NoWordsError(f"torch has no word for it: {error}") from None
-    given = (torch.from_numpy(x.copy()).to(device) for x in arrays.values())
-    return load(source, importable=True, torch=torch, math=math)["make"](*given)
+    tensors = (torch.from_numpy(x.copy()).to(device) for x in arrays.values())
+    return load(source, importable=True, torch=torch, math=math)["make"](*tensors)
 
 
 def _bound(contest: Contest) -> tuple[Expr, Any]:
@@ -255,15 +258,15 @@ def jax_stage(device: str) -> Stage:
 
     ours = [b.name for b in ranked("jax", "cuda" if device == "gpu" else device)]
     ours += [library("jax")] if device == "cpu" else []
-    found = [Contestant(f"frisket {b}", partial(_jax_ours, b, device), True, reason(b, "jax")) for b in ours]
-    found.append(Contestant("jax.nn.dot_product_attention", partial(_attention, None, device), family="jax"))
+    contestants = [Contestant(f"frisket {b}", partial(_jax_ours, b, device), True, reason(b, "jax")) for b in ours]
+    contestants.append(Contestant("jax.nn.dot_product_attention", partial(_attention, None, device), family="jax"))
     if device == "gpu":
-        found.append(Contestant("the same by cuDNN", partial(_attention, "cudnn", device), family="jax"))
+        contestants.append(Contestant("the same by cuDNN", partial(_attention, "cudnn", device), family="jax"))
     if device == "tpu":
-        found.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
+        contestants.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
     kind = jax.devices(device)[0].device_kind
     return Stage(
-        "jax", tuple(found), lambda x: np.asarray(x, np.float32), seconds if device == "cpu" else in_a_row,
+        "jax", tuple(contestants), lambda x: np.asarray(x, np.float32), seconds if device == "cpu" else in_a_row,
         rest=REST if device == "cpu" else 0.0, machine={} if device == "cpu" else {device: kind},
     )  # fmt: skip
 
@@ -281,11 +284,11 @@ def in_a_row(call: Call) -> float:
     return seconds(run) / many
 
 
-def _ready(found: Any) -> Any:
+def _ready(result: Any) -> Any:
     """When it is there."""
     import jax
 
-    return jax.block_until_ready(found)  # type: ignore[no-untyped-call]
+    return jax.block_until_ready(result)  # type: ignore[no-untyped-call]
 
 
 class Jitted:
@@ -309,8 +312,8 @@ class Jitted:
         return self.function(*self.arguments)
 
     def __call__(self) -> Any:
-        found = _ready(self.enqueue())
-        return tuple(x.swapaxes(1, 2) for x in found) if isinstance(found, tuple) else found.swapaxes(1, 2)
+        result = _ready(self.enqueue())
+        return tuple(x.swapaxes(1, 2) for x in result) if isinstance(result, tuple) else result.swapaxes(1, 2)
 
 
 def _jax_ours(backend: str, device: str, contest: Contest) -> Call:

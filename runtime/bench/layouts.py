@@ -61,9 +61,9 @@ def _ours(contest: Contest) -> Call:
     s, m = contest.sizes, _mask(contest)
 
     def run() -> Callable[[], Array]:
-        made = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=(TILE, TILE))
-        made.spans  # noqa: B018 - what it is for
-        return lambda: np.broadcast_to(made.kinds() != EMPTY, (s.batch, s.heads, made.rows, made.columns))
+        layout = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=(TILE, TILE))
+        layout.spans  # noqa: B018 - what it is for
+        return lambda: np.broadcast_to(layout.kinds() != EMPTY, (s.batch, s.heads, layout.rows, layout.columns))
 
     return run
 
@@ -75,14 +75,14 @@ def _create(contest: Contest) -> Call:
     s = contest.sizes
     _short(contest, "create_block_mask")
     layout = _mask(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
-    made = partial(
+    create = partial(
         torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu",
         BLOCK_SIZE=TILE,
     )  # fmt: skip
 
     def run() -> Callable[[], Array]:
-        found = made()
-        return lambda: found.to_dense().bool().numpy()
+        block_mask = create()
+        return lambda: block_mask.to_dense().bool().numpy()
 
     return run
 
@@ -100,8 +100,8 @@ def _process(contest: Contest) -> Call:
 
     def run() -> Callable[[], Array]:
         info._process_mask.cache_clear()
-        found, _ = info.process_mask(mask, (TILE, TILE), shrink_grid=False)
+        mask_info, _ = info.process_mask(mask, (TILE, TILE), shrink_grid=False)
         shape = (s.batch, s.heads, s.q_len // TILE, s.kv_len // TILE)
-        return lambda: np.broadcast_to(np.asarray(found.block_mask) > 0, shape)
+        return lambda: np.broadcast_to(np.asarray(mask_info.block_mask) > 0, shape)
 
     return run

@@ -50,10 +50,10 @@ def pack(paths: Sequence[Path], limit: int) -> Packed:
         raise ShapeError("the files are empty; give --tokens at least one byte")
     if limit < len(named):
         raise ShapeError(f"--max-tokens {limit} for {len(named)} files: give at least one token each")
-    kept = [data[:n] for (_, data), n in zip(named, shares([len(d) for _, d in named], limit), strict=True)]
-    lengths = tuple(map(len, kept))
-    doc = np.repeat(np.arange(len(kept), dtype=np.int32), lengths)
-    return Packed(np.concatenate(kept), doc, tuple(n for n, _ in named), lengths, sum(map(len, contents)))
+    pieces = [data[:n] for (_, data), n in zip(named, shares([len(d) for _, d in named], limit), strict=True)]
+    lengths = tuple(map(len, pieces))
+    doc = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
+    return Packed(np.concatenate(pieces), doc, tuple(n for n, _ in named), lengths, sum(map(len, contents)))
 
 
 def shares(lengths: Sequence[int], limit: int) -> list[int]:
@@ -89,12 +89,12 @@ def installed() -> list[str]:
 
 
 def choose(framework: str | None) -> str:
-    here = installed()
-    if framework and framework not in here:
+    frameworks = installed()
+    if framework and framework not in frameworks:
         raise BackendError(f"{framework} is not installed: {pip_install(framework)}")
-    if not here:
+    if not frameworks:
         raise BackendError(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]")
-    return framework or here[0]
+    return framework or frameworks[0]
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
     Yields None after each round and at last the medians; one round before the first is not counted."""
     times: list[list[float]] = [[] for _ in runs]
     for round in range(repeats + 1):
-        for run, own in zip(runs, times, strict=True):
+        for run, seconds in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
             if round:
-                own.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
         yield None
-    yield [statistics.median(own) for own in times]
+    yield [statistics.median(seconds) for seconds in times]
 
 
 def oracle(

@@ -259,7 +259,7 @@ def standard(sizes: Sizes) -> list[Contest]:
     n = sizes.kv_len
     doc = np.sort(np.random.default_rng(0).integers(0, 16, n)).astype(np.int32)
     slope = np.exp2(-8 * np.arange(1, sizes.heads + 1) / sizes.heads).astype(np.float32)
-    found = [
+    contests = [
         Contest("causal", mask("causal"), None, sizes),
         Contest("causal & window(256)", mask("causal & window(256)"), None, sizes),
         Contest("causal & same(doc)", mask("causal & same(doc)", doc=doc), None, sizes),
@@ -270,8 +270,8 @@ def standard(sizes: Sizes) -> list[Contest]:
     if side * side == n == sizes.q_len and side >= 8:
         kernel = min(13, side // 2 * 2 - 1)
         text = f"natten2d({side}, {side}, {kernel}, {kernel})"
-        found.append(Contest(text, mask(text), None, sizes))
-    return found
+        contests.append(Contest(text, mask(text), None, sizes))
+    return contests
 
 
 ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest result, or of 1
@@ -294,16 +294,16 @@ class Race:
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py."""
         timed = {n: t for n, t in self.times.items() if t}
-        found = row(timed, self.ours) if timed else {}
+        entry = row(timed, self.ours) if timed else {}
         if self.first:
-            found.setdefault("figures", {})["s, first call"] = dict(self.first)
-        return found | ({"notes": dict(self.out)} if self.out else {})
+            entry.setdefault("figures", {})["s, first call"] = dict(self.first)
+        return entry | ({"notes": dict(self.out)} if self.out else {})
 
     def default(self) -> str | None:
         """Ours that is taken where nobody asks for another, among those that were timed."""
         return next((n for n in self.ours if self.times.get(n)), None)
 
-    def beside(self, name: str) -> tuple[float, float, float] | None:
+    def ratio(self, name: str) -> tuple[float, float, float] | None:
         """Time of a contestant / time of our default, round by round."""
         base = self.default()
         if base in (None, name) or not self.times.get(name):
@@ -328,8 +328,8 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         start = time.perf_counter()
         try:
             call = c.prepare(contest)
-            found = call()
-            results[c.name] = [stage.numpy(x) for x in (found if isinstance(found, tuple) else (found,))]
+            result = call()
+            results[c.name] = [stage.numpy(x) for x in (result if isinstance(result, tuple) else (result,))]
         except Exception as error:  # of any library: what it says is part of the result
             race.out[c.name] = failure_text(error)
             continue
@@ -361,13 +361,13 @@ def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str]
     sizes = contest.sizes
     for at, want in stage.truth(contest):
         for name, (out,) in results.items():
-            if why := apart(out[:, :, at], want, sizes.dtype):
+            if why := difference(out[:, :, at], want, sizes.dtype):
                 bad.setdefault(name, f"wrong, not timed: {why} from the interpreter")
     base = next((n for n in ours if n in results and n not in bad), None)
-    for name, found in results.items():
+    for name, arrays in results.items():
         if base is None or name in bad or name == base:
             continue
-        whys = [apart(x, y, sizes.dtype) for x, y in zip(found, results[base], strict=True)]
+        whys = [difference(x, y, sizes.dtype) for x, y in zip(arrays, results[base], strict=True)]
         if why := next(filter(None, whys), ""):
             bad[name] = f"not timed: {why} from {base}"
     peers = [n for n in bad if n not in ours]
@@ -386,7 +386,7 @@ def _sees_nothing(contest: Contest) -> bool:
         return False
 
 
-def apart(got: Any, want: Any, dtype: str) -> str:
+def difference(got: Any, want: Any, dtype: str) -> str:
     """How two results differ, where it is more than their numbers allow."""
     if got.shape != want.shape:
         return f"its shape {got.shape} differs"
@@ -429,16 +429,16 @@ def lines(races: Iterable[Race], columns: int | None = None) -> list[Text]:
 
 def away(name: str, why: str, wide: int, columns: int | None) -> list[Text]:
     """A name and why it is missing, in a second column if there is one."""
-    said = [why] if columns is None else wrap(why, max(columns - wide - 4, 24), break_on_hyphens=False)
-    return [Text.assemble(f"  {name if n == 0 else '':{wide}}  ", (part, AWAY)) for n, part in enumerate(said or [""])]
+    parts = [why] if columns is None else wrap(why, max(columns - wide - 4, 24), break_on_hyphens=False)
+    return [Text.assemble(f"  {name if n == 0 else '':{wide}}  ", (part, AWAY)) for n, part in enumerate(parts or [""])]
 
 
 def _line(race: Race, name: str, seconds: float, wide: int, bar: str) -> Text:
-    ours, beside = name in race.ours, race.beside(name)
-    if beside is None:
+    ours, estimate = name in race.ours, race.ratio(name)
+    if estimate is None:
         ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':16}", GOOD
     else:
-        middle, low, high = beside
+        middle, low, high = estimate
         colour = LOSS if high < 1 and not ours else ""
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
@@ -457,10 +457,10 @@ def spoken(seconds: float) -> str:
 
 def losses(races: Iterable[Race]) -> list[str]:
     """Peers that are faster than ours that is taken by itself, by more than the interval leaves open."""
-    found = []
+    texts = []
     for race in races:
         for name in race.times:
-            ratio: Any = race.beside(name)
+            ratio: Any = race.ratio(name)
             if name not in race.ours and ratio and ratio[2] < 1:
-                found.append(f"{race.contest.name}: {name} is faster, {ratio[0]:.2f} × our time")
-    return found
+                texts.append(f"{race.contest.name}: {name} is faster, {ratio[0]:.2f} × our time")
+    return texts

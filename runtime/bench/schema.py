@@ -99,29 +99,29 @@ def goals(row: Mapping[str, Any]) -> Iterator[Goal]:
 
 def _rows(rows: Any, where: str) -> None:
     for name, row in _named(rows, where):
-        here = f"{where}.{name}"
-        for key in {"run", "rounds", "notes"} & dict(_named(row, here)).keys():
-            _checked(row[key], f"{here}.{key}", Real if key == "rounds" else str | Real)
+        path = f"{where}.{name}"
+        for key in {"run", "rounds", "notes"} & dict(_named(row, path)).keys():
+            _checked(row[key], f"{path}.{key}", Real if key == "rounds" else str | Real)
         if "rows" in row:
-            _keys(row, here, ("rows",), ("run",))
-            _rows(row["rows"], here)
+            _keys(row, path, ("rows",), ("run",))
+            _rows(row["rows"], path)
             continue
-        _keys(row, here, (), ("figures", "ratios", "goals", "notes", "run", "rounds"))
+        _keys(row, path, (), ("figures", "ratios", "goals", "notes", "run", "rounds"))
         if not set(row) - {"run"}:
-            raise ParameterError(f"{here}: nothing is said; give figures, ratios or notes")
-        for quantity, figures in _named(row.get("figures", {}), f"{here}.figures"):
-            for who, value in _named(figures, f"{here}.figures.{quantity}"):
-                _number(value, f"{here}.figures.{quantity}.{who}")
-        for pair, ratio in _named(row.get("ratios", {}), f"{here}.ratios"):
-            _ratio(pair, ratio, f"{here}.ratios.{pair}")
-        _keys(row.get("goals", {}), f"{here}.goals", (), SIDES)
+            raise ParameterError(f"{path}: nothing is said; give figures, ratios or notes")
+        for quantity, figures in _named(row.get("figures", {}), f"{path}.figures"):
+            for who, value in _named(figures, f"{path}.figures.{quantity}"):
+                _number(value, f"{path}.figures.{quantity}.{who}")
+        for pair, ratio in _named(row.get("ratios", {}), f"{path}.ratios"):
+            _ratio(pair, ratio, f"{path}.ratios.{pair}")
+        _keys(row.get("goals", {}), f"{path}.goals", (), SIDES)
         for side, quantities in row.get("goals", {}).items():
-            for quantity, bounds in _named(quantities, f"{here}.goals.{side}"):
+            for quantity, bounds in _named(quantities, f"{path}.goals.{side}"):
                 measured = row.get("ratios" if quantity == "ratios" else "figures", {})
                 if quantity != "ratios" and quantity not in measured:
-                    raise ParameterError(f"{here}.goals.{side}: there are no figures in {quantity!r}")
-                for who, value in _named(bounds, f"{here}.goals.{side}.{quantity}"):
-                    _number(value, f"{here}.goals.{side}.{quantity}.{who}")
+                    raise ParameterError(f"{path}.goals.{side}: there are no figures in {quantity!r}")
+                for who, value in _named(bounds, f"{path}.goals.{side}.{quantity}"):
+                    _number(value, f"{path}.goals.{side}.{quantity}.{who}")
 
 
 def _ratio(pair: str, ratio: Any, where: str) -> None:
@@ -140,24 +140,24 @@ def _number(x: Any, where: str) -> None:
         raise ParameterError(f"{where}: {x!r} is no number")
 
 
-def _checked(given: Any, where: str, kinds: Any = str | Real) -> None:
-    for name, value in _named(given, where):
+def _checked(entries: Any, where: str, kinds: Any = str | Real) -> None:
+    for name, value in _named(entries, where):
         each = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(x, kinds) for x in each):
             raise ParameterError(f"{where}.{name}: {value!r} must be text, a number or a list of them")
 
 
-def _named(given: Any, where: str) -> Any:
-    if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
-        raise ParameterError(f"{where}: must be an object with names, got {type(given).__name__}")
-    return given.items()
+def _named(entries: Any, where: str) -> Any:
+    if not isinstance(entries, Mapping) or not all(isinstance(n, str) for n in entries):
+        raise ParameterError(f"{where}: must be an object with names, got {type(entries).__name__}")
+    return entries.items()
 
 
-def _keys(given: Any, where: str, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
-    _named(given, where)
-    if set(needed) - set(given) or set(given) - {*needed, *others}:
+def _keys(entries: Any, where: str, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
+    _named(entries, where)
+    if set(needed) - set(entries) or set(entries) - {*needed, *others}:
         must = f"there must be {', '.join(needed)}" if needed else f"there may be {', '.join(others)}"
-        raise ParameterError(f"{where}: the keys are {', '.join(sorted(given)) or 'none'}; {must}")
+        raise ParameterError(f"{where}: the keys are {', '.join(sorted(entries)) or 'none'}; {must}")
 
 
 COLOURS = ("#d9730d", "#7a5cc4", "#1a8f6f", "#b03a6f", "#8a6d1c", "#4f6f8f")
@@ -167,15 +167,15 @@ SUFFIXES = (".png", ".svg")
 
 def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[str, Sequence[float]]]:
     """Row -> peer -> [median, low, high] of peer / ours: of the first of ours that the row names, or of `ours`."""
-    found: dict[str, dict[str, Sequence[float]]] = {}
+    by_row: dict[str, dict[str, Sequence[float]]] = {}
     for title, part in parts.items():
         for names, row in leaves(part["rows"]):
             pairs = {tuple(pair.split(" / ")): x for pair, x in row.get("ratios", {}).items()}
             base = ours or next((o for _, o in pairs), None)
             of = {p: x for (p, o), x in pairs.items() if o == base}
             if of:
-                found[", ".join((*names, title) if len(parts) > 1 else names)] = of
-    return found
+                by_row[", ".join((*names, title) if len(parts) > 1 else names)] = of
+    return by_row
 
 
 def draw(

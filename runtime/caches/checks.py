@@ -1,8 +1,8 @@
 """Checks of caches before anything is stored, with equal words for every framework.
 
 Rows of a paged cache and its pool must count the same tokens: `keep` changes the cache alone. Every row of a cache has
-five numbers beside its length, and a pool has a `Ledger`; `seated` compares the two before anything is written. `keep`
-cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
+five numbers beside its length, and a pool has a `SequenceTable`; `seated` compares the two before anything is written.
+`keep` cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def check_attention(att: Any, params: Collection[str]) -> None:
         raise ParameterError(
             "a cache is read with an attention without dropout: compile another one for inference, without dropout="
         )
-    if taken := sorted(n for n in att.program.names if n.startswith("cache_")):
-        raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
-    if own := [n for n in OF_CACHE if n in params and n not in att.program.names]:
+    if clashes := sorted(n for n in att.program.names if n.startswith("cache_")):
+        raise ParameterError(f"`{clashes[0]}` is a name of the caches' own; rename it, for example `my_{clashes[0]}`")
+    if reserved := [n for n in OF_CACHE if n in params and n not in att.program.names]:
         raise ParameterError(
-            f"`{own[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
+            f"`{reserved[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
             "  leave it out, or call the attention on arrays"
         )
     check_used([n for n in params if n not in ASKED], att.program.names)
@@ -71,9 +71,11 @@ def check_queries(
     if shape[heads] != kv_heads and not att.options.enable_gqa:
         raise ShapeError(f"{shape[heads]} query heads share {kv_heads} key heads and enable_gqa is False")
     if q.dtype != like.dtype:
-        have, held = (str(x.dtype).removeprefix("torch.") for x in (q, like))
-        if have not in FLOATS or held not in BYTES:
-            raise ShapeError(f"q is {have}, and this cache holds {held}; convert q, or make a cache of its dtype")
+        have, cache_dtype = (str(x.dtype).removeprefix("torch.") for x in (q, like))
+        if have not in FLOATS or cache_dtype not in BYTES:
+            raise ShapeError(
+                f"q is {have}, and this cache holds {cache_dtype}; convert q, or make a cache of its dtype"
+            )
     if tree is not None:
         check_tree(tree, batch, shape[3 - heads])
 
@@ -107,8 +109,8 @@ def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
     if drafted is None:
         return
     if lengths is not None and (drafted > lengths).any():
-        told, have = np.broadcast_to(drafted, lengths.shape).tolist(), lengths.tolist()
-        raise ShapeError(f"drafted are {told}, the last of {have} tokens; there are not as many")
+        drafts, have = np.broadcast_to(drafted, lengths.shape).tolist(), lengths.tolist()
+        raise ShapeError(f"drafted are {drafts}, the last of {have} tokens; there are not as many")
     if path is None or counts is None:
         return
     most, place = np.broadcast_to(drafted, len(path))[:, None], np.arange(path.shape[1])
@@ -155,9 +157,9 @@ def _said(x: Any) -> str:
 
 
 NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # the numbers of a row, int32 [5, batch]:
-# NUMBER: `Known.number` of its sequence, 0 for none. CUTS: `Known.cuts` when the sequence was seated. OWN: the first
-# token on pages that no other sequence shares. LOW: the first token that was dropped or moved since. PEAK: the longest
-# length before a `truncate`; `keep` lowers it to the length after it.
+# NUMBER: `SequenceEntry.number` of its sequence, 0 for none. CUTS: `SequenceEntry.cuts` when the sequence was seated.
+# OWN: the first token on pages that no other sequence shares. LOW: the first token that was dropped or moved since.
+# PEAK: the longest length before a `truncate`; `keep` lowers it to the length after it.
 NEVER = (1 << 31) - 1  # LOW of a row that has dropped and moved no token
 _NUMBERS = count(secrets.randbits(31))  # from anywhere on: a process may load pools and rows of another
 
@@ -165,7 +167,7 @@ Rows = NDArray[np.int32]
 
 
 @dataclass
-class Known:
+class SequenceEntry:
     """The record that a pool keeps of one sequence beside its pages and its length."""
 
     number: int  # no other sequence has it
@@ -178,37 +180,37 @@ class Known:
         self.stored = tokens if self.stored is None else min(tokens, self.stored)
 
 
-class Ledger:
+class SequenceTable:
     """The sequences of a pool as rows of caches name them."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Known] = {}  # by the name of a sequence
-        self.names: dict[int, Hashable] = {}  # the name by `Known.number`
-        self.children: dict[int, dict[int, Known]] = {}  # forks that wait for a row, by the number of their parent
+        self.entries: dict[Hashable, SequenceEntry] = {}  # by the name of a sequence
+        self.names: dict[int, Hashable] = {}  # the name by `SequenceEntry.number`
+        self.children: dict[int, dict[int, SequenceEntry]] = {}  # forks that wait for a row, by their parent's number
 
-    def new(self, sequence: Hashable) -> Known:
-        made = self.known[sequence] = Known(1 + next(_NUMBERS) % (NEVER - 1))
-        self.names[made.number] = sequence
-        return made
+    def new(self, sequence: Hashable) -> SequenceEntry:
+        entry = self.entries[sequence] = SequenceEntry(1 + next(_NUMBERS) % (NEVER - 1))
+        self.names[entry.number] = sequence
+        return entry
 
     def fork(self, sequence: Hashable, child: Hashable, tokens: int) -> None:
-        parent, made = self.known[sequence], self.new(child)
-        made.stored = parent.stored
-        made.waits = parent.waits
+        parent, entry = self.entries[sequence], self.new(child)
+        entry.stored = parent.stored
+        entry.waits = parent.waits
         if parent.waits is None and parent.stored is None:  # the parent sits in a row, or will: it counts the tokens
-            made.waits = parent.number, tokens, parent.cuts
-        if made.waits is not None:
-            self.children.setdefault(made.waits[0], {})[made.number] = made
+            entry.waits = parent.number, tokens, parent.cuts
+        if entry.waits is not None:
+            self.children.setdefault(entry.waits[0], {})[entry.number] = entry
 
     def cut(self, sequence: Hashable, tokens: int) -> None:
-        known = self.known[sequence]
+        known = self.entries[sequence]
         known.cuts += 1
         if known.waits is not None or known.stored is not None:  # no row says how many tokens it has
             known.at_most(tokens)
 
     def free(self, sequence: Hashable) -> None:
         self.waits_no_more(sequence)
-        del self.names[self.known.pop(sequence).number]
+        del self.names[self.entries.pop(sequence).number]
 
     def read(self, row: Sequence[int], tokens: int) -> Hashable | None:
         """The name of the sequence in a row of `tokens` tokens; None where the pool has freed it.
@@ -219,18 +221,18 @@ class Ledger:
             assert child.waits is not None
             _, tokens_then, cuts_then = child.waits
             # tokens from LOW on changed after the fork, on pages of both, unless the pool had cut the row before it
-            held = low if cuts_then == cuts and low < tokens else max(tokens, peak)
-            child.at_most(min(held, tokens_then))
+            stored = low if cuts_then == cuts and low < tokens else max(tokens, peak)
+            child.at_most(min(stored, tokens_then))
             child.waits = None
         return self.names.get(number)
 
     def seated(self, sequence: Hashable) -> None:
         """Note that a sequence sits in a row: from here on the row says how many of its tokens are stored."""
         self.waits_no_more(sequence)
-        self.known[sequence].stored = None
+        self.entries[sequence].stored = None
 
     def waits_no_more(self, sequence: Hashable) -> None:
-        known = self.known[sequence]
+        known = self.entries[sequence]
         if known.waits is not None:
             of = self.children[known.waits[0]]
             del of[known.number]
@@ -260,13 +262,17 @@ def seated(
             f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
             f"{batch} rows and {pages} pages of {page}"
         )
-    told = np.asarray(new)
-    if told.shape not in ((), (batch,)) or told.dtype.kind not in "iu":
+    counts = np.asarray(new)
+    if counts.shape not in ((), (batch,)) or counts.dtype.kind not in "iu":
         raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
     sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(stored).tolist())
-    table, (room, lengths), made = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32), empty_rows(batch)
+    table, (room, lengths), numbers = (
+        np.zeros((batch, width), np.int32),
+        np.zeros((2, batch), np.int32),
+        empty_rows(batch),
+    )
     written: dict[int, Any] = {}
-    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(told, batch).tolist(), strict=True)):
+    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(counts, batch).tolist(), strict=True)):
         if s is None:
             continue
         its, tokens = pool.pages_of(s), pool.length(s)
@@ -286,59 +292,59 @@ def seated(
                     f"after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
                 )
             written[i] = s
-        known = pool.ledger.known[s]
+        known = pool.sequence_table.entries[s]
         table[b, : len(its)], room[b], lengths[b] = its, len(its) * page, tokens - more
-        made[:OWN, b], made[OWN, b] = (known.number, known.cuts), pool.owned(s)
+        numbers[:OWN, b], numbers[OWN, b] = (known.number, known.cuts), pool.owned(s)
     for s, (_, tokens, _) in sat.items():  # of sequences that leave; `seated` resets it for those that stay
-        pool.ledger.known[s].stored = tokens
+        pool.sequence_table.entries[s].stored = tokens
     for s in sequences:
         if s is not None:
-            pool.ledger.seated(s)
-    return table, room, lengths, made
+            pool.sequence_table.seated(s)
+    return table, room, lengths, numbers
 
 
-def _read(pool: PagePool, rows: list[list[int]], held: list[int]) -> dict[Any, tuple[int, int, int]]:
+def _read(pool: PagePool, rows: list[list[int]], stored: list[int]) -> dict[Any, tuple[int, int, int]]:
     """(row, tokens, cuts when seated) of every sequence that sits in a row, by its name in the pool."""
     sat = {}
-    for b, (row, tokens) in enumerate(zip(rows, held, strict=True)):
-        if row[NUMBER] and (name := pool.ledger.read(row, tokens)) is not None:
+    for b, (row, tokens) in enumerate(zip(rows, stored, strict=True)):
+        if row[NUMBER] and (name := pool.sequence_table.read(row, tokens)) is not None:
             sat[name] = b, tokens, row[CUTS]
-            if tokens > pool.length(name) and row[CUTS] == pool.ledger.known[name].cuts:
+            if tokens > pool.length(name) and row[CUTS] == pool.sequence_table.entries[name].cuts:
                 raise _ahead(name, b, tokens, pool.length(name), 0)
     return sat
 
 
-def _agree(pool: PagePool, s: Any, wanted: int, more: int, sat: dict[Any, tuple[int, int, int]]) -> None:
-    """Raise where `wanted` tokens of a sequence are not what is stored of it."""
-    known = pool.ledger.known[s]
+def _agree(pool: PagePool, s: Any, expected: int, more: int, sat: dict[Any, tuple[int, int, int]]) -> None:
+    """Raise where `expected` tokens of a sequence are not what is stored of it."""
+    known = pool.sequence_table.entries[s]
     if s in sat:
         b, tokens, cuts = sat[s]
-        if tokens > wanted and cuts == known.cuts:
-            raise _ahead(s, b, tokens, wanted, more)
+        if tokens > expected and cuts == known.cuts:
+            raise _ahead(s, b, tokens, expected, more)
         where = f"row {b} holds {tokens} tokens of the sequence {s!r}"
     elif known.stored is not None:
         tokens, where = known.stored, f"{known.stored} tokens of the sequence {s!r} are stored"
     else:
         return  # in no row of this cache yet: new, of `PagePool.of`, or in another cache; the pool's count is taken
-    if tokens < wanted:
+    if tokens < expected:
         raise ShapeError(
-            f"{where}, and the pool counts {wanted + more}, {more} of them new\n"
+            f"{where}, and the pool counts {expected + more}, {more} of them new\n"
             f"  where drafts were not kept: pool.truncate({s!r}, {tokens}) after `keep`, before `fork` and `append`; "
             "where tokens are still to be written: say how many by `new`"
         )
 
 
-def _ahead(s: Any, b: int, tokens: int, wanted: int, more: int) -> ShapeError:
+def _ahead(s: Any, b: int, tokens: int, expected: int, more: int) -> ShapeError:
     return ShapeError(
-        f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {wanted + more}, {more} of them "
+        f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {expected + more}, {more} of them "
         f"new\n  append them to the pool before the cache, and say by `new` how many are still to be written; to drop "
-        f"tokens: pool.truncate({s!r}, {wanted})"
+        f"tokens: pool.truncate({s!r}, {expected})"
     )
 
 
-def refuse_shared(starts: Any, counts: Any, own: Any) -> None:
+def refuse_shared(starts: Any, counts: Any, first_owned: Any) -> None:
     """Refuse to keep drafts from `starts` on that are on pages of several sequences, where these are known."""
-    for b, (start, n, first) in enumerate(zip(starts, counts, own, strict=True)):
+    for b, (start, n, first) in enumerate(zip(starts, counts, first_owned, strict=True)):
         if n and start < first:
             raise ShapeError(
                 f"the drafts of sequence {b} are on pages that another one shares, and keeping some moves them\n"

@@ -119,9 +119,9 @@ class PagedKVCache(JaxCache):
         if not any(map(traced, known)):
             refuse_shared(*map(np.asarray, known))
         real = jnp.where(start >= self.rows[OWN], counts, 0)
-        page, place = self._found(start[:, None] + path)
-        kept = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
-        arrays = self._put(kept, slots(start, real, path.shape[1], self.capacity))
+        page, place = self._page_and_place(start[:, None] + path)
+        tokens = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
+        arrays = self._put(tokens, slots(start, real, path.shape[1], self.capacity))
         nodes = jnp.arange(path.shape[1])
         moves = ((path != nodes) & (nodes < counts[:, None])).any(1)
         rows = self.rows.at[LOW].min(start + jnp.where(moves, 0, counts)).at[PEAK].min(start + counts)
@@ -132,29 +132,29 @@ class PagedKVCache(JaxCache):
     def truncate(self, lengths: Any) -> Self:
         """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Call `pool.truncate`, as after
         `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
-        made = super().truncate(lengths)
-        shorter = made.lengths < self.lengths
-        rows = self.rows.at[LOW].min(jnp.where(shorter, made.lengths, self.rows[LOW]))
+        cache = super().truncate(lengths)
+        shorter = cache.lengths < self.lengths
+        rows = self.rows.at[LOW].min(jnp.where(shorter, cache.lengths, self.rows[LOW]))
         rows = rows.at[PEAK].max(jnp.where(shorter, self.lengths, 0))
-        room = jnp.where(made.lengths < rows[OWN], jnp.minimum(self.room, made.lengths), self.room)
-        found: Self = replace(made, rows=rows, room=room)
-        return found
+        room = jnp.where(cache.lengths < rows[OWN], jnp.minimum(self.room, cache.lengths), self.room)
+        result: Self = replace(cache, rows=rows, room=room)
+        return result
 
-    def _found(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _page_and_place(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(page, place in it) of tokens [batch, n]."""
         return jnp.take_along_axis(self.pages, at // self.page, axis=1, mode="clip"), at % self.page
 
     def _put(self, new: dict[str, Any], at: jax.Array) -> dict[str, Any]:
         """The arrays with `new` at tokens `at` [batch, n]; those without a page are dropped."""
-        page, place = self._found(at)
+        page, place = self._page_and_place(at)
         pages, size = self.k.shape[:2]
         flat = jnp.where(
             at < self.room[:, None], page * size + place, pages * size + jnp.arange(at.size).reshape(at.shape)
         )
         one = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in self.arrays.items()}
         many = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in new.items()}
-        found = written(one, many, flat.reshape(1, -1))
-        return {n: None if x is None else x.reshape(self.arrays[n].shape) for n, x in found.items()}
+        stores = written(one, many, flat.reshape(1, -1))
+        return {n: None if x is None else x.reshape(self.arrays[n].shape) for n, x in stores.items()}
 
 
 def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
@@ -171,8 +171,8 @@ def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
 
 @partial(jax.jit, donate_argnums=0)
 def _copied(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
-    moved: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         n: x if x is None else x.at[target].set(x[source], mode="drop", unique_indices=True)
         for n, x in cache.arrays.items()
     }
-    return replace(cache, **moved)
+    return replace(cache, **arrays)

@@ -21,7 +21,7 @@ from frisket.runtime.machine.parameters import traced
 
 from . import checks
 from .checks import check_beside, check_queries
-from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, PositionMap, placed
 
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
@@ -37,9 +37,9 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
         kind = None
     if kind is None or kind.name not in (*FLOATS, *BYTES):
         raise ParameterError(f"dtype is {dtype}; caches hold {', '.join((*FLOATS, *BYTES))}")
-    made = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
+    arrays = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
     scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
-    return made | scales
+    return arrays | scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,10 @@ class JaxCache:
     ) -> tuple[Any, Any]:
         """(out, cache): `append`, then `attend`, with the same keywords."""
         cache = self.append(k, v, counts)
-        found = cache.attend(att, q, counts, **params)
+        out = cache.attend(att, q, counts, **params)
         if counts is not None:
             check_beside(q, k, "bshd")
-        return found, cache
+        return out, cache
 
     @usual_promotion()
     def truncate(self: Any, lengths: Any) -> Any:
@@ -97,11 +97,11 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
     """New tokens as a cache with such arrays holds them."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for n, x in (("k", k), ("v", v)):
         scaled = like[f"{n}_scale"] is not None
-        found[n], found[f"{n}_scale"] = quantized(x, like[n].dtype) if scaled else (x.astype(like[n].dtype), None)
-    return found
+        arrays[n], arrays[f"{n}_scale"] = quantized(x, like[n].dtype) if scaled else (x.astype(like[n].dtype), None)
+    return arrays
 
 
 def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def counted(counts: Any, batch: int, new: int) -> jax.Array:
     """How many of the new tokens of each sequence are real, int32 [batch]; None: all of them."""
     if counts is None:
         return jnp.full((batch,), new, jnp.int32)
-    found = numbers("counts", counts, batch)
-    if not traced(found) and bool((found > new).any()):
+    real = numbers("counts", counts, batch)
+    if not traced(real) and bool((real > new).any()):
         raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
-    return jnp.broadcast_to(found, (batch,))
+    return jnp.broadcast_to(real, (batch,))
 
 
 def numbers(name: str, x: Any, batch: int) -> jax.Array:
@@ -139,8 +139,8 @@ def numbers(name: str, x: Any, batch: int) -> jax.Array:
         raise ShapeError(f"{name} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
     if not traced(x) and bool((x < 0).any()):
         raise ShapeError(f"{name} are {np.asarray(x)}; each is 0 or more")
-    found: jax.Array = x.astype(jnp.int32)
-    return found
+    integers: jax.Array = x.astype(jnp.int32)
+    return integers
 
 
 def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -160,8 +160,8 @@ def grown(
 ) -> tuple[jax.Array, jax.Array]:
     """(lengths with `counts` more, whether a sequence has more than `room`). Outside of `jax.jit` too many are a
     `CapacityError`; in a trace nothing can be raised, and tokens without room are dropped."""
-    wanted = lengths + counts
-    over = wanted > room
+    total = lengths + counts
+    over = total > room
     if not traced(over) and bool(over.any()):
         b = int(np.argmax(np.asarray(over)))
         most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
@@ -169,7 +169,7 @@ def grown(
             f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
             f"  {larger}; nothing has changed"
         )
-    return jnp.minimum(wanted, room), over
+    return jnp.minimum(total, room), over
 
 
 def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Array:
@@ -197,7 +197,7 @@ def read(
     batch = len(lengths)
     check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
     new, heads = q.shape[1:3]
-    where: Places = APPENDED if counts is None else PADDED
+    where: PositionMap = APPENDED if counts is None else PADDED
     tables = {START: lengths - counted(counts, batch, new), END: lengths}
     if tree is not None:
         tables[ANCESTORS], tables[DEPTH] = ancestors(tree)
@@ -206,14 +206,14 @@ def read(
 
 
 def call(
-    att: Attention, where: Places, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
+    att: Attention, where: PositionMap, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
     params: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
-    here = placed(att, where)
-    held = {n: x for n, x in arrays.items() if x is not None}
-    known = {n: x for n, x in tables.items() if n in here.program.names}  # a mask need not ask for all
-    return here(q, held.pop("k"), held.pop("v"), **held, **known, **params)
+    placed_att = placed(att, where)
+    present = {n: x for n, x in arrays.items() if x is not None}
+    known = {n: x for n, x in tables.items() if n in placed_att.program.names}  # a mask need not ask for all
+    return placed_att(q, present.pop("k"), present.pop("v"), **present, **known, **params)
 
 
 @jax.tree_util.register_dataclass
@@ -289,6 +289,6 @@ class KVCache(JaxCache):
         are used."""
         path, start, counts = pathed(self, path, drafted, counts)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
-        kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
-        arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))
+        tokens = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
+        arrays = written(self.arrays, tokens, slots(start, counts, path.shape[1], self.capacity))
         return replace(self, **arrays, lengths=start + counts)

@@ -115,6 +115,6 @@ class RingKVCache(JaxCache):
     def _written(self, added: dict[str, Any], counts: jax.Array) -> Self:
         size = self.window
         i = jnp.arange(added["k"].shape[1], dtype=jnp.int32)
-        kept = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay
-        at = jnp.where(kept, (self.lengths[:, None] + i) % size, size + i)
+        survivors = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay
+        at = jnp.where(survivors, (self.lengths[:, None] + i) % size, size + i)
         return replace(self, **written(self.arrays, added, at), lengths=self.lengths + counts)

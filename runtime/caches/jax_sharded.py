@@ -72,8 +72,8 @@ class ShardedKVCache(JaxCache):
             over = prod(mesh.shape.get(name, 0) for name in names_of(axes))
             if not over or n % over:
                 have = ", ".join(f"{a}: {m}" for a, m in mesh.shape.items())
-                told = f"its {over} devices do not divide {n}" if over else "there is no such axis"
-                raise ShapeError(f"{what} {n} over the mesh axis {axes!r}: {told}; the axes are {have}")
+                reason = f"its {over} devices do not divide {n}" if over else "there is no such axis"
+                raise ShapeError(f"{what} {n} over the mesh axis {axes!r}: {reason}; the axes are {have}")
         used = [name for axes, _ in split.values() for name in names_of(axes)]
         if len({*used}) < len(used):
             raise ShapeError(f"a mesh axis splits one thing: {axis!r}, {batch_axis!r}, {head_axis!r}")
@@ -84,10 +84,12 @@ class ShardedKVCache(JaxCache):
             rows = {"lengths": jnp.zeros(batch, jnp.int32), "overflowed": jnp.zeros(batch, bool)}
             return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
 
-        made = jax.eval_shape(put)
-        made = replace(made, **{n: NamedSharding(mesh, s) for n, s in made._specs.items() if s is not None})
-        found: Self = jax.jit(put, out_shardings=made)()  # made where it stays: no device holds all of it
-        return found
+        shardings = jax.eval_shape(put)
+        shardings = replace(
+            shardings, **{n: NamedSharding(mesh, s) for n, s in shardings._specs.items() if s is not None}
+        )
+        cache: Self = jax.jit(put, out_shardings=shardings)()  # made where it stays: no device holds all of it
+        return cache
 
     capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")
 
@@ -95,9 +97,9 @@ class ShardedKVCache(JaxCache):
     def _specs(self) -> dict[str, Any]:
         """Specs of the arrays, spelt as in the results of a step; otherwise a second step would compile again."""
         place = self.batch_axis, self.axis, self.head_axis
-        found: dict[str, Any] = {n: None if x is None else self._spec(*place) for n, x in self.arrays.items()}
+        specs: dict[str, Any] = {n: None if x is None else self._spec(*place) for n, x in self.arrays.items()}
         rows, vectors = self._spec(self.batch_axis), self._spec(*place, None)
-        return found | {"k": vectors, "v": vectors, "lengths": rows, "overflowed": rows}
+        return specs | {"k": vectors, "v": vectors, "lengths": rows, "overflowed": rows}
 
     def _spec(self, *entries: Axes) -> Any:
         while AxisType.Auto in self.mesh.axis_types and entries and entries[-1] is None:
@@ -115,8 +117,8 @@ class ShardedKVCache(JaxCache):
         def put(arrays: Any, k: Any, v: Any, lengths: Any, counts: Any) -> Any:
             mine, i = arrays["k"].shape[1], jnp.arange(new, dtype=jnp.int32)
             at = lengths[:, None] + i - self._first(self.axis, mine)
-            own = (i < counts[:, None]) & (at >= 0) & (at < mine)
-            return written(arrays, stored(arrays, k, v), jnp.where(own, at, mine + i))
+            owned = (i < counts[:, None]) & (at >= 0) & (at < mine)
+            return written(arrays, stored(arrays, k, v), jnp.where(owned, at, mine + i))
 
         specs = {n: s for n, s in self._specs.items() if n in self.arrays}
         run = self._mapped(put, (specs, tokens, tokens, rows, rows), specs)
@@ -131,7 +133,7 @@ class ShardedKVCache(JaxCache):
         check_queries(att, q, self.k, "bshd", self.batch, params)
         if params.get("return_max"):
             raise ParameterError("results of several devices are merged; there is no max")
-        told, where = params.pop("return_lse", False), SHARD if counts is None else SHARD_PADDED
+        return_lse, where = params.pop("return_lse", False), SHARD if counts is None else SHARD_PADDED
         batch, new, heads, _ = q.shape
         starts = self.lengths - counted(counts, batch, new)
         sinks = params.pop("sinks", None)
@@ -155,18 +157,18 @@ class ShardedKVCache(JaxCache):
         results = queries, P(self.batch_axis, self.head_axis)
         run = self._mapped(look, (specs, queries, rows, rows, P()), results)
         out, lse = run(self.arrays, q, starts, self.lengths, params)
-        return (out, lse) if told else out
+        return (out, lse) if return_lse else out
 
     def _first(self, axis: Axes, mine: int) -> Any:
         return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine
 
-    def _mapped(self, run: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
-        made = jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=results)
+    def _mapped(self, run: Callable[..., Any], specs: Any, results: Any) -> Callable[..., Any]:
+        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=results)
 
         def split(*arrays: Any) -> Any:  # a mesh of explicit axes moves nothing by itself
-            return made(*(_split(x, spec, self.mesh) for x, spec in zip(arrays, given, strict=True)))
+            return mapped(*(_split(x, spec, self.mesh) for x, spec in zip(arrays, specs, strict=True)))
 
-        return split if AxisType.Explicit in self.mesh.axis_types else made
+        return split if AxisType.Explicit in self.mesh.axis_types else mapped
 
 
 def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
@@ -187,5 +189,5 @@ def _merged(out: jax.Array, lse: jax.Array, axis: Axes) -> tuple[jax.Array, jax.
     total = lax.psum(share, axis)
     mine = jnp.where(weight == 0, 0, out.astype(lse.dtype)) * weight  # what an empty part holds may be NaN
     safe = jnp.where(total == 0, 1, total)
-    found = lax.psum(mine, axis) / safe.swapaxes(1, 2)[..., None]
-    return found.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
+    combined = lax.psum(mine, axis) / safe.swapaxes(1, 2)[..., None]
+    return combined.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)

@@ -41,7 +41,7 @@ SINK_KEYS = 1024  # keys at the start of a sequence that a mask may show at any 
 
 
 @dataclass(frozen=True)
-class Places:
+class PositionMap:
     """Texts: the position at place q of the queries, the position at place k of the keys, and `seen`, a mask of the
     places that hold a token. `b` and `h` are the batch entry and the head, for a part of a batch and of heads."""
 
@@ -53,66 +53,66 @@ class Places:
 
 
 # new tokens are stored behind the earlier ones
-APPENDED = Places(f"q + {START}[b]", "k", f"k < {END}[b]")
+APPENDED = PositionMap(f"q + {START}[b]", "k", f"k < {END}[b]")
 # sequences get different numbers of new tokens: queries past the last are padding and see nothing
-PADDED = Places(APPENDED.q, "k", f"k < {END}[b] & q < {END}[b] - {START}[b]")
+PADDED = PositionMap(APPENDED.q, "k", f"k < {END}[b] & q < {END}[b] - {START}[b]")
 # new tokens among themselves
-CHUNK = Places(APPENDED.q, f"k + {START}[b]", f"k < {END}[b] - {START}[b] & q < {END}[b] - {START}[b]")
+CHUNK = PositionMap(APPENDED.q, f"k + {START}[b]", f"k < {END}[b] - {START}[b] & q < {END}[b] - {START}[b]")
 # the part of one device out of several: keys from position cache_first on
 _PART = f"k + {FIRST}", f"k + {FIRST} < {END}[b]", f"b + {BATCH}", f"h + {HEAD}"
-SHARD = Places(APPENDED.q, *_PART)
+SHARD = PositionMap(APPENDED.q, *_PART)
 SHARD_PADDED = replace(SHARD, seen=f"{SHARD.seen} & q < {END}[b] - {START}[b]")
 
 # a tree of draft tokens behind the prefix: its depth gives a token its position; it sees the prefix and its ancestors
 _DRAFT = f"{START}[b] + {DEPTH}"
-TREE = Places(
+TREE = PositionMap(
     f"{_DRAFT}[q]",
     f"k if k < {START}[b] else {_DRAFT}[k - {START}[b]]",
     f"k < {END}[b] & tree({ANCESTORS}, {START}[b])",
 )
 # every sequence has another tree
 _HERE = f"k < {END}[b] & (k < {START}[b] | {ANCESTORS}[b, q, k - {START}[b]])"
-TREES = Places(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
+TREES = PositionMap(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
 
 # requests of any lengths in one row of queries and one of keys: query q is at position request_at[q] of its request,
 # whose keys are at places request_low[q] to request_high[q], the one of position p at p + request_shift[q]
-REQUESTS = Places(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIGH}[q]")
+REQUESTS = PositionMap(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIGH}[q]")
 # the same with one query of every request, which are the batch: no query's tile reaches over keys of two requests
-STEPS = Places(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
+STEPS = PositionMap(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
 
 
-def ring(slots: int) -> Places:
+def ring(slots: int) -> PositionMap:
     """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots)."""
-    return Places(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", APPENDED.seen)
+    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", APPENDED.seen)
 
 
-def ring_padded(slots: int) -> Places:
-    """Places of a ring cache where queries past the last of a sequence see nothing."""
-    return Places(APPENDED.q, ring(slots).k, PADDED.seen)
+def ring_padded(slots: int) -> PositionMap:
+    """PositionMap of a ring cache where queries past the last of a sequence see nothing."""
+    return PositionMap(APPENDED.q, ring(slots).k, PADDED.seen)
 
 
-def ring_before(slots: int) -> Places:
+def ring_before(slots: int) -> PositionMap:
     """A ring as it is before `cache_new` tokens of every sequence, those of the queries, are written."""
-    return Places(APPENDED.q, ring(slots).k, f"{APPENDED.seen} & q < {NEW}[b]")
+    return PositionMap(APPENDED.q, ring(slots).k, f"{APPENDED.seen} & q < {NEW}[b]")
 
 
-def placed(att: Attention, places: Places) -> Attention:
+def placed(att: Attention, places: PositionMap) -> Attention:
     """`att` at the positions that `places` hold; made once for each attention."""
     key = "placed", places
     if key not in att.ready:
         att.ready[key] = _placed(att, places)
-    made: Attention = att.ready[key]
-    return made.now() if made.rereads else made
+    placed_att: Attention = att.ready[key]
+    return placed_att.now() if placed_att.rereads else placed_att
 
 
-def _placed(att: Attention, places: Places) -> Attention:
-    here = mask(places.seen)
-    moved = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
-    seen = here if att.mask is None else att.mask.at(**moved) & here
+def _placed(att: Attention, places: PositionMap) -> Attention:
+    occupied = mask(places.seen)
+    positions = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
+    seen = occupied if att.mask is None else att.mask.at(**positions) & occupied
     ranks = {n: rank for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS and rank is not None}
     known = {n: Declared(rank, INT, most=LONGEST) for n, rank in ranks.items()}
     seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
-    return Attention(CallProgram(seen, att.score and att.score.at(**moved), unwritten=True), att.options)
+    return Attention(CallProgram(seen, att.score and att.score.at(**positions), unwritten=True), att.options)
 
 
 def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
@@ -164,25 +164,25 @@ def _not_served(program: CallProgram) -> str:
 
 
 def _no_room(program: CallProgram, slots: int, new: int) -> str:
-    held = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
-    told = f"a ring of {slots} tokens {held}"
+    room = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
+    statement = f"a ring of {slots} tokens {room}"
     help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
     for part in program.parts:
         if sizes := sorted({"Q_LEN", "KV_LEN"} & uses(part.expr)):
             raise ParameterError(f"the {part.what} reads {sizes[0]}, and what a ring holds has no length\n  {part}")
     known = _of_numbers(program.mask)
     if known is None:
-        return f"{told}, and nothing but tables says how far back the mask sees\n  {help}"
+        return f"{statement}, and nothing but tables says how far back the mask sees\n  {help}"
     try:
         answer: Any = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
     except FrisketError as error:
-        return f"{told}; how far back the mask sees is not known: {error}\n  {help}"
+        return f"{statement}; how far back the mask sees is not known: {error}\n  {help}"
     if answer:
         return ""
     if (known & f"k >= {SINK_KEYS}").implies(f"q - k <= {slots - new}", HORIZON, HORIZON):
         help = "the first keys stay visible, and a ring drops them: use a KVCache or a PagedKVCache"
     _, _, q, k = answer.witness
-    return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"
+    return f"{statement}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"
 
 
 def _of_numbers(seen: Mask | None) -> Mask | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 
-from .checks import Ledger
+from .checks import SequenceTable
 
 Copy = tuple[int, int]  # (page to read, page to write)
 
@@ -49,10 +49,10 @@ class PagePool:
             raise ShapeError(f"a pool of {pages} pages of {page} tokens; both are at least 1")
         self._free = list(range(self.pages - 1, -1, -1))  # a stack: what was freed last is handed out next
         self._users = [0] * self.pages
-        self._held: dict[Hashable, list[int]] = {}
+        self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
         self._extra = 0  # users of pages beyond the first
-        self.ledger = Ledger()
+        self.sequence_table = SequenceTable()
 
     @classmethod
     def of(cls, pages: int, page: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
@@ -66,8 +66,8 @@ class PagePool:
                     f"{tokens} tokens of the sequence {sequence!r} on the pages {its}; they are on {needed} different "
                     f"pages of 0 to {pool.pages - 1}, of {pool.page} tokens each"
                 )
-            pool._held[sequence], pool._lengths[sequence] = its, tokens
-            pool.ledger.new(sequence)
+            pool._pages[sequence], pool._lengths[sequence] = its, tokens
+            pool.sequence_table.new(sequence)
             for i in its:
                 pool._users[i] += 1
         pool._extra = sum(n - 1 for n in pool._users if n)
@@ -82,7 +82,7 @@ class PagePool:
     @property
     def sequences(self) -> tuple[Any, ...]:
         """The names of the sequences that hold pages."""
-        return tuple(self._held)
+        return tuple(self._pages)
 
     def length(self, sequence: Hashable) -> int:
         """Tokens of a sequence."""
@@ -92,30 +92,30 @@ class PagePool:
     def pages_of(self, sequence: Hashable, start: int = 0) -> list[int]:
         """The pages of a sequence in order, from its `start`-th on."""
         self._known(sequence)
-        return self._held[sequence][start:]
+        return self._pages[sequence][start:]
 
     def table(self, sequences: Iterable[Hashable], width: int | None = None) -> NDArray[np.int32]:
         """Pages int32 [sequences, width], what `att(q, k, v, pages=...)` takes; `width`, in pages, is that of the
         longest unless given. Entries past the end of a sequence are 0."""
-        held = [self.pages_of(s) for s in sequences]
-        longest = max(map(len, held), default=0)
+        page_lists = [self.pages_of(s) for s in sequences]
+        longest = max(map(len, page_lists), default=0)
         if width is not None and _whole("the width of a table", width) < longest:
             raise ShapeError(f"a table of {width} pages a sequence, and one has {longest}; make it wider")
-        made = np.zeros((len(held), longest if width is None else width), np.int32)
-        for row, pages in zip(made, held, strict=True):
+        table = np.zeros((len(page_lists), longest if width is None else width), np.int32)
+        for row, pages in zip(table, page_lists, strict=True):
             row[: len(pages)] = pages
-        return made
+        return table
 
     def allocate(self, sequence: Hashable, tokens: int = 0) -> list[Copy]:
         """A new sequence of so many tokens."""
         self._new(sequence, "append to it, or free it first")
-        self._held[sequence], self._lengths[sequence] = [], 0
-        self.ledger.new(sequence)
+        self._pages[sequence], self._lengths[sequence] = [], 0
+        self.sequence_table.new(sequence)
         try:
             return self.append({sequence: tokens})
         except Exception:
-            del self._held[sequence], self._lengths[sequence]
-            self.ledger.free(sequence)
+            del self._pages[sequence], self._lengths[sequence]
+            self.sequence_table.free(sequence)
             raise
 
     def append(self, tokens: Mapping[Any, int]) -> list[Copy]:
@@ -126,14 +126,14 @@ class PagePool:
             self._there(s)
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {s!r}; `truncate` takes tokens off")
-            needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._held[s])
-        moved = self._shared(
-            (s, len(self._held[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
+            needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._pages[s])
+        shared = self._shared(
+            (s, len(self._pages[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
         )
-        self._require(sum(needed.values()) + len(moved))
-        copies = self._moved(moved)
+        self._require(sum(needed.values()) + len(shared))
+        copies = self._copy_pages(shared)
         for s, n in tokens.items():
-            self._held[s] += [self._take() for _ in range(needed[s])]
+            self._pages[s] += [self._take() for _ in range(needed[s])]
             self._lengths[s] += n
         return copies
 
@@ -144,18 +144,18 @@ class PagePool:
             self._there(sequence)
             if n < 0:
                 raise ShapeError(f"tokens of the sequence {sequence!r} from {n} on; the first one is 0")
-        moved = self._shared((s, i) for s, n in starts.items() for i in range(n // self.page, len(self._held[s])))
-        self._require(len(moved))
-        return self._moved(moved)
+        shared = self._shared((s, i) for s, n in starts.items() for i in range(n // self.page, len(self._pages[s])))
+        self._require(len(shared))
+        return self._copy_pages(shared)
 
     def fork(self, sequence: Hashable, child: Hashable) -> None:
         """A new sequence of the same tokens, on the same pages."""
         self._known(sequence)
         self._new(child, "free it first")
-        self._held[child], self._lengths[child] = self._held[sequence].copy(), self._lengths[sequence]
-        self.ledger.fork(sequence, child, self._lengths[child])
-        self._extra += len(self._held[child])
-        for page in self._held[child]:
+        self._pages[child], self._lengths[child] = self._pages[sequence].copy(), self._lengths[sequence]
+        self.sequence_table.fork(sequence, child, self._lengths[child])
+        self._extra += len(self._pages[child])
+        for page in self._pages[child]:
             self._users[page] += 1
 
     def truncate(self, sequence: Hashable, tokens: int) -> None:
@@ -165,28 +165,28 @@ class PagePool:
         tokens = _whole("tokens", tokens)
         if not 0 <= tokens <= self._lengths[sequence]:
             raise ShapeError(f"{tokens} tokens of the sequence {sequence!r}; it has {self._lengths[sequence]}")
-        held = self._held[sequence]
-        self._let_go(held[-(-tokens // self.page) :])
-        del held[-(-tokens // self.page) :]
+        pages = self._pages[sequence]
+        self._let_go(pages[-(-tokens // self.page) :])
+        del pages[-(-tokens // self.page) :]
         self._lengths[sequence] = tokens
-        self.ledger.cut(sequence, tokens)
+        self.sequence_table.cut(sequence, tokens)
 
     def free(self, sequence: Hashable) -> None:
         """Remove a sequence; pages that no other sequence shares are free again."""
         self._known(sequence)
-        self._let_go(self._held.pop(sequence))
+        self._let_go(self._pages.pop(sequence))
         del self._lengths[sequence]
-        self.ledger.free(sequence)
+        self.sequence_table.free(sequence)
 
     def owned(self, sequence: Hashable) -> int:
         """The first token from which on all pages belong to this sequence alone."""
-        held = self.pages_of(sequence)
-        shared = self._extra and next((i + 1 for i in reversed(range(len(held))) if self._users[held[i]] > 1), 0)
+        pages = self.pages_of(sequence)
+        shared = self._extra and next((i + 1 for i in reversed(range(len(pages))) if self._users[pages[i]] > 1), 0)
         return shared * self.page
 
     def _new(self, sequence: Hashable, help: str) -> None:
         _named(sequence)
-        if sequence in self._held:
+        if sequence in self._pages:
             raise ParameterError(f"the sequence {sequence!r} is there already; {help}")
 
     def _known(self, sequence: Hashable) -> None:
@@ -194,7 +194,7 @@ class PagePool:
         self._there(sequence)
 
     def _there(self, sequence: Hashable) -> None:
-        if sequence not in self._held:
+        if sequence not in self._pages:
             raise ParameterError(f"there is no sequence {sequence!r}; `allocate` makes one")
 
     def _require(self, pages: int) -> None:
@@ -208,23 +208,23 @@ class PagePool:
         """The pages to copy among pages to be written, as (sequence, which of its pages): where all who share a page
         write to it, the last one keeps it."""
         users: dict[int, int] = {}
-        moved = []
+        shared = []
         for s, i in written:
-            page = self._held[s][i]
+            page = self._pages[s][i]
             left = users.get(page, self._users[page])
             if left > 1:
                 users[page] = left - 1
-                moved.append((s, i))
-        return moved
+                shared.append((s, i))
+        return shared
 
-    def _moved(self, moved: list[tuple[Any, int]]) -> list[Copy]:
+    def _copy_pages(self, shared: list[tuple[Any, int]]) -> list[Copy]:
         copies = []
-        for s, i in moved:
-            page = self._held[s][i]
+        for s, i in shared:
+            page = self._pages[s][i]
             self._users[page] -= 1
             self._extra -= 1
-            self._held[s][i] = self._take()
-            copies.append((page, self._held[s][i]))
+            self._pages[s][i] = self._take()
+            copies.append((page, self._pages[s][i]))
         return copies
 
     def _take(self) -> int:

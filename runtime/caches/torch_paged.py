@@ -13,7 +13,7 @@ from frisket.dsl.errors import ShapeError
 
 from .checks import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .pool import Copy, PagePool
-from .torch_plain import Taken, TorchCache
+from .torch_plain import TorchCache, WrittenTokens
 
 
 class PagedKVCache(TorchCache):
@@ -51,7 +51,7 @@ class PagedKVCache(TorchCache):
 
     room: Tensor
     pages: Tensor
-    own: Tensor  # the first token that is on pages of its row alone
+    first_owned: Tensor  # the first token that is on pages of its row alone
     _larger = "let its pool hand out pages, and `seat` it"
 
     def __init__(
@@ -68,7 +68,7 @@ class PagedKVCache(TorchCache):
         self.capacity, self.page, self._rooms = width * page, page, [0] * batch
         self.register_buffer("pages", torch.zeros(batch, width, dtype=torch.int32, device=device))
         self.register_buffer("room", torch.zeros(batch, dtype=torch.int32, device=device))
-        self.register_buffer("own", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
+        self.register_buffer("first_owned", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
         self._rows = empty_rows(batch)
 
     @classmethod
@@ -87,16 +87,18 @@ class PagedKVCache(TorchCache):
 
         Raises `ShapeError` where pool and rows count different numbers of tokens, as after a `keep` without
         `pool.truncate`. To compare, it waits where only a device knows the lengths."""
-        held = self.lengths.tolist() if (known := self.known()) is None else known
+        stored = self.lengths.tolist() if (known := self.known()) is None else known
         pages, (batch, width) = self.k.shape[0], self.pages.shape
-        *found, rows = seated(pool, sequences, new, pages, self.page, batch, width, self._rows, held)
+        *arrays, rows = seated(pool, sequences, new, pages, self.page, batch, width, self._rows, stored)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:
                     x[target] = x[source]
-        _, self._rooms, self._host = (x.tolist() for x in found)
+        _, self._rooms, self._host = (x.tolist() for x in arrays)
         self._rows = rows
-        for buffer, values in zip((self.pages, self.room, self.lengths, self.own), (*found, rows[OWN]), strict=True):
+        for buffer, values in zip(
+            (self.pages, self.room, self.lengths, self.first_owned), (*arrays, rows[OWN]), strict=True
+        ):
             buffer.copy_(torch.from_numpy(values), non_blocking=True)
         self.overflowed.zero_()
         return self
@@ -114,42 +116,42 @@ class PagedKVCache(TorchCache):
         `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
         before = self.known()
         super().truncate(lengths)
-        self.room.copy_(torch.where(self.lengths < self.own, torch.minimum(self.room, self.lengths), self.room))
+        self.room.copy_(torch.where(self.lengths < self.first_owned, torch.minimum(self.room, self.lengths), self.room))
         known = self.known()
         if before is None or known is None:
             self._rows[LOW] = 0  # nobody knows how short they became
             return self
         was, now = (np.asarray(x, np.int32) for x in (before, known))
-        low, peak, own = self._rows[LOW], self._rows[PEAK], self._rows[OWN]
+        low, peak, first_owned = self._rows[LOW], self._rows[PEAK], self._rows[OWN]
         low[:], peak[:] = np.where(now < was, (np.minimum(low, now), np.maximum(peak, was)), (low, peak))
-        self._rooms = np.where(now < own, np.minimum(self._rooms or 0, now), self._rooms or 0).tolist()
+        self._rooms = np.where(now < first_owned, np.minimum(self._rooms or 0, now), self._rooms or 0).tolist()
         return self
 
-    def _kept(
-        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, told: list[int] | None
+    def _nodes_kept(
+        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, host_counts: list[int] | None
     ) -> Tensor:
         low, peak = self._rows[LOW], self._rows[PEAK]
-        if begin is None or told is None:
+        if begin is None or host_counts is None:
             low[:] = peak[:] = 0  # nobody knows where they begin
         else:
-            refuse_shared(begin, told, self._rows[OWN])
-            nodes, kept = np.arange(path.shape[1]), np.asarray(told)
-            moves = ((path.numpy() != nodes) & (nodes < kept[:, None])).any(1) if path.is_cpu else True
-            low[:] = np.minimum(low, begin + np.where(moves, 0, kept))
-            peak[:] = np.minimum(peak, begin + kept)
-        real = torch.where(start >= self.own, number, 0)
+            refuse_shared(begin, host_counts, self._rows[OWN])
+            nodes, counts = np.arange(path.shape[1]), np.asarray(host_counts)
+            moves = ((path.numpy() != nodes) & (nodes < counts[:, None])).any(1) if path.is_cpu else True
+            low[:] = np.minimum(low, begin + np.where(moves, 0, counts))
+            peak[:] = np.minimum(peak, begin + counts)
+        real = torch.where(start >= self.first_owned, number, 0)
         self.overflowed |= real < number
         return real
 
     def _beside(self, known: list[int], new: int) -> int | None:
         return None
 
-    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+    def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         table = self.pages if real is None else self.pages[real.row[:, 0]]
         page = table.gather(1, (token // self.page).clamp(0, self.pages.shape[1] - 1).long())
         return self.first[page, :, 0].transpose(1, 2) + (token % self.page)[:, None]
 
-    def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
-        super()._load_from_state_dict(*given, **more)
+    def _load_from_state_dict(self, *arguments: Any, **more: Any) -> None:
+        super()._load_from_state_dict(*arguments, **more)
         self._rooms, self._rows = self.room.tolist(), empty_rows(self.batch)
-        self.own.zero_()
+        self.first_owned.zero_()

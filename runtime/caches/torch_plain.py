@@ -22,14 +22,14 @@ from frisket.grammar.memo import memo
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
 from frisket.runtime.backends.cpp.torch import LARGE, huge
-from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, live_of
+from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, kv_inputs_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.device import results
 
 from . import checks
 from .checks import ASKED, check_beside, check_path, check_queries
-from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, PositionMap, placed
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 LEAST = torch.finfo(torch.float32).tiny
@@ -48,10 +48,10 @@ def stored_dtype(dtype: torch.dtype | str, known: tuple[torch.dtype, ...] = (*PL
 def zeros(*size: int, dtype: torch.dtype, device: Any) -> Tensor:
     """New zeros; on a CPU in huge pages, since a step that reads pages of a pool looks many addresses up: with pages
     of 16 to 128 tokens it took 0.6 to 0.8 of the time in float32 and bfloat16, and as long as before in int8."""
-    found = torch.empty(size, dtype=dtype, device=device)
-    if type(found) is Tensor and found.is_cpu and found.nbytes >= LARGE and not torch.compiler.is_compiling():
-        huge(found)
-    return found.zero_()
+    buffer = torch.empty(size, dtype=dtype, device=device)
+    if type(buffer) is Tensor and buffer.is_cpu and buffer.nbytes >= LARGE and not torch.compiler.is_compiling():
+        huge(buffer)
+    return buffer.zero_()
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -62,11 +62,11 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     >>> values.tolist(), round(scale.item(), 6)
     ([[50, -127]], 0.02)
     """
-    stored, scale = divided(x, dtype)
+    stored, scale = scaled(x, dtype)
     return stored.to(dtype), scale
 
 
-def divided(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens divided by their scales before they are stored, in float32."""
     real = x if x.dtype == torch.float32 else x.float()
     scale = real.abs().amax(-1, keepdim=True).div_(_largest(dtype, x.device))
@@ -79,7 +79,7 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(NARROW[dtype], device=device)  # a number of Python's takes longer
 
 
-class Taken(NamedTuple):
+class WrittenTokens(NamedTuple):
     """The new tokens that are written, where some are not. The others stand for one that is, so that writing all of
     them writes the real ones and nothing else, whatever comes last."""
 
@@ -92,18 +92,18 @@ class Taken(NamedTuple):
         return x.transpose(1, 2)[self.row, self.token].transpose(1, 2)
 
 
-def taken(counts: Tensor, new: int, most: int | None = None) -> Taken:
+def written_tokens(counts: Tensor, new: int, most: int | None = None) -> WrittenTokens:
     """The first `counts` [batch] of `new` tokens, of them the last `most`."""
-    own = torch.arange(len(counts), device=counts.device)
-    row = torch.where(counts > 0, own, counts.argmax())[:, None]
+    sequences = torch.arange(len(counts), device=counts.device)
+    row = torch.where(counts > 0, sequences, counts.argmax())[:, None]
     real = counts[row].long()
     token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
     if most is not None and new > most:
         token = torch.maximum(token, (real - most).clamp_min(0))
-    return Taken(row, token, (counts > 0).any())
+    return WrittenTokens(row, token, (counts > 0).any())
 
 
-def write(store: Tensor, at: Tensor, new: Tensor, real: Taken | None) -> None:
+def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) -> None:
     """`new` [batch, heads, n, ...] into `store`, at the flat places `at` int64 [batch * heads * n] of its vectors."""
     width = new.shape[3:]
     flat = store.view(-1, *width)
@@ -122,31 +122,31 @@ def numbers(name: str, x: Any, batch: int) -> list[int] | None:
         if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
             raise _wrong(name, x, batch)
         return None
-    found = np.asarray(x)
-    if found.shape not in ((), (batch,)) or found.dtype.kind not in "iu":
+    array = np.asarray(x)
+    if array.shape not in ((), (batch,)) or array.dtype.kind not in "iu":
         raise _wrong(name, x, batch)
-    told: list[int] = np.broadcast_to(found, (batch,)).tolist()
-    return told
+    values: list[int] = np.broadcast_to(array, (batch,)).tolist()
+    return values
 
 
 def _wrong(what: str, x: Any, batch: int) -> ShapeError:
     return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
 
 
-def on(device: torch.device, x: Any, told: list[int] | None) -> Tensor:
+def on(device: torch.device, x: Any, values: list[int] | None) -> Tensor:
     """int32 [batch] on a device; nothing waits for it."""
-    if told is None:
+    if values is None:
         assert isinstance(x, Tensor)
         return x.to(device, torch.int32)
-    return torch.tensor(told, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:
     """How many of `new` tokens of each sequence are real: int32 [batch] on the device, and checked numbers if known."""
-    told = numbers("counts", counts, batch)
-    if told is not None and not 0 <= min(told) <= max(told) <= new:
-        raise ShapeError(f"counts are {told}, of {new} new tokens; each is from 0 to {new}")
-    return on(device, counts, told), told
+    host_counts = numbers("counts", counts, batch)
+    if host_counts is not None and not 0 <= min(host_counts) <= max(host_counts) <= new:
+        raise ShapeError(f"counts are {host_counts}, of {new} new tokens; each is from 0 to {new}")
+    return on(device, counts, host_counts), host_counts
 
 
 def read(store: Tensor, where: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 CALL = struct.Struct("27q")
 FROM = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TO = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-FEW = 64  # new tokens: for more, operations of torch take no longer and use all threads
+MAX_NATIVE_TOKENS = 64  # new tokens: for more, operations of torch take no longer and use all threads
 
 
 def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, ring: bool) -> bool:
@@ -196,26 +196,31 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     in the buffers `has` of a cache, behind those that are there, quantised where it has 8 bits. False, and nothing is
     written, where operations of torch have to do it: beside another dtype, on a GPU, in a graph, without a compiler,
     many tokens, and where there is no place for them."""
-    held, dtype = has["k"], k.dtype
+    keys, dtype = has["k"], k.dtype
     batch, heads, new, dim = k.shape
-    plain = held.dtype == dtype
-    if new > FEW or not held.is_cpu or v.dtype != dtype or not (plain or (dtype in FROM and held.dtype in TO)):
+    plain = keys.dtype == dtype
+    if (
+        new > MAX_NATIVE_TOKENS
+        or not keys.is_cpu
+        or v.dtype != dtype
+        or not (plain or (dtype in FROM and keys.dtype in TO))
+    ):
         return False
-    if in_graph(k) or not type(k) is type(v) is type(held) is Tensor or (run := _function()) is None:
+    if in_graph(k) or not type(k) is type(v) is type(keys) is Tensor or (run := _function()) is None:
         return False
     k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
     values, pages, lengths = has["v"], has["pages"], has["lengths"]
     narrow = [] if plain else [has["k_scale"], has["v_scale"]]
-    written, numbers = [held, values, *narrow], [lengths] if pages is None else [lengths, pages]
-    kinds = (held.dtype, [held, values]), (torch.float32, narrow), (torch.int32, numbers)
+    written, numbers = [keys, values, *narrow], [lengths] if pages is None else [lengths, pages]
+    kinds = (keys.dtype, [keys, values]), (torch.float32, narrow), (torch.int32, numbers)
     whole = all(x.dtype == kind and x.is_cpu and x.is_contiguous() for kind, have in kinds for x in have)
-    if not whole or any(x.shape[:3] != held.shape[:3] for x in written):
+    if not whole or any(x.shape[:3] != keys.shape[:3] for x in written):
         return False  # the user has assigned other buffers
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
     words = CALL.pack(
-        batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
-        lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,
-        k.data_ptr(), *k.stride()[:3], dim, held.data_ptr(), k_scale,
+        batch, heads, new, keys.shape[0], keys.shape[2], ring, 0 if pages is None else pages.shape[1],
+        lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(keys.dtype, 0), dtype.itemsize,
+        k.data_ptr(), *k.stride()[:3], dim, keys.data_ptr(), k_scale,
         v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale,
     )  # fmt: skip
     if not run(words):
@@ -301,8 +306,8 @@ class TorchCache(nn.Module):
 
     def known(self) -> list[int] | None:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
-        found: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
-        return found
+        lengths: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
+        return lengths
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
 
@@ -323,13 +328,13 @@ class TorchCache(nn.Module):
         self.overflowed |= real < counts
         return real
 
-    def _kept(
-        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, told: list[int] | None
+    def _nodes_kept(
+        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, host_counts: list[int] | None
     ) -> Tensor:
         """How many nodes of a path are written from `start` on, where the tree begins; both as the host knows them."""
         return number
 
-    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+    def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
         return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
 
@@ -337,7 +342,7 @@ class TorchCache(nn.Module):
         """The place of new tokens in every row, where that is one place."""
         return known[0] if known.count(known[0]) == self.batch else None
 
-    def _places(self, padded: bool) -> Places:
+    def _places(self, padded: bool) -> PositionMap:
         return PADDED if padded else APPENDED
 
     # -- what users call ------------------------------------------------------------------------------------
@@ -395,31 +400,33 @@ class TorchCache(nn.Module):
         if path.ndim != 2 or path.shape[0] != self.batch or path.is_floating_point():
             raise ShapeError(f"path is {path.dtype} {tuple(path.shape)}; it is nodes, integers [{self.batch}, m]")
         m = path.shape[1]
-        number, told = counts_of([m] * self.batch if counts is None else counts, self.batch, m, path.device)
+        number, host_counts = counts_of([m] * self.batch if counts is None else counts, self.batch, m, path.device)
         drafts, known = numbers("drafted", drafted, self.batch), self.known()
         if drafts and min(drafts) < 0:
             raise ShapeError(f"drafted are {drafts}; each is 0 or more")
         nodes = path.numpy() if path.is_cpu else None
-        check_path(nodes, *(None if x is None else np.asarray(x) for x in (drafts, told, known)))
+        check_path(nodes, *(None if x is None else np.asarray(x) for x in (drafts, host_counts, known)))
         start = self.lengths - on(path.device, drafted, drafts)
         begin = known and drafts and [have - n for have, n in zip(known, drafts, strict=True)]
-        real = taken(self._kept(path, start, number, begin, told), m)
+        real = written_tokens(self._nodes_kept(path, start, number, begin, host_counts), m)
         source, target = self._where(start[:, None] + path), self._standing(start, real)
         for x in (self.k, self.v, self.k_scale, self.v_scale):
             if x is not None:
                 write(x, target.reshape(-1), read(x, source), real)
-        self._tell(known, told and drafts and [n - d for n, d in zip(told, drafts, strict=True)])
+        self._tell(known, host_counts and drafts and [n - d for n, d in zip(host_counts, drafts, strict=True)])
         self.lengths.copy_(start + number)
         return self
 
     def truncate(self, lengths: Any) -> Self:
         """Keep the first `lengths` [batch] (or one number) tokens of every sequence, or all it has; 0 empties a row."""
-        told, known = numbers("lengths", lengths, self.batch), self.known()
-        if told is not None and min(told) < 0:
-            raise ShapeError(f"lengths are {told}; each is 0 or more")
-        kept = torch.minimum(self.lengths, on(self.k.device, lengths, told))
-        self._tell(known, told and known and [min(0, n - have) for n, have in zip(told, known, strict=True)])
-        self.lengths.copy_(kept)
+        host_lengths, known = numbers("lengths", lengths, self.batch), self.known()
+        if host_lengths is not None and min(host_lengths) < 0:
+            raise ShapeError(f"lengths are {host_lengths}; each is 0 or more")
+        new_lengths = torch.minimum(self.lengths, on(self.k.device, lengths, host_lengths))
+        self._tell(
+            known, host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
+        )
+        self.lengths.copy_(new_lengths)
         self.overflowed &= self.lengths > 0
         return self
 
@@ -428,14 +435,14 @@ class TorchCache(nn.Module):
     def _grown(self, known: list[int] | None, new: int, counts: Any) -> int | Tensor:
         """How many tokens there are more, int32 [batch], or a number where all are kept; room is seen to."""
         number: Tensor | None = None
-        told: list[int] | None = [new] * self.batch
+        host_counts: list[int] | None = [new] * self.batch
         if counts is not None:
-            number, told = counts_of(counts, self.batch, new, self.k.device)
-        if known is None or told is None:
+            number, host_counts = counts_of(counts, self.batch, new, self.k.device)
+        if known is None or host_counts is None:
             number = self._clipped(torch.full_like(self.lengths, new) if number is None else number)
         else:
-            self._reserve(known, told)
-        self._tell(known, told)
+            self._reserve(known, host_counts)
+        self._tell(known, host_counts)
         if number is None and self.slots is not None and new > self.slots:
             number = torch.full_like(self.lengths, new)
         return new if number is None else number
@@ -444,13 +451,13 @@ class TorchCache(nn.Module):
         """`append` in operations of torch."""
         first = None if number is not None or known is None else self._beside(known, new)
         if first is not None:
-            self._write(lambda held, x: held.narrow(2, first, new).copy_(x), k, v)
+            self._write(lambda store, x: store.narrow(2, first, new).copy_(x), k, v)
             return
-        real = None if number is None else taken(number, new, self.slots)
+        real = None if number is None else written_tokens(number, new, self.slots)
         at = (self._ragged(new) if real is None else self._standing(self.lengths, real)).reshape(-1)
-        self._write(lambda held, x: write(held, at, x, real), k, v)
+        self._write(lambda store, x: write(store, at, x, real), k, v)
 
-    def _standing(self, start: Tensor, real: Taken) -> Tensor:
+    def _standing(self, start: Tensor, real: WrittenTokens) -> Tensor:
         """The places of tokens behind `start`; where none is real, of any that there are."""
         token = start[real.row] + real.token
         return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
@@ -468,10 +475,10 @@ class TorchCache(nn.Module):
         has: dict[str, Any] = self._buffers
         if has["k_scale"] is not None:
             if k.shape == v.shape:  # in one, which is half as many operations
-                both, scales = divided(torch.stack((k, v)), self.dtype)
+                both, scales = scaled(torch.stack((k, v)), self.dtype)
                 (k, v), (k_scale, v_scale) = both.unbind(0), scales.unbind(0)
             else:
-                (k, k_scale), (v, v_scale) = (divided(x, self.dtype) for x in (k, v))
+                (k, k_scale), (v, v_scale) = (scaled(x, self.dtype) for x in (k, v))
             put(has["k_scale"], k_scale)
             put(has["v_scale"], v_scale)
         put(has["k"], k)
@@ -479,9 +486,9 @@ class TorchCache(nn.Module):
 
     def _check(self, att: Attention, q: Tensor, tree: Any, params: dict[str, Any]) -> None:
         """Raise where such queries cannot be asked."""
-        held = self.k
-        check_on(held.device, q=q)
-        check_queries(att, q, held, "bhsd", self.batch, params, tree)
+        keys = self.k
+        check_on(keys.device, q=q)
+        check_queries(att, q, keys, "bhsd", self.batch, params, tree)
 
     def _attend(self, att: Attention, q: Tensor, counts: Any, tree: Any, params: dict[str, Any]) -> Any:
         """`attend`, of queries that fit."""
@@ -499,25 +506,25 @@ class TorchCache(nn.Module):
         has: dict[str, Any] = self._buffers
         k, v, sizes = has["k"], has["v"], self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
-        live = live_of(has["k_scale"], has["v_scale"], has["pages"])
-        given = {n: x for n, x in params.items() if n not in ASKED} if params else params
+        kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
+        program_params = {n: x for n, x in params.items() if n not in ASKED} if params else params
         lse, top, sinks = map(params.get, ASKED)
-        held = att.options.sinks if sinks is None else sinks
-        call = held is not None and (in_graph(q, held) or (torch.is_grad_enabled() and learns(held)))
-        step = None if call else step_of(self._steps, att, q, k, v, sizes, live, tables, given)
+        logits = att.options.sinks if sinks is None else sinks
+        call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))
+        step = None if call else step_of(self._steps, att, q, k, v, sizes, kv_inputs, tables, program_params)
         if step is None:
-            more: dict[str, Any] = {**{WORDS[n]: x for n, x in live.items()}, **tables, **params}
+            more: dict[str, Any] = {**{WORDS[n]: x for n, x in kv_inputs.items()}, **tables, **params}
             return att(q, k, v, sizes=sizes, **more)
-        return results(step(q, k, v, live, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
+        return results(step(q, k, v, kv_inputs, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:
         """The sizes of the whole problem: equal for a prompt, a chunk and a step."""
         return self.batch, q.shape[1], self.capacity, self.capacity
 
     def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
-        held = state.get(f"{prefix}k", self.k).dtype
-        if held != self.dtype and (held in NARROW or self.dtype in NARROW):
-            more[-1].append(f"{prefix}k is {held}, and this cache holds {self.dtype}; make one of the state's dtype")
+        dtype = state.get(f"{prefix}k", self.k).dtype
+        if dtype != self.dtype and (dtype in NARROW or self.dtype in NARROW):
+            more[-1].append(f"{prefix}k is {dtype}, and this cache holds {self.dtype}; make one of the state's dtype")
             return
         kinds = {n: x.dtype for n, x in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(state, prefix, *more)
@@ -526,14 +533,14 @@ class TorchCache(nn.Module):
         self._host = self.lengths.tolist()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def kept(x: Tensor) -> Tensor:  # only Floats of a cache without scales change dtype; all stay contiguous
-            moved = fn(x)
+        def convert(x: Tensor) -> Tensor:  # only Floats of a cache without scales change dtype; all stay contiguous
+            converted = fn(x)
             if x.is_floating_point() and self.k_scale is None:
-                return moved.to(stored_dtype(moved.dtype, PLAIN)).contiguous()
-            return (moved if moved.dtype == x.dtype else x.to(moved.device)).contiguous()
+                return converted.to(stored_dtype(converted.dtype, PLAIN)).contiguous()
+            return (converted if converted.dtype == x.dtype else x.to(converted.device)).contiguous()
 
         self._host = self.known()  # to a device that nobody waits for
-        return super()._apply(kept, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return super()._apply(convert, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": {}}

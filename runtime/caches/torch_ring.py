@@ -12,8 +12,8 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merge
 
 from .checks import check_beside, refuse_tree
-from .masks import CHUNK, END, NEW, START, Places, no_room, placed, require_room, ring, ring_before, ring_padded
-from .torch_plain import Taken, TorchCache, counts_of, numbers, quantized
+from .masks import CHUNK, END, NEW, START, PositionMap, no_room, placed, require_room, ring, ring_before, ring_padded
+from .torch_plain import TorchCache, WrittenTokens, counts_of, numbers, quantized
 
 
 class RingKVCache(TorchCache):
@@ -107,9 +107,13 @@ class RingKVCache(TorchCache):
 
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
-        told = numbers("lengths", lengths, self.batch)
+        host_lengths = numbers("lengths", lengths, self.batch)
         known = self.known()
-        if told is None or known is None or any(0 < n < have for n, have in zip(told, known, strict=True)):
+        if (
+            host_lengths is None
+            or known is None
+            or any(0 < n < have for n, have in zip(host_lengths, known, strict=True))
+        ):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return super().truncate(lengths)
 
@@ -125,14 +129,14 @@ class RingKVCache(TorchCache):
     def _clipped(self, counts: Tensor) -> Tensor:
         return counts
 
-    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+    def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         return super()._where(token % self.window, real)
 
     def _beside(self, known: list[int], new: int) -> int | None:
         first = super()._beside(known, new)
         return None if first is None or first % self.window + new > self.window else first % self.window
 
-    def _places(self, padded: bool) -> Places:
+    def _places(self, padded: bool) -> PositionMap:
         return ring_padded(self.window) if padded else ring(self.window)
 
     def _sizes(self, q: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """The framework of an array, asked without importing one that the caller did not; and the shapes of a call, checked.
 
-`Rows` are where arrays hold the queries and keys of an attention in another order. Keys and values may be as caches
-store them: in 8 bits, with a scale for every token and head, in pages of a pool.
+A `TokenPermutation` says where arrays hold the queries and keys of an attention in another order. Keys and values may
+be as caches store them: in 8 bits, with a scale for every token and head, in pages of a pool.
 
 Scales and pages come with every call, like dropout's seed; what is static of them is a part of the program, so that
 kernels read them as they read any table: the scale of a key is in the score, that of a value is `LoopPlan.weight`.
@@ -28,7 +28,7 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import FIRST, K_SCALE, LIVE, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
+from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.backends.base import Lazy
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import check_plain, learns, traced
@@ -114,10 +114,10 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
         with suppress(RuntimeError):  # tensors that torch.func wraps have no memory
             if at := x.data_ptr():
                 places = zip(x.shape, x.stride())
-                apart = not x.is_contiguous()
-                size = x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if apart else x.nbytes
-                held = string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
-                return held, x.dtype, x.shape, x.stride(), x.is_neg()  # `t_()` leaves the memory as it is
+                strided = not x.is_contiguous()
+                size = x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if strided else x.nbytes
+                content = string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
+                return content, x.dtype, x.shape, x.stride(), x.is_neg()  # `t_()` leaves the memory as it is
     if not x.is_inference():
         return x._version
     return version_of(x.cpu()) if wait and not x.is_cpu else object()
@@ -168,7 +168,7 @@ class Arrays:
     def qkv(self) -> tuple[Any, Any, Any]:
         return self.q, self.k, self.v
 
-    def turned(self, layout: str) -> tuple[Any, Any, Any]:
+    def transposed(self, layout: str) -> tuple[Any, Any, Any]:
         """The arrays with their axes in another order: views in torch and numpy."""
         q, k, v = (turn(x, self.layout, layout) for x in (self.q, self.k, self.v))
         return q, k, v
@@ -228,20 +228,20 @@ def arrays(
     and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is, or where "jax" is among
     the frameworks that are `known`. Arrays of JAX and numpy without a batch axis get one."""
     check_layout(layout)
-    given = dict(zip("qkv", (q, k, v)))
-    found = {name: framework_of(x) for name, x in given.items()}
-    host = {*found.values()} <= {"jax", "numpy"}
-    if host and "numpy" in found.values() and "jax" in {*found.values(), *known}:
-        given, found = {n: like_jax(x, q, k, v) for n, x in given.items()}, dict.fromkeys(found, "jax")
-    bare = [n for n, x in given.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
-    given |= {n: given[n][None] for n in bare}
-    q, k, v = given.values()
-    if (strange := next((n for n, f in found.items() if f is None), None)) is not None:
-        raise ShapeError(f"{strange} is a {type(given[strange]).__name__}; give torch tensors or JAX arrays")
-    if len(set(found.values())) > 1:
-        which = ", ".join(f"{n} from {f}" for n, f in found.items())
+    qkv = dict(zip("qkv", (q, k, v)))
+    frameworks = {name: framework_of(x) for name, x in qkv.items()}
+    host = {*frameworks.values()} <= {"jax", "numpy"}
+    if host and "numpy" in frameworks.values() and "jax" in {*frameworks.values(), *known}:
+        qkv, frameworks = {n: like_jax(x, q, k, v) for n, x in qkv.items()}, dict.fromkeys(frameworks, "jax")
+    bare = [n for n, x in qkv.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
+    qkv |= {n: qkv[n][None] for n in bare}
+    q, k, v = qkv.values()
+    if (strange := next((n for n, f in frameworks.items() if f is None), None)) is not None:
+        raise ShapeError(f"{strange} is a {type(qkv[strange]).__name__}; give torch tensors or JAX arrays")
+    if len(set(frameworks.values())) > 1:
+        which = ", ".join(f"{n} from {f}" for n, f in frameworks.items())
         raise ShapeError(f"q, k and v come from different frameworks: {which}; convert them to one")
-    framework = str(found["q"])
+    framework = str(frameworks["q"])
     if framework == "numpy" and not numpy:
         raise ShapeError(
             "q, k and v are numpy arrays; give torch tensors (torch.from_numpy(q)) or JAX arrays "
@@ -249,7 +249,7 @@ def arrays(
         )
     if framework == "numpy" and layout is None:
         raise ShapeError('numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"')
-    for name, x in given.items():
+    for name, x in qkv.items():
         if framework == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
             raise ShapeError(_not_dense(name, x))
         if x.ndim != 4:
@@ -264,7 +264,7 @@ def arrays(
                 + ("heads and their sizes are numbers" if exported else "tiles are laid out for known lengths")
                 + "\n  export one module for each of them, instead of jax.export.symbolic_shape"
             )
-    dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
+    dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in qkv.items()}
     narrow = dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
     if len(set(dtypes.values())) > 1 and not narrow:
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
@@ -290,9 +290,9 @@ def like_jax(x: Any, *others: Any) -> Any:
 
 def check_devices(q: Any, k: Any, v: Any) -> None:
     """Raise unless tensors of torch are on one device; meta is one too."""
-    given = {"q": q.device, "k": k.device, "v": v.device}
-    if len(set(given.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in given.items())
+    devices = {"q": q.device, "k": k.device, "v": v.device}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ShapeError(f"q, k and v are on different devices: {where}; move them to one")
 
 
@@ -331,9 +331,9 @@ def uploaded(x: Any, device: Any) -> Any:
     """A numpy array on a device of torch, for calls on any stream: on a GPU it is there when this returns. The copy has
     a stream of its own, so that no one waits for the work that others hold."""
     torch = sys.modules["torch"]
-    held = torch.from_numpy(np.array(x))
+    host = torch.from_numpy(np.array(x))
     if device.type != "cuda":
-        return held.to(device)
+        return host.to(device)
     if torch.cuda.is_current_stream_capturing():
         raise BackendError(
             "a captured graph cannot copy from the host, and this call does\n"
@@ -341,9 +341,9 @@ def uploaded(x: Any, device: Any) -> Any:
         )
     copies = _copies(device)
     with torch.cuda.stream(copies):
-        found = held.to(device)  # waits for this stream alone
-    found.record_stream(torch.cuda.current_stream(device))
-    return found
+        copy = host.to(device)  # waits for this stream alone
+    copy.record_stream(torch.cuda.current_stream(device))
+    return copy
 
 
 @memo(group="once")
@@ -412,10 +412,10 @@ def device_of(x: Any, framework: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TokenPermutation:
     """The row of q and of the results for each query, and that of k and v for each key.
 
-    >>> rows = Rows(np.array([2, 0, 1], np.int32), np.array([1, 0], np.int32))
+    >>> rows = TokenPermutation(np.array([2, 0, 1], np.int32), np.array([1, 0], np.int32))
     >>> rows.back, rows.padded(2)[1]
     (array([1, 2, 0]), array([1, 0, 0, 0], dtype=int32))
 
@@ -446,8 +446,8 @@ TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
     """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
-    found = TAKES.get(framework_of(x) or "numpy")
-    return np.take(x, index, axis=axis) if found is None else found(x, index, axis, inverse, scratch)
+    gather = TAKES.get(framework_of(x) or "numpy")
+    return np.take(x, index, axis=axis) if gather is None else gather(x, index, axis, inverse, scratch)
 
 
 WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}  # as a call has them
@@ -492,13 +492,13 @@ class Stored:
         return lookup(name, (b, head, k) if self.layout == "bhsd" else (b, k, head), FLOAT)
 
 
-def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
+def kv_inputs_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
     """The scales and pages that a call brings, by the sources of their tables."""
-    given = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages}
-    return {n: x for n, x in given.items() if x is not None}
+    inputs = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages}
+    return {n: x for n, x in inputs.items() if x is not None}
 
 
-def refuse_taken(values: Mapping[str, Any], program: Any) -> None:
+def refuse_name_clash(values: Mapping[str, Any], program: Any) -> None:
     """Refuse one of `values` if a mask or score mod has a parameter of that name."""
     for name, x in values.items():
         if x is not None and any(name in p.unbound for p in program.parts):
@@ -508,49 +508,49 @@ def refuse_taken(values: Mapping[str, Any], program: Any) -> None:
             )
 
 
-def parted(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what is live of the parameters of a call, the others)."""
-    live = {n: x for n, x in params.items() if n in LIVE}
-    return live, {n: x for n, x in params.items() if n not in live} if live else dict(params)
+def split_kv_args(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the scales and pages among the parameters of a call, the others)."""
+    kv_inputs = {n: x for n, x in params.items() if n in KV_INPUTS}
+    return kv_inputs, {n: x for n, x in params.items() if n not in kv_inputs} if kv_inputs else dict(params)
 
 
-def stored(arrays: Arrays, g: Geometry, live: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Any]]:
+def kv_format(arrays: Arrays, g: Geometry, kv_inputs: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Any]]:
     """The static description of a call's scales and pages, and their arrays with the axes of the framework's own
     layout; None without any. `ShapeError` where they do not fit k and v."""
-    if not live:
+    if not kv_inputs:
         return None, {}
-    bare = [n for n, x in live.items() if arrays.unbatched and n != PAGES and x.ndim == 2]
-    live = {n: x[None] if n in bare else x for n, x in live.items()}
+    bare = [n for n, x in kv_inputs.items() if arrays.unbatched and n != PAGES and x.ndim == 2]
+    kv_inputs = {n: x[None] if n in bare else x for n, x in kv_inputs.items()}
     if arrays.framework == "jax":
-        live = {n: like_jax(x, *arrays.qkv) for n, x in live.items()}
-    for name, x in live.items():
+        kv_inputs = {n: like_jax(x, *arrays.qkv) for n, x in kv_inputs.items()}
+    for name, x in kv_inputs.items():
         _check(name, x, arrays)
     natural = NATURAL.get(arrays.framework, arrays.layout)
-    found = {n: turned(n, x, arrays.layout, natural) for n, x in live.items()}
+    tables = {n: transpose_to(n, x, arrays.layout, natural) for n, x in kv_inputs.items()}
     b, h, _, k = g.origin
     if not isinstance(k, int):
-        found[FIRST] = _like(np.broadcast_to(k, g.batch), arrays.q, arrays.framework)
-    page = arrays.page if PAGES in live else 0
+        tables[FIRST] = _like(np.broadcast_to(k, g.batch), arrays.q, arrays.framework)
+    page = arrays.page if PAGES in kv_inputs else 0
     first = b, h, k if isinstance(k, int) else None
-    return Stored(K_SCALE in live, V_SCALE in live, page, natural, g.heads // g.kv_heads, first), found
+    return Stored(K_SCALE in kv_inputs, V_SCALE in kv_inputs, page, natural, g.heads // g.kv_heads, first), tables
 
 
-def _check(name: str, x: Any, given: Arrays) -> None:
+def _check(name: str, x: Any, arrays: Arrays) -> None:
     word, of = WORDS[name], "v" if name == V_SCALE else "k"
-    if framework_of(x) != given.framework and not hasattr(x, "aval"):
-        raise ShapeError(f"{word} is a {type(x).__name__}, q is of {given.framework}; convert it")
+    if framework_of(x) != arrays.framework and not hasattr(x, "aval"):
+        raise ShapeError(f"{word} is a {type(x).__name__}, q is of {arrays.framework}; convert it")
     dtype = str(x.dtype).removeprefix("torch.")
-    if given.framework == "torch" and x.device != given.q.device:
-        raise ShapeError(f"{word} is on {x.device}, q on {given.q.device}; move them to one")
+    if arrays.framework == "torch" and x.device != arrays.q.device:
+        raise ShapeError(f"{word} is on {x.device}, q on {arrays.q.device}; move them to one")
     if name == PAGES:
         if dtype != "int32":
             raise ShapeError(
-                f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(given, 'int32')}"
+                f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(arrays, 'int32')}"
             )
         return
-    if dtype != "float32" and not dtype == given.dtype == "float64":
-        raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(given, 'float32')}")
-    array = getattr(given, of)
+    if dtype != "float32" and not dtype == arrays.dtype == "float64":
+        raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(arrays, 'float32')}")
+    array = getattr(arrays, of)
     if tuple(x.shape) != tuple(array.shape[:3]):
         raise ShapeError(
             f"{word} has the shape {tuple(x.shape)}; it has one number for every token and head of {of}, "
@@ -558,8 +558,8 @@ def _check(name: str, x: Any, given: Arrays) -> None:
         )
 
 
-def _cast(given: Arrays, dtype: str) -> str:
-    return f".to(torch.{dtype})" if given.framework == "torch" else f'.astype("{dtype}")'
+def _cast(arrays: Arrays, dtype: str) -> str:
+    return f".to(torch.{dtype})" if arrays.framework == "torch" else f'.astype("{dtype}")'
 
 
 def _like(x: NDArray[Any], like: Any, framework: str) -> Any:
@@ -574,27 +574,29 @@ def _like(x: NDArray[Any], like: Any, framework: str) -> Any:
     return x
 
 
-def turned(name: str, x: Any, have: str, want: str) -> Any:
+def transpose_to(name: str, x: Any, have: str, want: str) -> Any:
     """A scale with its heads and length axes as `want` has them."""
     return x if name not in (K_SCALE, V_SCALE) or have == want else x.swapaxes(1, 2)
 
 
-def meant(arrays: Arrays, live: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """q, k and v with scales and pages applied, float64 [batch, heads, length, dim]; `live` as `stored` gives it."""
+def dequantize_and_gather(
+    arrays: Arrays, kv_inputs: Mapping[str, Any]
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """q, k and v with scales and pages applied, float64 [batch, heads, length, dim]; `kv_inputs` as of `kv_format`."""
     q, k, v = (turn(to_numpy(x), arrays.layout, "bhsd") for x in arrays.qkv)
     natural = NATURAL.get(arrays.framework, arrays.layout)
-    told = {n: to_numpy(turned(n, x, natural, "bhsd")) for n, x in live.items()}
-    pages = told.get(PAGES)
-    return q, _meant(k, told.get(K_SCALE), pages), _meant(v, told.get(V_SCALE), pages)
+    host = {n: to_numpy(transpose_to(n, x, natural, "bhsd")) for n, x in kv_inputs.items()}
+    pages = host.get(PAGES)
+    return q, _dequantized(k, host.get(K_SCALE), pages), _dequantized(v, host.get(V_SCALE), pages)
 
 
-def _meant(x: NDArray[Any], scale: Any, pages: Any) -> NDArray[Any]:
+def _dequantized(x: NDArray[Any], scale: Any, pages: Any) -> NDArray[Any]:
     x = x if scale is None else x * scale[..., None]
     if pages is None:
         return x
-    found = x[np.clip(pages.astype(int), 0, len(x) - 1)]  # [batch, pages of a sequence, heads, tokens, dim]
-    batch, n, heads, tokens, dim = found.shape
-    return np.ascontiguousarray(found.swapaxes(1, 2)).reshape(batch, heads, n * tokens, dim)
+    gathered = x[np.clip(pages.astype(int), 0, len(x) - 1)]  # [batch, pages of a sequence, heads, tokens, dim]
+    batch, n, heads, tokens, dim = gathered.shape
+    return np.ascontiguousarray(gathered.swapaxes(1, 2)).reshape(batch, heads, n * tokens, dim)
 
 
 FORWARD_ALONE = {
@@ -603,9 +605,9 @@ FORWARD_ALONE = {
 }
 
 
-def refuse_gradients(kv_dtype: str, live: Collection[str], framework: str = "torch") -> None:
+def refuse_gradients(kv_dtype: str, kv_inputs: Collection[str], framework: str = "torch") -> None:
     """Raise: a gradient is asked of a call whose keys and values are stored."""
-    how = f"of {kv_dtype}" if kv_dtype else "with " + " and ".join(word for n, word in WORDS.items() if n in live)
+    how = f"of {kv_dtype}" if kv_dtype else "with " + " and ".join(word for n, word in WORDS.items() if n in kv_inputs)
     raise BackwardError(
         f"keys and values {how} are for the forward alone, without gradients\n"
         f"  train with keys and values as they are; for the forward alone write {FORWARD_ALONE[framework]}"

@@ -27,7 +27,7 @@ def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
 
 def nothing(call: Call, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a call; `learned` are further arrays that gradients flow to."""
-    return results_of(call.given, call.geometry, call.sinks, learned)
+    return results_of(call.arrays, call.geometry, call.sinks, learned)
 
 
 def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
@@ -40,10 +40,10 @@ def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable
         real = getattr(torch, real)
         inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
         link = sum((x.reshape(-1)[:0].sum().to(real) for x in inputs), torch.zeros((), dtype=real, device=q.device))
-        made = q.new_zeros(out) + link.to(q.dtype)
+        zeros = q.new_zeros(out) + link.to(q.dtype)
         empty = torch.full(rows, -torch.inf, dtype=real, device=q.device)
         lse = empty if sinks is None else sinks.to(real)[None, :, None].expand(rows).clone()
-        return made, lse + link, empty.clone()
+        return zeros, lse + link, empty.clone()
     np_like: Any = np if arrays.framework == "numpy" else sys.modules["jax"].numpy
     empty = np_like.full(rows, -np.inf, real)
     lse = empty if sinks is None else np_like.broadcast_to(np_like.asarray(sinks, real)[None, :, None], rows)

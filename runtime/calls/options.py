@@ -20,7 +20,7 @@ from frisket.lowering.plan import Target
 from frisket.runtime.backends.base import offered
 from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
 
-from .arrays import Rows, framework_of, uploaded
+from .arrays import TokenPermutation, framework_of, uploaded
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Tuning:
     @property
     def text(self) -> str:
         """The choices as one word; "None" where nothing is chosen."""
-        said = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
-        said += [f"{n}={getattr(self, n)}" for n in ("precision", "splits", "tanh") if getattr(self, n) is not None]
-        return ",".join(said) or "None"
+        choices = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
+        choices += [f"{n}={getattr(self, n)}" for n in ("precision", "splits", "tanh") if getattr(self, n) is not None]
+        return ",".join(choices) or "None"
 
     @property
-    def given(self) -> dict[str, Any] | None:
+    def choices(self) -> dict[str, Any] | None:
         """The choices as dicts, numbers and words; None where nothing is chosen."""
         launches = {
             k: {n: x if isinstance(x, bool) else int(x) for n, x in vars(getattr(self, k)).items() if x is not None}
@@ -112,7 +112,8 @@ class Options:
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
     # vendors' kernels that may run where they provably compute the call; True: those compared in full
     engines: bool | tuple[str, ...] = True
-    rows: Rows | None = field(default=None, repr=False)  # internal: the places of rows in arrays of another order
+    # internal: the places of rows in arrays of another order
+    rows: TokenPermutation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if (x := self.sinks) is not None:
@@ -121,12 +122,12 @@ class Options:
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
 
-        def said(x: Any) -> str:
+        def shown(x: Any) -> str:
             return (
                 f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if hasattr(x, "shape") and x.ndim else str(x)
             )
 
-        both = ((f.name, said(getattr(self, f.name)), said(f.default)) for f in fields(self) if f.repr)
+        both = ((f.name, shown(getattr(self, f.name)), shown(f.default)) for f in fields(self) if f.repr)
         return [(name, text) for name, text, usual in both if text != usual]
 
 
@@ -141,10 +142,10 @@ def engines_named(value: Any) -> bool | tuple[str, ...]:
     if isinstance(value, bool):
         return value
     parts = value.split(",") if isinstance(value, str) else value
-    found = tuple(x.strip() if isinstance(x, str) else x for x in parts) if isinstance(parts, list | tuple) else ()
-    if not found or any(x not in offered() for x in found):
+    names = tuple(x.strip() if isinstance(x, str) else x for x in parts) if isinstance(parts, list | tuple) else ()
+    if not names or any(x not in offered() for x in names):
         raise ParameterError(f"engines is {value!r}; write True, False, or names among {', '.join(offered())}")
-    return found
+    return names
 
 
 def rate_of(dropout: Any) -> float:

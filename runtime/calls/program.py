@@ -127,9 +127,9 @@ class CallProgram:
         """A program whose score mod multiplies `score` first, and the name of the factor: a traced or learned scalar,
         or None for one that calls give."""
         name = next(n for i in count(1) if (n := f"softmax_scale_{i}") not in self.names)
-        held = {} if scale is None else {name: scale}
+        params = {} if scale is None else {name: scale}
         first = ScoreMod(
-            SCORE * param(name, FLOAT), held if parameters.learns(scale) else None, parameters.Origin(captured=held)
+            SCORE * param(name, FLOAT), params if parameters.learns(scale) else None, parameters.Origin(captured=params)
         )
         reads = self.score is not None and "score" in uses(self.score.expr)
         return replace(self, score=first.then(self.score) if reads and self.score else self.score or first), name
@@ -148,7 +148,7 @@ class CallProgram:
         """The score mod as kernels compute it."""
         return self.stored.scored(mod) if self.stored else mod
 
-    def beside(self, tables: Mapping[str, Any]) -> dict[str, Any]:
+    def plan_arguments(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `make_plan` besides mask and score mod."""
         at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
         how = self.stored
@@ -178,14 +178,14 @@ def program_of(
             raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
         return joined(source.mask, source.score).bind(params)
     values = {n: parameters.as_value(n, x) for n, x in params.items()}
-    mine, theirs = (_wanted(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
+    mine, theirs = (_values_of(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
     mine, theirs = parameters.with_learned(mine, params), parameters.with_learned(theirs, params)
-    found = joined(
+    program = joined(
         None if source is None else for_one_call(source, "mask", mine) if once else mask(source, **mine),
         None if mod is None else for_one_call(mod, "score", theirs) if once else score(mod, **theirs),
     )
-    check_used(params, found.names, called)
-    return found
+    check_used(params, program.names, called)
+    return program
 
 
 def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
@@ -194,17 +194,17 @@ def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
     return CallProgram(m, s)
 
 
-def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values whose names occur in a mask or score mod."""
     if what is None or not values:
         return {}
     if isinstance(what, str):
         try:
-            found = read(what, kind=kind)
+            parsed = read(what, kind=kind)
         except MaskSyntaxError:  # types may need the values: parse again with all of them, for the error
             return dict(values)
-        e = found.mask if kind == "mask" else found.score
-        e = e if e is not None else found.expr
+        e = parsed.mask if kind == "mask" else parsed.score
+        e = e if e is not None else parsed.expr
         return only(values, e) if e is not None else {}
     return only(values, (mask(what) if kind == "mask" else score(what)).expr)
 
@@ -217,24 +217,24 @@ def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
 
 
-def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
+def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
     """A program read at other positions: texts or numbers for some of b, h, q and k, and values of names in the texts.
     A name without a value there is that of the mask or the score mod."""
     texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
     if coordinates and not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-    own, taken = {**program.scalars, **program.tables}, set(program.names)
-    given = {n: parameters.as_value(n, x) for n, x in coordinates.items() if n not in texts}
-    found = {n: parameters.position(n, x, {**own, **given}) for n, x in texts.items()}
-    if unused := [n for n in given if not any(n in parameters.names_of(e) for e in found.values())]:
+    defaults, used = {**program.scalars, **program.tables}, set(program.names)
+    bindings = {n: parameters.as_value(n, x) for n, x in coordinates.items() if n not in texts}
+    positions = {n: parameters.position(n, x, {**defaults, **bindings}) for n, x in texts.items()}
+    if unused := [n for n in bindings if not any(n in parameters.names_of(e) for e in positions.values())]:
         raise ParameterError(f"`{unused[0]}` is given and no coordinate uses it")
     others: dict[str, str] = {}  # names that mean something else already
-    for n in given:
-        if n in taken and (n not in own or parameters.digest(own[n]) != parameters.digest(given[n])):
-            others[n] = next(new for i in count(2) if (new := f"{n}_{i}") not in taken | given.keys())
-            taken.add(others[n])
-    values = {**own, **{others.get(n, n): x for n, x in given.items()}}
-    change = {var(n): renamed(e, others) for n, e in found.items()}
+    for n in bindings:
+        if n in used and (n not in defaults or parameters.digest(defaults[n]) != parameters.digest(bindings[n])):
+            others[n] = next(new for i in count(2) if (new := f"{n}_{i}") not in used | bindings.keys())
+            used.add(others[n])
+    values = {**defaults, **{others.get(n, n): x for n, x in bindings.items()}}
+    change = {var(n): renamed(e, others) for n, e in positions.items()}
     origin = program.origin
 
     def put(p: Any) -> Any:
@@ -283,19 +283,19 @@ def _by_shape(g: Geometry) -> str:
 def _by_tables(g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> str:
     """Tables that are read at bare positions and heads: all have the lengths of the other order, and some not these."""
     shapes = {n: tuple(x.shape) for n, x in {**program.tables, **params}.items() if hasattr(x, "shape")}
-    here, there = {"q": g.q_len, "k": g.kv_len, "h": g.heads}, {"q": g.heads, "k": g.kv_heads, "h": g.q_len}
+    sizes, there = {"q": g.q_len, "k": g.kv_len, "h": g.heads}, {"q": g.heads, "k": g.kv_heads, "h": g.q_len}
     read = {
         (n.name, i, a.name)
         for part in program.parts
         for n in walk(part.expr)
         if n.op == "lookup" and n.name in shapes
         for i, a in enumerate(n.args)
-        if a.op == "var" and a.name in here and i < len(shapes[n.name])
+        if a.op == "var" and a.name in sizes and i < len(shapes[n.name])
     }
-    found = sorted((name, axis, coordinate, shapes[name][axis]) for name, axis, coordinate in read)
-    if not all(have == there[coordinate] for _, _, coordinate, have in found):
+    entries = sorted((name, axis, coordinate, shapes[name][axis]) for name, axis, coordinate in read)
+    if not all(have == there[coordinate] for _, _, coordinate, have in entries):
         return ""
-    for name, _, coordinate, have in found:
-        if have != here[coordinate] and (have >= 8 or coordinate == "h"):  # of too few heads: an error comes
+    for name, _, coordinate, have in entries:
+        if have != sizes[coordinate] and (have >= 8 or coordinate == "h"):  # of too few heads: an error comes
             return f"`{name}`, read at `{coordinate}`, has {have} entries"
     return ""

@@ -191,8 +191,8 @@ def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128
     )
     if expand:
         group.add_argument("--expand", action="store_true", help="write calls of the library out as formulas")
-    said = "default: the backend's choice" if block is None else "default: {}x{}".format(*block)
-    group.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help=f"tile in tokens; {said}")
+    default = "default: the backend's choice" if block is None else "default: {}x{}".format(*block)
+    group.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help=f"tile in tokens; {default}")
 
 
 def add_sizes(p: argparse.ArgumentParser, length: str = "2048") -> None:

@@ -52,8 +52,8 @@ def add_bench(p: argparse.ArgumentParser) -> None:
         "--peers", metavar="NAME,...", help=f"who is raced against: {', '.join(FAMILIES)}, or none; default: all"
     )
     sizes = p.add_argument_group("sizes")
-    said = ", ".join(f"{n:,} ({suite})" for suite, n in LENGTHS.items())
-    sizes.add_argument("--q-len", type=positive, metavar="TOKENS", help=f"queries; default: {said}")
+    lengths = ", ".join(f"{n:,} ({suite})" for suite, n in LENGTHS.items())
+    sizes.add_argument("--q-len", type=positive, metavar="TOKENS", help=f"queries; default: {lengths}")
     sizes.add_argument("--kv-len", type=positive, metavar="TOKENS", help="keys; default: as many as queries")
     sizes.add_argument("--batch", type=positive, default=1, metavar="N", help="default: %(default)s")
     sizes.add_argument("--heads", type=positive, metavar="N", help="of queries; default: 8, of layouts 1")
@@ -92,12 +92,12 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
             import matplotlib  # noqa: F401
     sizes, rounds, families = sizes_of(args), args.rounds or (3 if args.quick else 9), families_of(args)
     steps = firsts(args, sizes, families) if args.suite == "compile" else races(args, sizes, rounds, families)
-    found = followed(steps)
-    result = results(args.suite, found, sizes, 1 if args.suite == "compile" else rounds)
+    runs = followed(steps)
+    result = results(args.suite, runs, sizes, 1 if args.suite == "compile" else rounds)
     bad = ("wrong", "failed")
-    wrong = [f"{x.contest.name}: {n}" for x in found for n in x.ours if x.out.get(n, "").startswith(bad)]
+    wrong = [f"{x.contest.name}: {n}" for x in runs for n in x.ours if x.out.get(n, "").startswith(bad)]
     columns = console.width if sys.stdout.isatty() else None
-    text = [*lines_of(found, columns), *closing(args, found, result, wrong)]
+    text = [*lines_of(runs, columns), *closing(args, runs, result, wrong)]
     if files := written(args, result):
         text.append(row("written", ", ".join(files)))
     return CommandResult(result, text, 1 if wrong else 0)
@@ -105,15 +105,15 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
 
 def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     """The files that were asked for."""
-    found = []
+    files = []
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        found.append(str(args.output))
+        files.append(str(args.output))
     if args.chart is not None:
         if rows := ratios(result["parts"]):
             draw(rows, args.chart, title=f"frisket bench --suite {args.suite}")
-        found.append(str(args.chart) if rows else "no chart: no other library was timed")
-    return found
+        files.append(str(args.chart) if rows else "no chart: no other library was timed")
+    return files
 
 
 # -- what is raced ----------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ def families_of(args: argparse.Namespace) -> set[str] | None:
 
 def absent(suite: str, framework: str | None) -> str:
     """A reason why a suite has no such device here; empty where it has one."""
-    asked = [framework] if framework else installed()
-    if any(visible(suite, name) for name in asked):
+    frameworks = [framework] if framework else installed()
+    if any(visible(suite, name) for name in frameworks):
         return ""
-    return f"no {suite.upper()} is visible to {' or '.join(asked)}; --suite cpu does"
+    return f"no {suite.upper()} is visible to {' or '.join(frameworks)}; --suite cpu does"
 
 
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
@@ -218,37 +218,37 @@ def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) ->
 def followed(steps: Iterator[Any]) -> list[Any]:
     """The results of all races; on a terminal they are watched as they go, on stderr."""
     err = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    live = sys.stderr.isatty() and not err.is_dumb_terminal
-    found: list[Any] = []
+    watched = sys.stderr.isatty() and not err.is_dumb_terminal
+    runs: list[Any] = []
     with ExitStack() as stack:
-        screen = stack.enter_context(Live(console=err, transient=True, auto_refresh=False)) if live else None
+        screen = stack.enter_context(Live(console=err, transient=True, auto_refresh=False)) if watched else None
         for x in steps:
-            if not found or found[-1] is not x:
-                found.append(x)
+            if not runs or runs[-1] is not x:
+                runs.append(x)
             if screen is not None:
                 screen.update(Group(*lines_of([x], err.width)), refresh=True)
-    return found
+    return runs
 
 
-def lines_of(found: list[Any], columns: int | None) -> list[Any]:
-    if all(isinstance(x, race.Race) for x in found):
-        return list(lines(found, columns))
-    return [piece for x in found for piece in first_lines(x, columns)]
+def lines_of(runs: list[Any], columns: int | None) -> list[Any]:
+    if all(isinstance(x, race.Race) for x in runs):
+        return list(lines(runs, columns))
+    return [piece for x in runs for piece in first_lines(x, columns)]
 
 
-def first_lines(found: Any, columns: int | None) -> list[Piece]:
+def first_lines(record: Any, columns: int | None) -> list[Piece]:
     """A table of first calls."""
-    head = ("", "cold", "from disk", "new length", f"compiled for {len(found.lengths) - 1} more")
+    head = ("", "cold", "from disk", "new length", f"compiled for {len(record.lengths) - 1} more")
     body: list[list[str]] = [
-        [f"  {n}", spoken(found.cold[n]), spoken(max(found.disk[n], 0)), spoken(max(found.other.get(n, 0), 0)),
-         str(found.compilations.get(n, ""))]
-        for n in found.cold
+        [f"  {n}", spoken(record.cold[n]), spoken(max(record.disk[n], 0)), spoken(max(record.other.get(n, 0), 0)),
+         str(record.compilations.get(n, ""))]
+        for n in record.cold
     ]  # fmt: skip
-    at = ", ".join(f"{x:,}" for x in found.lengths)
-    out: list[Piece] = [Text(f"{found.contest.name}, {found.stage}, {at} tokens", "bold")]
+    at = ", ".join(f"{x:,}" for x in record.lengths)
+    out: list[Piece] = [Text(f"{record.contest.name}, {record.stage}, {at} tokens", "bold")]
     out += table([head, *body], right=(1, 2, 3, 4)) if body else []
-    out += [line for n, why in found.out.items() for line in away(n, why, len(n), columns)]
-    return [*out, Text(f"  {found.doing} ..." if found.doing else "", "dim")]
+    out += [line for n, why in record.out.items() for line in away(n, why, len(n), columns)]
+    return [*out, Text(f"  {record.doing} ..." if record.doing else "", "dim")]
 
 
 def results(suite: str, races: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
@@ -289,8 +289,8 @@ def closing(args: argparse.Namespace, races: list[Any], result: dict[str, Any], 
 
 def absentees(suite: str, framework: str | None) -> list[str]:
     """Whom a reader might look for, and why they are not in the table."""
-    here = installed()
-    found = [f"{x}: not installed; {pip_install(x)}" for x in ("torch", "jax") if x not in here]
+    present = installed()
+    absences = [f"{x}: not installed; {pip_install(x)}" for x in ("torch", "jax") if x not in present]
     if suite == "cpu":
-        found.append("FlashAttention, cuDNN: --suite gpu; splash attention: --suite tpu")
-    return found if framework is None else []
+        absences.append("FlashAttention, cuDNN: --suite gpu; splash attention: --suite tpu")
+    return absences if framework is None else []

@@ -59,11 +59,11 @@ NAME = re.compile(
 
 def named(text: str) -> Case:
     """The case of a name, as a mismatch prints it."""
-    found = NAME.fullmatch(text)
-    if not found:
+    match = NAME.fullmatch(text)
+    if not match:
         example = "torch/cpp/float32/77x131/4over2/rows-as-is/gradients"
         raise argparse.ArgumentTypeError(f"{text!r} is no case; a mismatch prints one, for example {example}")
-    framework, backend, dtype, *sizes, hidden, way = found.groups()
+    framework, backend, dtype, *sizes, hidden, way = match.groups()
     q_len, kv_len, heads, kv_heads = map(int, sizes)
     return Case(framework, backend, dtype, q_len, kv_len, heads, kv_heads, hidden == "hidden", way == "gradients")
 
@@ -154,17 +154,17 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
         for backend in backends_of(framework):
-            if backend.oracle or not asked(backend, framework, args.backend):
+            if backend.oracle or not takes_part(backend, framework, args.backend):
                 continue
-            taken = [n for n in DTYPES if not backend.refused_dtype(n)]
-            for dtype in args.dtype or (taken if args.all else taken[: 1 if args.quick else 2]):
-                if dtype in taken:
+            dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]
+            for dtype in args.dtype or (dtypes if args.all else dtypes[: 1 if args.quick else 2]):
+                if dtype in dtypes:
                     for (q, k), kv_heads, hidden, gradients in picked:
                         gradients &= backend.has_gradients(framework)
                         yield Case(framework, backend.name, dtype, q, k, heads, kv_heads, hidden, gradients)
 
 
-def asked(backend: Backend, framework: str, named: Sequence[str] | None) -> bool:
+def takes_part(backend: Backend, framework: str, named: Sequence[str] | None) -> bool:
     """Whether a backend takes part: one that is named where it runs at all, others where no interpreter runs them."""
     if not named:
         return not reason(backend.name, framework) and not backend.interpreted
@@ -176,7 +176,7 @@ def asked(backend: Backend, framework: str, named: Sequence[str] | None) -> bool
 def left_out() -> list[str]:
     """Backends that take part where they are named: an interpreter runs them here."""
     all_of = ((b, framework) for framework in installed() for b in backends_of(framework) if not b.oracle)
-    return list(dict.fromkeys(b.name for b, f in all_of if asked(b, f, [b.name]) and not asked(b, f, None)))
+    return list(dict.fromkeys(b.name for b, f in all_of if takes_part(b, f, [b.name]) and not takes_part(b, f, None)))
 
 
 def outcome(case: Case, program: Program, args: argparse.Namespace) -> Outcome:
@@ -198,16 +198,16 @@ def arrays(case: Case, batch: int) -> tuple[Any, ...]:
         raise ParameterError(f"{case.heads} heads are not shared evenly by {case.kv_heads} of keys")
     draw = np.random.default_rng(0).standard_normal
     sizes = ((case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len))
-    made = [draw((batch, *size, DIM), np.float32) for size in sizes]
+    draws = [draw((batch, *size, DIM), np.float32) for size in sizes]
     if case.framework == "torch":
         import torch
 
         backend = RECORDS[case.backend]
         device = "cuda" if backend.accelerated and "cpu" not in backend.platforms and not backend.interpreted else "cpu"
-        return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in made)
+        return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in draws)
     import jax.numpy as jnp
 
-    return tuple(jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in made)
+    return tuple(jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in draws)
 
 
 # -- what is said -----------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[str | Text, ...]]:
         backward = [pair for r in reports for pair in r.gradients.values()]
         wrong = sum(bool(o.wrong) for o in of)
         refused = sum(bool(o.refused) for o in of)
-        said = (f"{wrong} WRONG", BAD) if wrong else (f"{refused} refused", SOME) if refused else ("good", GOOD)
-        yield (*key, str(len(of)), *worst(forward), *worst(backward), Text(*said))
+        verdict = (f"{wrong} WRONG", BAD) if wrong else (f"{refused} refused", SOME) if refused else ("good", GOOD)
+        yield (*key, str(len(of)), *worst(forward), *worst(backward), Text(*verdict))
 
 
 def worst(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:

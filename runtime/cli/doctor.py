@@ -17,7 +17,7 @@ from frisket.grammar.memo import Info, tables
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
 from frisket.runtime.backends.engines.proof import CHECKED, COSTS
-from frisket.runtime.backends.registry import backends, choose, here
+from frisket.runtime.backends.registry import backends, choose, ready_text
 from frisket.runtime.bench.packed import installed
 from frisket.runtime.bench.race import cpu_name
 from frisket.runtime.machine import cpp_build as native_build
@@ -54,15 +54,15 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         return remembered()
     versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
-    ready = {name: why or here(name) for name, why in missing.items()}
-    given = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
+    ready = {name: why or ready_text(name) for name, why in missing.items()}
+    settings = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
-    built, kept, calls = native(), caches(), usual()
+    built, folders, calls = native(), caches(), usual()
     data = {
         **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready,
-        "engines": engines(), "calls": calls, "caches": kept, "settings": given,
+        "engines": engines(), "calls": calls, "caches": folders, "settings": settings,
     }  # fmt: skip
-    files = {folder: f"{counted(found['files'], 'file')}, {size(found['bytes'])}" for folder, found in kept.items()}
+    files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
     text: list[Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
@@ -71,27 +71,27 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         row("engines", "\n".join(f"{name:{NAMES}} {x}" for name, x in engines().items()), NAMES + 1),
         row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
         row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),
-        row("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
-        row("settings", "\n".join(f"{v.name:{NAMES}} {given.get(v.name, 'not set')}" for v in VARIABLES), NAMES + 1),
+        row("caches", "\n".join(f"{folder}: {usage}" for folder, usage in files.items()) or "nothing is kept yet"),
+        row("settings", "\n".join(f"{v.name:{NAMES}} {settings.get(v.name, 'not set')}" for v in VARIABLES), NAMES + 1),
     ]
     if not installed():
         text.append(Text(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]", SOME))
     return CommandResult(data, text)
 
 
-def marks(name: str, found: Iterable[tuple[str, str, bool]]) -> AnswerRow:
+def marks(name: str, entries: Iterable[tuple[str, str, bool]]) -> AnswerRow:
     """A mark, a name and what is to say of it, a line each."""
     lines = (
-        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {one:{NAMES - 2}} {said}")
-        for one, said, good in found
+        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {one:{NAMES - 2}} {text}")
+        for one, text, good in entries
     )
     return row(name, Text("\n").join(lines), NAMES + 1)
 
 
-def package(name: str, found: str | None) -> str:
+def package(name: str, release: str | None) -> str:
     what, extra = PACKAGES[name]
-    if found:
-        return found
+    if release:
+        return release
     return f"not installed; for {what}: {pip_install(extra) if extra else f'pip install {name}'}"
 
 
@@ -116,8 +116,8 @@ def usual() -> dict[str, str]:
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
     folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
-    found = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
-    return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in found.items() if sizes}
+    contents = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
+    return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in contents.items() if sizes}
 
 
 def native() -> dict[str, Any]:
@@ -127,13 +127,13 @@ def native() -> dict[str, Any]:
     off = {"off": f"FRISKET_BACKEND is {LIBRARY}"} if Settings.read().backend == LIBRARY else {}
     command, folder = native_build.compiler(), native_build.writable()
     assert command is not None  # else there is a reason
-    wanted = native_build.directories()[0]
-    kept = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
-    if folder not in (None, wanted):
-        kept += f"; {wanted} cannot be written to"
+    preferred = native_build.directories()[0]
+    cache = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
+    if folder not in (None, preferred):
+        cache += f"; {preferred} cannot be written to"
     return off | {
         "compiler": f"{' '.join(command)}: {native_build.compiler_version(command)}",
-        "cpu": native_cpu.best(), "cache": kept,
+        "cpu": native_cpu.best(), "cache": cache,
     }  # fmt: skip
 
 
@@ -160,14 +160,14 @@ EXAMPLE = "causal & window(256)"
 def remembered() -> CommandResult:
     """The contents of this process's tables after a mask was laid out; tables of one name count as one."""
     _ = mask(EXAMPLE).layout(1024, 1024).facts
-    found: dict[str, Info] = {}
+    totals: dict[str, Info] = {}
     for t in tables():
-        first = found.get(t.name, Info(t.name, 0, 0, 0, 0, 0))
-        found[t.name] = Info(t.name, *(a + b for a, b in zip(first[1:], t[1:], strict=True)))
+        first = totals.get(t.name, Info(t.name, 0, 0, 0, 0, 0))
+        totals[t.name] = Info(t.name, *(a + b for a, b in zip(first[1:], t[1:], strict=True)))
     lines = [
         (t.name, f"{t.entries:,}", f"{t.bound:,}", size(t.bytes), f"{t.hits:,}", f"{t.misses:,}")
-        for t in found.values()
+        for t in totals.values()
     ]
     header = [tuple(name if name != "bound" else "at most" for name in Info._fields)]
-    data = {"after": EXAMPLE, "tables": [t._asdict() for t in found.values()]}
+    data = {"after": EXAMPLE, "tables": [t._asdict() for t in totals.values()]}
     return CommandResult(data, table([*header, *lines], right=range(1, 6)))

@@ -72,9 +72,9 @@ def build(args: argparse.Namespace) -> CommandResult:
     if args.report or args.arch:
         raise ParameterError("--report and --arch are about GPUs, --build about this CPU: leave one or the other out")
     att = compiled(read_program(args), args.block, backend=args.backend)
-    made = warm(att, shapes(args), framework=args.framework)
-    rows = [row._asdict() for row in made.rows]
-    return CommandResult({"backend": args.backend, "kernels": rows}, [str(made)], 0 if made.good else 1)
+    warmed = warm(att, shapes(args), framework=args.framework)
+    rows = [row._asdict() for row in warmed.rows]
+    return CommandResult({"backend": args.backend, "kernels": rows}, [str(warmed)], 0 if warmed.good else 1)
 
 
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
@@ -82,8 +82,8 @@ HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spil
 
 def check_reports(option: str, backend: str) -> None:
     """Refuse an option about kernels that are compiled ahead of time, for a backend whose kernels are not."""
-    found = RECORDS.get(backend)
-    if found is None or found.reports is None:
+    record = RECORDS.get(backend)
+    if record is None or record.reports is None:
         name = next(b.name for b in backends_of() if b.reports)
         raise ParameterError(f"{option} is about {name.title()} kernels, not {backend!r}; write --backend {name}")
 
@@ -98,20 +98,20 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
         triton_report.check_compiles(arch)
     att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
-    found: list[triton_report.KernelReport] = []
+    kernels: list[triton_report.KernelReport] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():
             for one in reports(s.source, s.plan, s.target, dims, arch):
-                found.append(one)
+                kernels.append(one)
                 step("compiling")
     lengths = (sizes[n] for n in ("q_len", "kv_len", "batch", "heads"))
-    said = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
+    engines = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
     data = {
-        "head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found], "engines": said,
+        "head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels], "engines": engines,
     }  # fmt: skip
-    text = [*table([HEAD, *map(line, found)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, said.splitlines())]
-    return CommandResult(data, text, 0 if all(r.fits for r in found) else 1)
+    text = [*table([HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, engines.splitlines())]
+    return CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
 
 
 def line(r: Any) -> tuple[str | Text, ...]:

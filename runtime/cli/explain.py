@@ -32,12 +32,12 @@ STYLE = {
 def add_explain(p: argparse.ArgumentParser) -> None:
     answers.add_subject(p)
     answers.add_sizes(p)
-    asked = p.add_argument_group("what is asked; nothing: the stages and the rules that fired")
-    asked.add_argument("--q", type=answers.natural, metavar="N", help="a query position, together with --k")
-    asked.add_argument("--k", type=answers.natural, metavar="N", help="a key position")
-    asked.add_argument("--tile", type=answers.tile, metavar="I,J", help="a tile: its row and column, from 0")
-    answers.add_slice(asked)
-    asked.add_argument("--backend", metavar="B", help="whose target and source to show; default: torch's library calls")
+    group = p.add_argument_group("what is asked; nothing: the stages and the rules that fired")
+    group.add_argument("--q", type=answers.natural, metavar="N", help="a query position, together with --k")
+    group.add_argument("--k", type=answers.natural, metavar="N", help="a key position")
+    group.add_argument("--tile", type=answers.tile, metavar="I,J", help="a tile: its row and column, from 0")
+    answers.add_slice(group)
+    group.add_argument("--backend", metavar="B", help="whose target and source to show; default: torch's library calls")
     answers.examples(
         p,
         "frisket explain 'causal & window(w)' --set w=256 --q 300 --k 17",
@@ -61,14 +61,14 @@ def explain(args: argparse.Namespace, console: Console) -> answers.CommandResult
 def explain_point(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     mask = visible_mask(read_program(args), "to explain")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
-    found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
+    finding = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
     at = f"query {args.q:,}, key {args.k:,}{of_slice(args)}"
-    answer = "visible" if found.visible else "hidden"
-    spans = places(mask, found.clauses)
+    answer = "visible" if finding.visible else "hidden"
+    spans = places(mask, finding.clauses)
     position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
-    data = {**position, "visible": found.visible, "because": found.because, "clauses": quoted(mask, spans)}
+    data = {**position, "visible": finding.visible, "because": finding.because, "clauses": quoted(mask, spans)}
     text = answers.rows([
-        ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", found.because.replace("; ", "\n")),
+        ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", finding.because.replace("; ", "\n")),
         ("mask", marked(mask, spans, STYLE[answer], console)),
     ])  # fmt: skip
     return answers.CommandResult(data, text)
@@ -79,21 +79,21 @@ def explain_tile(args: argparse.Namespace, console: Console) -> answers.CommandR
     (i, j), (bq, bk) = args.tile, args.block
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
     layout = laid_out(args, mask)
-    found = layout.explain(tile=args.tile, b=args.b, h=args.h)
+    finding = layout.explain(tile=args.tile, b=args.b, h=args.h)
     at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in (
-        ("visible_at", found.visible_at), ("hidden_at", found.hidden_at)
+        ("visible_at", finding.visible_at), ("hidden_at", finding.hidden_at)
     )}  # fmt: skip
-    spans, style = places(mask, found.clauses), STYLE[found.kind]
-    if found.hidden_at is not None and found.kind == "partial":  # no clause decides it whole: what hides some of it
-        b, h, q, k = found.hidden_at
+    spans, style = places(mask, finding.clauses), STYLE[finding.kind]
+    if finding.hidden_at is not None and finding.kind == "partial":  # no clause decides it whole: what hides some of it
+        b, h, q, k = finding.hidden_at
         spans, style = places(mask, layout.explain(q, k, b, h).clauses), answers.BAD
     data = {
-        "tile": [i, j], "b": args.b, "h": args.h, "kind": found.kind, "because": found.because, **at,
+        "tile": [i, j], "b": args.b, "h": args.h, "kind": finding.kind, "because": finding.because, **at,
         "clauses": quoted(mask, spans),
     }  # fmt: skip
     where = f"queries {ends(i, bq, layout.q_len)}, keys {ends(j, bk, layout.kv_len)}{of_slice(args)}"
     text = answers.rows([
-        ("tile", where), ("answer", Text(found.kind, STYLE[found.kind])), ("because", found.because),
+        ("tile", where), ("answer", Text(finding.kind, STYLE[finding.kind])), ("because", finding.because),
         ("mask", marked(mask, spans, style, console)),
     ])  # fmt: skip
     return answers.CommandResult(data, text)
@@ -112,14 +112,14 @@ def ends(at: int, size: int, length: int) -> str:
 
 def places(mask: Mask, clauses: Sequence[Expr]) -> list[Span]:
     """The spans of a mask's clauses in its text, in order: what became the clause, else the least that holds it."""
-    found = set()
+    spans = set()
     for clause in clauses:
-        here = [span for span, e in mask.sites if e is clause] or [
+        matches = [span for span, e in mask.sites if e is clause] or [
             span for span, e in mask.sites if any(x is clause for x in walk(e))
         ]
-        if here:
-            found.add(min(here, key=lambda span: span.stop - span.start))
-    return sorted(found, key=lambda span: span.start)
+        if matches:
+            spans.add(min(matches, key=lambda span: span.stop - span.start))
+    return sorted(spans, key=lambda span: span.start)
 
 
 def quoted(mask: Mask, spans: Sequence[Span]) -> list[dict[str, Any]]:
@@ -131,15 +131,15 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
     source, lines = mask.source, []
     start = 0
     for line in source.split("\n"):
-        here = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
-        here = [(a, z) for a, z in here if a < z]
-        if here:
+        marks = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
+        marks = [(a, z) for a, z in marks if a < z]
+        if marks:
             text = Text(line.replace("\t", " "))
-            for a, z in here:
+            for a, z in marks:
                 text.stylize(f"{style} underline", a, z)
             lines.append(text)
             if not answers.coloured(console):
-                under = "".join("^" if any(a <= n < z for a, z in here) else " " for n in range(len(line)))
+                under = "".join("^" if any(a <= n < z for a, z in marks) else " " for n in range(len(line)))
                 lines.append(Text(under.rstrip()))
         start += len(line) + 1
     return Text("\n").join(lines)

@@ -28,9 +28,9 @@ ROWS = 1 << 24  # rows of tiles that are laid out: some gigabytes of bounds
 def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
     text, name = source(args.expr, args.score)
-    given = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
-    parsed = read(text, params=given, name=name)
-    values = {**given, **chosen(more, given, parsed)}
+    bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
+    parsed = read(text, params=bindings, name=name)
+    values = {**bindings, **chosen(more, bindings, parsed)}
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)
     if getattr(args, "expand", False):  # the same, read from its formulas
@@ -68,9 +68,9 @@ def tables(program: Program) -> dict[str, NDArray[Any]]:
 def visible_mask(program: Program, why: str) -> Mask:
     """The mask with what the score mod hides; an error where there is no mask and the score mod hides nothing."""
     require_bound(program)
-    if (found := program.visible) is None:
+    if (visible := program.visible) is None:
         raise ParameterError(f"this score mod hides nothing, so there are no tiles {why}; give a mask")
-    return found
+    return visible
 
 
 def compiled(program: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:

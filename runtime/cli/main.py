@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The arguments of one command, whose module is imported for its options."""
-    asked = argv[0] if argv else ""
-    top = parser(asked)
-    if asked and not asked.startswith("-") and asked not in COMMANDS:
-        top.error(f"there is no command {asked!r}{meant(asked, COMMANDS)}")
+    command = argv[0] if argv else ""
+    top = parser(command)
+    if command and not command.startswith("-") and command not in COMMANDS:
+        top.error(f"there is no command {command!r}{meant(command, COMMANDS)}")
     args, rest = top.parse_known_args(argv)
     if not hasattr(args, "command"):
         top.print_help(sys.stderr)

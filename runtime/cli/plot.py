@@ -55,8 +55,8 @@ def plot(args: argparse.Namespace, console: Console) -> CommandResult:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if program.score is not None:
         data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
-    said = rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(program))])
-    return CommandResult(data, said)
+    lines = rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(program))])
+    return CommandResult(data, lines)
 
 
 def titled(program: Program) -> str:

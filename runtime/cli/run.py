@@ -68,9 +68,9 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
         errors = compared(job, bench, step)
 
     data, lines = described(program)
-    found, facts = laid(layout, program.mask)
+    layout_data, facts = laid(layout, program.mask)
     where = f"{platform.machine()}, {cpu_count()}"
-    data |= found | {
+    data |= layout_data | {
         "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
         "available": files.available, "framework": bench.name, "machine": where, "heads": args.heads,
         "head_dim": args.head_dim, "repeats": args.repeats,
@@ -104,11 +104,11 @@ def packing(files: packed.Packed, limit: int) -> str:
 
 def timed(bench: packed.Bench, rivals: list[packed.Rival], repeats: int, step: Any) -> list[float]:
     medians: list[float] = []
-    for found in packed.interleaved([bench.ours, *(r.run for r in rivals)], repeats):
-        if found is None:
+    for round_medians in packed.interleaved([bench.ours, *(r.run for r in rivals)], repeats):
+        if round_medians is None:
             step("timing")
         else:
-            medians = found
+            medians = round_medians
     return medians
 
 

@@ -54,8 +54,8 @@ def show(args: argparse.Namespace, console: Console) -> CommandResult:
     if (mask := program.visible) is None:
         return answer
     layout = laid_out(args, mask)
-    found, facts = laid(layout, mask)
-    answer.data |= found
+    layout_data, facts = laid(layout, mask)
+    answer.data |= layout_data
     answer.text += rows(facts)
     if program.score is not None and program.score.tables:
         read = program.score.lookups(layout.q_len, layout.kv_len, mask=program.mask, batch=args.batch, heads=args.heads)
@@ -87,8 +87,8 @@ def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | T
     ):
         if part is not None:
             known = {**bound, **shapes}  # which `with` tells the types of
-            said, means = written(part), nothing if simple is None else show_text(simple, known)
-            lines += [(part.what.split()[0], said), ("means", means if means != said else "")]
+            source, means = written(part), nothing if simple is None else show_text(simple, known)
+            lines += [(part.what.split()[0], source), ("means", means if means != source else "")]
     return data, [*lines, ("with", where)]
 
 
@@ -118,7 +118,7 @@ def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, st
         shape += f"; batch {layout.batch:,}, {counted(layout.heads, 'head')}"
     lines: list[tuple[str, str | Text]] = [
         ("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout)), ("saved", saved(layout)),
-        ("rows", empty_rows(layout, mask)), ("kernels", reached(layout)), ("found", found(layout)),
+        ("rows", empty_rows(layout, mask)), ("kernels", reached(layout)), ("found", exactness(layout)),
     ]  # fmt: skip
     if f.tables:
         lines.append(("tables", "\n".join(f"{name}: {facts}" for name, facts in f.tables.items())))
@@ -152,7 +152,7 @@ def tiles(layout: Layout) -> Text:
         (ink.empty.strip(), styles["empty"], c.empty, "empty: never read"),
     ]
     width = max(len(f"{n:,}") for _, _, n, _ in lines)
-    return Text("\n").join(Text.assemble((mark, style), f" {n:>{width},} {said}") for mark, style, n, said in lines)
+    return Text("\n").join(Text.assemble((mark, style), f" {n:>{width},} {note}") for mark, style, n, note in lines)
 
 
 def saved(layout: Layout) -> Text:
@@ -174,12 +174,12 @@ def empty_rows(layout: Layout, mask: Mask) -> str | Text:
     if every:
         return "every query sees at least one key"
     try:
-        found = mask.empty_rows(layout.q_len, layout.kv_len, batch=layout.batch, heads=layout.heads).witness
+        witness = mask.empty_rows(layout.q_len, layout.kv_len, batch=layout.batch, heads=layout.heads).witness
     except Undecided:
-        found = None
-    one = f"query {found[2]:,}" if found else "some query"
-    if found and layout.batch * layout.heads > 1:
-        one += f" of batch {found[0]}, head {found[1]}"
+        witness = None
+    one = f"query {witness[2]:,}" if witness else "some query"
+    if witness and layout.batch * layout.heads > 1:
+        one += f" of batch {witness[0]}, head {witness[1]}"
     return Text(f"{one} sees no key; where that is so, the output is 0", SOME)
 
 
@@ -203,7 +203,7 @@ def size(n: int) -> str:
     return f"{n} bytes"
 
 
-def found(layout: Layout) -> str | Text:
+def exactness(layout: Layout) -> str | Text:
     f = layout.facts
     how = FOUND[f.method] + (f"\n{f.settled:,} tiles by looking at their pairs" if f.settled else "")
     if layout.exact:

@@ -50,9 +50,9 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     tables = {name: table.array for name, table in layout.tables.items()}
     scalars = {**layout.params, **dict(zip(SIZES, layout.sizes, strict=True))}
     try:
-        text, found = places(layout.shown, {**layout.params, **tables})
-        made = program(layout.written, scalars, tables, pack, layout.shown)
-        size = sum(sum(map(len, table["array"].values())) for table in made["tables"].values())
+        text, sites = places(layout.shown, {**layout.params, **tables})
+        page_program = program(layout.written, scalars, tables, pack, layout.shown)
+        size = sum(sum(map(len, table["array"].values())) for table in page_program["tables"].values())
         if size > TABLES:
             raise BudgetError(
                 f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
@@ -61,10 +61,10 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
         return {"text": " ".join(repr(layout.shown).split()), "spans": {}, "program": None, "why": str(error)}
     index = {node: i for i, node in enumerate(walk(layout.written))}
     spans: dict[int, list[list[int]]] = {}
-    for span, node in found:
-        if index.get(node) in made["clauses"]:  # an argument of a call need not be part of the mask
+    for span, node in sites:
+        if index.get(node) in page_program["clauses"]:  # an argument of a call need not be part of the mask
             spans.setdefault(index[node], []).append([span.start, span.stop])
-    return {"text": text, "spans": spans, "program": made, "why": ""}
+    return {"text": text, "spans": spans, "program": page_program, "why": ""}
 
 
 def program(
@@ -117,8 +117,8 @@ def runs(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     """The runs of every distinct slice: CSR, starts and stops in turn, and the slice of every (b, h)."""
     r = layout.runs
     ends = np.stack([r.start, r.stop], axis=1).reshape(-1)
-    found: dict[str, Array] = {"rowPtr": r.row_ptr, "ends": ends, "kind": r.kind, "sliceOf": r.slice_of.reshape(-1)}
-    return {name: (pack or packed)(array) for name, array in found.items()}
+    arrays: dict[str, Array] = {"rowPtr": r.row_ptr, "ends": ends, "kind": r.kind, "sliceOf": r.slice_of.reshape(-1)}
+    return {name: (pack or packed)(array) for name, array in arrays.items()}
 
 
 def packed(array: Array) -> dict[str, str]:
@@ -169,9 +169,9 @@ def to_html(layout: Tiling, path: str | Path | None = None) -> str:
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in (".html", ".htm"):
         raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
-    found = data(layout)
+    page_data = data(layout)
     page = filled(
-        policy=POLICY, title=escape(found["mask"]["text"]), data=script(found), start=START,
+        policy=POLICY, title=escape(page_data["mask"]["text"]), data=script(page_data), start=START,
         still=notebook(layout), **captions(layout),
     )  # fmt: skip
     if where is not None:
@@ -183,8 +183,8 @@ def filled(**parts: str) -> str:
     """page.html with its places filled; what is not given stays empty."""
     known = {"light": _variables(LIGHT), "dark": _variables(DARK), **parts}
 
-    def part(found: re.Match[str]) -> str:
-        name = found[1]
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
         return file(ROOM, name) if name.endswith(".js") else known.get(name, "")
 
     return re.sub(r"\{\{([\w.]+)\}\}", part, file(ROOM, "page.html"))
@@ -269,8 +269,8 @@ def _tiles(layout: Tiling) -> str:
             f'<span class="swatch {name}" style="display:inline-block;width:.85em;height:.85em;margin-right:.5em;'
             f'border:1px solid #8888;background:var(--{name},{colour})"></span>'
         )
-        said = (f"{count:,}", percent(count, total))
-        cells = (f'<td style="text-align:right;padding-left:1em">{text}</td>' for text in said)
+        texts = (f"{count:,}", percent(count, total))
+        cells = (f'<td style="text-align:right;padding-left:1em">{text}</td>' for text in texts)
         rows.append(f"<tr><td>{square}{name}</td>{''.join(cells)}</tr>")
     return "".join(rows)
 

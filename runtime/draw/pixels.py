@@ -72,7 +72,7 @@ def panels(
     """The different pictures of these heads, at most so many; `fine` is a cell's side in tokens, 0 for whole tiles."""
     named = uses(layout.written)
     by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
-    found: dict[Any, Panel] = {}
+    views: dict[Any, Panel] = {}
     looked: dict[tuple[int, int], Any] = {}  # the (b, h) that may differ -> what they look like
     for b in batches:
         for h in heads:
@@ -82,11 +82,11 @@ def panels(
                     continue
                 looked[place] = seen(layout, b, h, fine).tobytes() if fine else int(layout.spans.slice_of[b, h])
             look = looked[place]
-            if look not in found and len(found) < most:
-                found[look] = of_tokens(layout, palette, b, h, fine) if fine else of_tiles(layout, palette, b, h, cells)
-            if look in found:
-                found[look].slices.append((b, h))
-    return list(found.values())
+            if look not in views and len(views) < most:
+                views[look] = of_tokens(layout, palette, b, h, fine) if fine else of_tiles(layout, palette, b, h, cells)
+            if look in views:
+                views[look].slices.append((b, h))
+    return list(views.values())
 
 
 def of_tiles(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, cells: int = CELLS) -> Panel:
@@ -123,10 +123,10 @@ def seen(layout: Tiling, b: int, h: int, step: int = 1) -> NDArray[np.float32]:
     for q in range(0, n, step):  # a band of cells at a time: no matrix of all positions
         shape = (1, 1, min(step, n - q), m) if step > 1 else (1, 1, n, m)
         env = coordinates(*shape, origin=(b0 + b, h0 + h, start(q0, b) + q, start(k0, b)), sizes=layout.sizes)
-        found = np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
+        shown = np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
         if step == 1:
-            return found.astype(np.float32)
-        sums = np.add.reduceat(found.sum(0), places)
+            return shown.astype(np.float32)
+        sums = np.add.reduceat(shown.sum(0), places)
         bands.append(sums / (shape[2] * np.minimum(step, m - places)))
     return np.stack(bands).astype(np.float32)
 
@@ -156,12 +156,12 @@ def png(colours: Array) -> bytes:
 
 def save(path: Path, content: bytes) -> None:
     """Write beside `path` and move it there, so that nobody ever reads half a picture."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise ParameterError(f"cannot write {path}: {error.strerror}") from None

@@ -241,19 +241,19 @@ def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixel
     above.append(f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}")
     if layout.batch * layout.heads > 1:
         above[-1] += f", batch {layout.batch:,}, {layout.heads:,} {'head' if layout.heads == 1 else 'heads'}"
-    said = [f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty tiles; {100 * layout.density:.3g} % are read"]
+    below = [f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty tiles; {100 * layout.density:.3g} % are read"]
     nq, nk = panels[0].tiles
     if (step := panels[0].step[0]) > 1 and nq == 0:
-        said.append(f"One dot shows {step} × {step} tokens; in partial tiles, deeper where more are visible.")
+        below.append(f"One dot shows {step} × {step} tokens; in partial tiles, deeper where more are visible.")
     if (nq, nk) not in ((0, 0), (1, 1)):
-        said.append(
+        below.append(
             f"One cell shows {nq} × {nk} tiles: full or empty where all of them are, else partial, "
             "deeper where more are read."
         )
     drawn = sum(len(panel.slices) for panel in panels)
     if drawn < of:
-        said.append(f"Drawn: {drawn:,} of {of:,} batch entries and heads; choose others with b and h.")
+        below.append(f"Drawn: {drawn:,} of {of:,} batch entries and heads; choose others with b and h.")
     if not layout.exact:
-        said.append("Some of the partial tiles may be full or empty: the budget of the analysis ran out.")
+        below.append("Some of the partial tiles may be full or empty: the budget of the analysis ran out.")
     wide = int(pixels / style.points(4.2))
-    return above, [line for s in said for line in textwrap.wrap(s, wide)]
+    return above, [line for s in below for line in textwrap.wrap(s, wide)]

@@ -47,8 +47,8 @@ def from_runs(
     rows, columns = -(-q_tiles // steps[0]), -(-k_tiles // steps[1])
     row = np.repeat(np.arange(q_tiles), np.diff(row_ptr)) // steps[0]
 
-    def count(wanted: int) -> NDArray[np.int64]:
-        of = (kind == wanted) & (stop > start)
+    def count(tile_kind: int) -> NDArray[np.int64]:
+        of = (kind == tile_kind) & (stop > start)
         return _spread(row[of], start[of], stop[of], steps[1], rows, columns)
 
     return CellCounts(count(FULL), count(PARTIAL), _sizes((q_tiles, k_tiles), steps), steps)
@@ -66,11 +66,11 @@ def _spread(
         flat = np.bincount(row * (columns + 1) + column, weight, rows * (columns + 1))
         return flat.astype(np.int64).reshape(rows, columns + 1)
 
-    here = np.minimum(stop, (first + 1) * step) - start
+    in_first = np.minimum(stop, (first + 1) * step) - start
     there = np.where(last > first, stop - last * step, 0)
     inner = np.full_like(start, step) * (last > first)
     between = add(first + 1, inner) - add(np.maximum(last, first + 1), inner)
-    return (add(first, here) + add(last, there) + np.cumsum(between, axis=1))[:, :columns]
+    return (add(first, in_first) + add(last, there) + np.cumsum(between, axis=1))[:, :columns]
 
 
 def _steps(shape: tuple[int, ...], cells: int) -> tuple[int, int]:

@@ -50,30 +50,30 @@ class Analyst:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, page: str, turn: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to `asked`; `{"abandoned": True}` once the same page has asked with a higher turn."""
+    def ask(self, page: str, turn: int, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to `question`; `{"abandoned": True}` once the same page has asked with a higher turn."""
         with self.noting:
             self.turns[page] = max(turn, self.turns.pop(page, turn))
             if len(self.turns) > PAGES:
                 self.turns.pop(next(iter(self.turns)))
         with self.busy:
-            return ABANDONED if self._abandoned(page, turn) else self._answer(page, turn, asked)
+            return ABANDONED if self._abandoned(page, turn) else self._answer(page, turn, question)
 
     def _abandoned(self, page: str, turn: int) -> bool:
         return self.closed or self.turns.get(page, turn) > turn
 
-    def _answer(self, page: str, turn: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, page: str, turn: int, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             self.worker.begin()
-            self.worker.send(asked)
+            self.worker.send(question)
             stop = time.monotonic() + self.limit
-            while (found := self.worker.received(LOOK)) is None:
+            while (message := self.worker.received(LOOK)) is None:
                 late = time.monotonic() > stop
                 if late or self._abandoned(page, turn):
                     self._anew()
                     return failed("BudgetError", f"this takes longer than {self.limit:g} s") if late else ABANDONED
             self.answered += 1
-            return dict(found)
+            return dict(message)
         except EOFError:
             self._anew()
             return failed("MemoryError", "the analysis ended by itself, perhaps for want of memory")
@@ -127,12 +127,12 @@ class Worker:
     def received(self, patience: float) -> Any:
         """The worker's next message, or None after `patience` seconds; EOFError when it is gone."""
         try:
-            found = self.came.get(timeout=patience)
+            message = self.came.get(timeout=patience)
         except queue.Empty:
             return None
-        if isinstance(found, EOFError):
-            raise found
-        return found
+        if isinstance(message, EOFError):
+            raise message
+        return message
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -162,10 +162,10 @@ def bounded(memory: int) -> None:
         return
     import resource
 
-    taken = int(status.partition("VmData:")[2].split()[0]) << 10
+    used = int(status.partition("VmData:")[2].split()[0]) << 10
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    if hard == resource.RLIM_INFINITY or taken + memory < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + memory, hard))
+    if hard == resource.RLIM_INFINITY or used + memory < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, hard))
 
 
 def work(memory: int) -> None:
@@ -188,7 +188,7 @@ def work(memory: int) -> None:
     say("ready")
     while True:
         try:
-            asked = pickle.load(sys.stdin.buffer)
+            question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        say(answer(asked, tables))
+        say(answer(question, tables))

@@ -77,11 +77,11 @@ class Question:
         return ProblemSize(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
 
 
-def answer(asked: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
-    """`asked` is a request as JSON has it, `tables` those that were given with `--table`. Never raises for what a
+def answer(question: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
+    """`question` is a request as JSON has it, `tables` those that were given with `--table`. Never raises for what a
     person can type: an error comes back as `error`, with `problems` and their places where it has some."""
     try:
-        return _answered(checked(asked), tables)
+        return _answered(checked(question), tables)
     except MaskSyntaxError as error:
         problems = [
             {"message": p.message, "start": p.span.start, "stop": p.span.stop, "remedy": p.remedy}
@@ -101,14 +101,14 @@ def _pictured(error: MaskSyntaxError, span: Any) -> list[str]:
     return [where, *picture.split("\n")]
 
 
-def checked(asked: Mapping[str, Any]) -> Question:
+def checked(question: Mapping[str, Any]) -> Question:
     """A request that can be worked on; ShapeError and ParameterError where it cannot."""
-    if not isinstance(asked, Mapping) or not isinstance(asked.get("text"), str):
+    if not isinstance(question, Mapping) or not isinstance(question.get("text"), str):
         raise ParameterError("a request is a JSON object with `text`")
-    if len(asked["text"]) > CHARACTERS:
-        raise ParameterError(f"the text has {len(asked['text']):,} characters; {CHARACTERS:,} are the most")
-    numbers = {n: asked.get(n, getattr(Question, n)) for n in ("q_len", "kv_len", "batch", "heads", "documents")}
-    block = asked.get("block", Question.block)
+    if len(question["text"]) > CHARACTERS:
+        raise ParameterError(f"the text has {len(question['text']):,} characters; {CHARACTERS:,} are the most")
+    numbers = {n: question.get(n, getattr(Question, n)) for n in ("q_len", "kv_len", "batch", "heads", "documents")}
+    block = question.get("block", Question.block)
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise ShapeError("block is two lengths in tokens: (queries, keys)")
     for name, n in zip(NAMED, (*numbers.values(), *block), strict=True):
@@ -123,29 +123,30 @@ def checked(asked: Mapping[str, Any]) -> Question:
         raise ShapeError(
             f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
         )
-    values, have = asked.get("values", {}), asked.get("have", [])
+    values, have = question.get("values", {}), question.get("have", [])
     if not isinstance(values, Mapping) or not all(isinstance(x, bool | int | float) for x in values.values()):
         raise ParameterError("values are numbers, true or false, by the names of parameters")
     if not isinstance(have, list | tuple) or not all(isinstance(x, str) for x in have):
         raise ParameterError("`have` lists the digests of tables")
-    return Question(asked["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
+    return Question(question["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
 
 
 def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     start = time.perf_counter()
-    what, scalars, made = bound(request, files)
+    what, scalars, guesses = bound(request, files)
     layout = laid_out(what, request)
-    said = html.captions(layout)
+    captions = html.captions(layout)
     spent = time.perf_counter() - start
     parts = [part for part in (what.mask, what.score) if part is not None]
-    said["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
+    captions["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
     return {
-        "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **said,
+        "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions,
         "title": " ".join(request.text.split()), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
-        "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
-        "command": command(request, scalars, [*read_, *made]), "python": python(request, what, scalars, made, read_),
+        "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()},
+        "command": command(request, scalars, [*read_, *guesses]),
+        "python": python(request, what, scalars, guesses, read_),
     }  # fmt: skip
 
 
@@ -154,17 +155,17 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
 
 def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
-    found = parsed(request)
-    roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
+    syntax = parsed(request)
+    roots = [e for e in (syntax.mask, syntax.score, syntax.expr) if e is not None]
     # a mask and a score mod as one expression, of which only the names matter
     whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
-    unfinished(found, roots, {*request.values, *files})
-    values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and n not in files}
+    unfinished(syntax, roots, {*request.values, *files})
+    values = {n: x for n, x in {**syntax.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
-    scalars, made = all_sliders(values, tables, whole, request.problem)
-    every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
-    return program(request.text, "mask", **every), scalars, made
+    scalars, guesses = all_sliders(values, tables, whole, request.problem)
+    every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in guesses.items()}}
+    return program(request.text, "mask", **every), scalars, guesses
 
 
 def parsed(request: Question) -> Parsed:
@@ -172,24 +173,24 @@ def parsed(request: Question) -> Parsed:
     try:
         return read(request.text, params={})
     except MaskSyntaxError as error:
-        said = {n: x for n, x in request.values.items() if re.search(rf"\b{re.escape(n)}\b", request.text)}
-        if not said:
+        values = {n: x for n, x in request.values.items() if re.search(rf"\b{re.escape(n)}\b", request.text)}
+        if not values:
             raise
         try:
-            return read(request.text, params=said)
+            return read(request.text, params=values)
         except MaskSyntaxError as other:
             raise min(error, other, key=lambda e: len(e.problems)) from None
         except FrisketError:  # a value that does not fit, or that only a comment names
             raise error from None
 
 
-def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:
+def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
     """MaskSyntaxError for a Bool, or a text that is only a name, that nearly is, or begins, a name of the language:
     somebody is still typing it. A name without such a neighbour is a parameter."""
-    names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", found.source)]
+    names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", syntax.source)]
     problems = {}
-    for span, e in found.sites:
-        if e.op != "param" or e.name in {*bound, *found.declared} or not (e.type is BOOL or e in roots):
+    for span, e in syntax.sites:
+        if e.op != "param" or e.name in {*bound, *syntax.declared} or not (e.type is BOOL or e in roots):
             continue
         begun = sorted(
             (n for n in names if n.startswith(e.name)), key=lambda n: (n in BUILT_IN or n in CONSTANTS, len(n))
@@ -199,7 +200,7 @@ def unfinished(found: Parsed, roots: list[Expr], bound: set[str]) -> None:
             remedy = f"did you mean `{near[0]}`?{declare}"
             problems[e.name] = Problem(f"unknown name `{e.name}`", span, remedy)
     if problems:
-        raise MaskSyntaxError(found.source, list(problems.values()), found.name)
+        raise MaskSyntaxError(syntax.source, list(problems.values()), syntax.name)
 
 
 def laid_out(program: Program, request: Question) -> Layout:
@@ -231,13 +232,13 @@ def cost(layout: Layout, spent: float) -> str:
     total = layout.batch * layout.heads * layout.q_len * layout.kv_len
     read, tiles = c.partial + c.full, c.partial + c.full + c.empty
     tile = layout.block[0] * layout.block[1]  # computed whole, also where the lengths end inside it
-    held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
+    nbytes = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
     pairs = facts.visible_pairs
     rows = [
         ("visible", facts.counted if pairs is None else f"{html.percent(pairs, total)}, {facts.counted}"),
         ("tiles read", f"{html.percent(read, tiles)}, {read:,} of {tiles:,}"),
         ("forward", f"{flops(read * tile)}, dense {flops(tiles * tile)}"),
-        ("layout", f"{amount(held, 1024, 'B')}, a dense mask {amount(total, 1024, 'B')}"),
+        ("layout", f"{amount(nbytes, 1024, 'B')}, a dense mask {amount(total, 1024, 'B')}"),
         ("analysis", f"{1e3 * spent:.1f} ms, {facts.method}"),
     ]
     return html.table(rows)
@@ -311,15 +312,15 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
 
 
 def python(
-    request: Question, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], read_: list[str]
+    request: Question, program: Program, scalars: list[Slider], guesses: Mapping[str, MadeUp], read_: list[str]
 ) -> str:
     """Lines of Python that compute the answer, with the tables that were made up; they run, but for files."""
-    lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
-    lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)
-    lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in made.values()]
+    lines = [*(["import numpy as np", ""] if read_ or guesses else []), "import frisket as fk", ""]
+    lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in guesses.values() if t.needs)
+    lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in guesses.values()]
     text = request.text.strip()
     text = f'"""\n{text}\n"""' if "\n" in text and not {"\\", '"'} & {*text} else json.dumps(text, ensure_ascii=False)
-    values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *made)}}
+    values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *guesses)}}
 
     def of(part: Any) -> str:
         return "".join(f", {n}={x}" for n, x in values.items() if n in names_of(part.expr))
@@ -406,11 +407,11 @@ def all_sliders(
         if rank == 0 or n in alike
     ]
     numbers = {s.name: s.value for s in scalars}
-    made = {n: made_up(n, t, e, numbers, problem) for n, t in missing.items() if n not in alike}
+    guesses = {n: made_up(n, t, e, numbers, problem) for n, t in missing.items() if n not in alike}
     for n in alike:
         size, value = (problem.batch,), numbers[n]
-        made[n] = MadeUp(np.full(size, value), f"{n} = np.full({size}, {value})", "one number for all batch entries")
-    return scalars, made
+        guesses[n] = MadeUp(np.full(size, value), f"{n} = np.full({size}, {value})", "one number for all batch entries")
+    return scalars, guesses
 
 
 # -- numbers ----------------------------------------------------------------------------------------
@@ -509,16 +510,16 @@ def offsets(length: int, documents: int) -> Array:
 
 def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> tuple[int, ...]:
     """The size of a table by what reads it: along an axis numbered by tables, one a document; for offsets one more."""
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for node in walk(e):
         if node.op == "segment" and node.name == name:
-            found[0] = min(problem.documents, problem.q_len) + 1
+            lengths[0] = min(problem.documents, problem.q_len) + 1
         elif node.op == "lookup" and node.name == name:
             for axis, index in enumerate(node.args):
-                found[axis] = max(found.get(axis, 1), _reach(index, numbers, problem))
-    if set(found) != set(range(len(found))) or not found:
+                lengths[axis] = max(lengths.get(axis, 1), _reach(index, numbers, problem))
+    if set(lengths) != set(range(len(lengths))) or not lengths:
         raise ParameterError(f"table `{name}` has no value, and nothing says how large it is; give it: --table")
-    return tuple(found[axis] for axis in range(len(found)))
+    return tuple(lengths[axis] for axis in range(len(lengths)))
 
 
 def _reach(index: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> int:

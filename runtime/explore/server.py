@@ -100,10 +100,10 @@ class Server(ThreadingHTTPServer):
 
     def _room(self, address: str) -> bool:
         """Whether a connection from `address` has a place, if need be that of one which waits for nothing of ours."""
-        own = [c for c, place in self.open.items() if place.address == address]
-        if len(own) < OF_ONE and len(self.open) < CONNECTIONS:
+        siblings = [c for c, place in self.open.items() if place.address == address]
+        if len(siblings) < OF_ONE and len(self.open) < CONNECTIONS:
             return True
-        crowd = own if len(own) >= OF_ONE else self.open
+        crowd = siblings if len(siblings) >= OF_ONE else self.open
         idle = [c for c in crowd if self.open[c].until < math.inf]
         if not idle or len(self.leaving) >= CONNECTIONS:
             return False
@@ -249,15 +249,15 @@ class Handler(BaseHTTPRequestHandler):
         if len(length) > 9 or int(length) > BODY:
             raise HttpRefusal(413, f"a question has at most {BODY:,} bytes")
         try:
-            asked = json.loads(self.rfile.read(int(length)))
+            question = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):
             raise HttpRefusal(400, "this is not JSON") from None
-        page, turn = (asked.pop(n, None) for n in ("page", "turn")) if isinstance(asked, dict) else (None, None)
+        page, turn = (question.pop(n, None) for n in ("page", "turn")) if isinstance(question, dict) else (None, None)
         if not isinstance(page, str) or len(page) > 64 or type(turn) is not int:
             raise HttpRefusal(400, "a question is an object with a `page` and a `turn`")
         self.server.due(self.connection, math.inf)  # the analyst has limits of its own
-        found = self.server.analyst.ask(page, turn, asked)
-        self.send(200, "application/json", json.dumps(found, separators=(",", ":")))
+        answer = self.server.analyst.ask(page, turn, question)
+        self.send(200, "application/json", json.dumps(answer, separators=(",", ":")))
 
     def send(self, status: int, kind: str, text: str, more: dict[str, str] | None = None) -> None:
         body = text.encode()

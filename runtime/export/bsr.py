@@ -108,11 +108,11 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
     return _whole(layout, [_looked_at(tiles[i], partial(seen, s)) for s, i in enumerate(index)], slice_of)
 
 
-def _whole(layout: Tiling, made: list[BlockRows], slice_of: Array) -> BSR:
+def _whole(layout: Tiling, rows: list[BlockRows], slice_of: Array) -> BSR:
     """Equal masks once."""
-    kept, place = distinct(made, lambda m: () if len(made) == 1 else (m.indptr, m.indices, m.kind, m.bits))
+    slices, place = distinct(rows, lambda m: () if len(rows) == 1 else (m.indptr, m.indices, m.kind, m.bits))
     shape = (layout.rows * layout.block[0], layout.columns * layout.block[1])
-    return BSR(tuple(kept), place.astype(np.int32)[slice_of], shape)
+    return BSR(tuple(slices), place.astype(np.int32)[slice_of], shape)
 
 
 def _rows(layout: Tiling, s: int) -> BlockRows:
@@ -137,9 +137,9 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     bits = [np.zeros((0, -(-area // 8)), np.uint8)]
     kind = m.kind.copy()
     for at in np.split(cut, range(step, len(cut), step)):
-        found = seen(row[at], m.indices[at]).reshape(-1, area)
-        kind[at] = np.where(found.all(axis=1), FULL, np.where(found.any(axis=1), PARTIAL, EMPTY))
-        bits.append(np.packbits(found[kind[at] == PARTIAL], axis=1, bitorder="little"))
+        visible = seen(row[at], m.indices[at]).reshape(-1, area)
+        kind[at] = np.where(visible.all(axis=1), FULL, np.where(visible.any(axis=1), PARTIAL, EMPTY))
+        bits.append(np.packbits(visible[kind[at] == PARTIAL], axis=1, bitorder="little"))
     keep = kind != EMPTY
     indptr = np.append(0, np.cumsum(keep))[m.indptr].astype(np.int32)
     return BlockRows(indptr, m.indices[keep], kind[keep], np.concatenate(bits), m.block)
@@ -229,10 +229,10 @@ def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     blocks: dict[bytes, int] = {}
     ids = []
     for m in masks:
-        found = np.full(len(m.kind), -1)
+        block_ids = np.full(len(m.kind), -1)
         if m.bits is not None:
-            found[m.kind == PARTIAL] = [blocks.setdefault(x.tobytes(), len(blocks)) for x in m.bits]
-        ids.append(found)
+            block_ids[m.kind == PARTIAL] = [blocks.setdefault(x.tobytes(), len(blocks)) for x in m.bits]
+        ids.append(block_ids)
     area = layout.block[0] * layout.block[1]
     bits = np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, -(-area // 8))
     partial = np.unpackbits(bits, axis=1, count=area, bitorder="little").astype(bool).reshape(-1, *layout.block)
@@ -295,8 +295,8 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
     data, mask = ahead(step)
     out = np.zeros((3, len(count), most), np.int32)
     out[:, line, at] = data, mask, kind
-    found = out.swapaxes(1, 2)[:, None] if dkv else out[:, None]
-    return found[0], found[1], found[2]
+    grid = out.swapaxes(1, 2)[:, None] if dkv else out[:, None]
+    return grid[0], grid[1], grid[2]
 
 
 def _check_size(entries: int) -> None:

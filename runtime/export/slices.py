@@ -62,16 +62,16 @@ def to_varlen(layout: Tiling) -> Varlen:
     seen = lines(layout, most=1, too_many=too_many)
     one_mask(layout, seen, "varlen attention")
     q, first, stop = packed(layout, seen)
-    made = packing(q, first, stop)
-    k0, k1, left, right = made.k0, made.k1, made.left, made.right
+    documents = packing(q, first, stop)
+    k0, k1, left, right = documents.k0, documents.k1, documents.left, documents.right
     for i in np.flatnonzero(k0[1:] < k1[:-1])[:1]:
-        said = "a later query sees keys before the end of these, so they are not documents one after another"
-        raise _misfit(layout, int(made.r1[i]) - 1, (int(first[made.doc == i][-1]), int(k1[i])), None, said)
-    low, high = made.shown
+        reason = "a later query sees keys before the end of these, so they are not documents one after another"
+        raise _misfit(layout, int(documents.r1[i]) - 1, (int(first[documents.doc == i][-1]), int(k1[i])), None, reason)
+    low, high = documents.shown
     for i in np.flatnonzero((low != first) | (high != stop))[:1]:
-        said = f"a window of {left} to the left and {right} to the right shows it"
-        raise _misfit(layout, int(q[i]), (int(first[i]), int(stop[i])), (int(low[i]), int(high[i])), said)
-    cu = made.cumulative(layout.batch * layout.q_len, layout.batch * layout.kv_len)
+        reason = f"a window of {left} to the left and {right} to the right shows it"
+        raise _misfit(layout, int(q[i]), (int(first[i]), int(stop[i])), (int(low[i]), int(high[i])), reason)
+    cu = documents.cumulative(layout.batch * layout.q_len, layout.batch * layout.kv_len)
     longest_q, longest_k = np.diff(cu, axis=1).max(axis=1).tolist()
     causal = right == 0
     window = (left, right) if left >= 0 or not causal else (-1, -1)
@@ -96,8 +96,8 @@ def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
     (ptr, *mine), (other, *theirs) = seen.of(s), seen.of(t)
     unlike = np.append(np.flatnonzero(np.diff(ptr) != np.diff(other)), seen.length)[0]  # in how many runs
     runs = slice(0, int(ptr[unlike]))
-    moved = np.flatnonzero((mine[0][runs] != theirs[0][runs]) | (mine[1][runs] != theirs[1][runs]))
-    q = int(np.searchsorted(ptr, moved[0], side="right")) - 1 if moved.size else int(unlike)
+    changes = np.flatnonzero((mine[0][runs] != theirs[0][runs]) | (mine[1][runs] != theirs[1][runs]))
+    q = int(np.searchsorted(ptr, changes[0], side="right")) - 1 if changes.size else int(unlike)
     edge = np.zeros((2, seen.width + 1), np.int64)
     for row, at, (start, stop) in zip(edge, (ptr, other), (mine, theirs), strict=True):
         row[start[at[q] : at[q + 1]]] += 1
@@ -116,7 +116,7 @@ def packed(layout: Tiling, seen: VisibleRuns) -> tuple[Array, Array, Array]:
     return q, first, stop
 
 
-def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int] | None, said: str) -> ExportError:
+def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int] | None, reason: str) -> ExportError:
     """Query `q` of the packed sequence sees keys `has`, and the best flags would show it `flags`."""
     b, q = divmod(q, layout.q_len)
     offset = b * layout.kv_len
@@ -125,7 +125,7 @@ def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int]
     k = min(max(odd[0], 0), layout.kv_len - 1) if odd else a
     shown = f" {listed([(low, high)])}" if flags else ""
     return ExportError(
-        f"query {q} of the layout sees keys {listed([(a, z)])}, and {said}{shown}\n"
+        f"query {q} of the layout sees keys {listed([(a, z)])}, and {reason}{shown}\n"
         f"  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}"
     )
 
@@ -191,8 +191,8 @@ def to_slices(layout: Tiling) -> Slices:
     ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
     _verify(*ranges, kind, q, first, stop)
     place = np.lexsort((ranges[1][0], ranges[0][0]))
-    found = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]
-    return Slices(found[0], found[1], found[2])
+    arrays = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]
+    return Slices(arrays[0], arrays[1], arrays[2])
 
 
 def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Array, Array]:
@@ -207,9 +207,9 @@ def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Arr
     while (root != root[root]).any():
         root = root[root]
     order = np.lexsort((q, root))
-    linked, apart = linked[order], (linked & (first >= stop[near]))[order]
+    linked, disjoint = linked[order], (linked & (first >= stop[near]))[order]
     # two runs without a common key belong together on a diagonal, not where one document follows another
-    linked &= ~apart | np.append(False, apart[:-1])[: len(q)] | np.append(apart[1:], False)[: len(q)]
+    linked &= ~disjoint | np.append(False, disjoint[:-1])[: len(q)] | np.append(disjoint[1:], False)[: len(q)]
     return order, ~linked, np.where(linked, (2 * left + right)[order], -1)
 
 
@@ -239,10 +239,10 @@ def _verify(rows: Array, keys: Array, kind: Array, q: Array, first: Array, stop:
     u = np.arange(len(of)) - np.repeat(np.cumsum(n) - n, n)
     low = np.where(kind[of] >= INVCAUSAL, u, 0)
     high = np.where(kind[of] % 2 == CAUSAL, u + (m - n)[of] + 1, m[of])
-    found = np.stack([rows[0][of] + u, keys[0][of] + low, keys[0][of] + high])
+    got = np.stack([rows[0][of] + u, keys[0][of] + low, keys[0][of] + high])
     want = np.stack([q, first, stop])
-    found, want = (x[:, np.lexsort((x[1], x[0]))] for x in (found, want))
-    if not np.array_equal(found, want):
+    got, want = (x[:, np.lexsort((x[1], x[0]))] for x in (got, want))
+    if not np.array_equal(got, want):
         raise MismatchError("slices differ from the mask: this is a bug of frisket, please report the mask")
 
 
@@ -285,14 +285,14 @@ def to_flashmask(layout: Tiling) -> FlashMask:
         )
 
     seen = lines(layout, most=3, too_many=too_many, transposed=True)
-    found = [_hidden(seen, s) for s in range(int(seen.slice_of.max()) + 1)]
-    for s, (count, _, _) in enumerate(found):
+    hidden_runs = [_hidden(seen, s) for s in range(int(seen.slice_of.max()) + 1)]
+    for s, (count, _, _) in enumerate(hidden_runs):
         if count.max(initial=0) > 2:
             key = int(np.argmax(count > 2))
             ptr, start, stop = (x.tolist() for x in seen.of(s))
             at = slice(ptr[key], ptr[key + 1])
             raise too_many(*reader(seen.slice_of, s), key, list(zip(start[at], stop[at], strict=True)))
-    start, stop = (np.stack([f[i] for f in found]) for i in (1, 2))
+    start, stop = (np.stack([f[i] for f in hidden_runs]) for i in (1, 2))
     columns, causal = _columns(start, stop, layout.q_len)
     _verify_rows(columns, causal, seen)
     heads = 1 if (seen.slice_of == seen.slice_of[:, :1]).all() else layout.heads

@@ -23,7 +23,7 @@ from frisket.dsl.ir import SIZES, Expr, free_names, lit, lookup, param, renamed,
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.layout import analyse, grid_of, swap
-from frisket.lowering.analysis.rows import solved
+from frisket.lowering.analysis.rows import row_intervals
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Grid, Scope
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Runs, Sizes, from_records, make_plan, merge
@@ -82,13 +82,13 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
     """The runs of every line, none with more than `most`: the first that has more raises what `too_many` makes of
     it. Raises `ExportError`, too, where more than `BUDGET` elements would have to be looked at."""
     expr, grid, slice_of, scope = scene(layout, transposed)
-    ways = solved(expr)
+    intervals = row_intervals(expr)
     ptr, starts, stops = [np.zeros(1, np.int64)], [], []
     for s in range(len(grid.b)):
         pieces = (
-            _from_intervals(ways.yes, grid, s, scope)
+            _from_intervals(intervals.visible, grid, s, scope)
             # for one query at a time the intervals of a row are right wherever its clauses are what they seem
-            if ways is not None and scope.value(ways.needs, {"b": grid.b[s], "h": grid.h[s]}).all()
+            if intervals is not None and scope.value(intervals.needs, {"b": grid.b[s], "h": grid.h[s]}).all()
             else _from_tiles(layout, expr, grid, s, scope, transposed)
         )
         at = 0
@@ -96,8 +96,8 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
             if count.max(initial=0) > most:
                 line = int(np.argmax(count > most))
                 first = int(count[:line].sum())
-                found = slice(first, first + int(count[line]))
-                runs = list(zip(start[found].tolist(), stop[found].tolist(), strict=True))
+                span = slice(first, first + int(count[line]))
+                runs = list(zip(start[span].tolist(), stop[span].tolist(), strict=True))
                 raise too_many(*reader(slice_of, s), at + line, runs)
             at += len(count)
             ptr.append(ptr[-1][-1] + np.cumsum(count))
@@ -109,16 +109,16 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
     return whole if len(grid.b) == 1 else _distinct(whole, len(grid.b))
 
 
-def _distinct(found: VisibleRuns, slices: int) -> VisibleRuns:
+def _distinct(runs: VisibleRuns, slices: int) -> VisibleRuns:
     """Equal slices once."""
-    keep, place = distinct(map(found.of, range(slices)), lambda parts: parts)
+    keep, place = distinct(map(runs.of, range(slices)), lambda parts: parts)
     if len(keep) == slices:
-        return found
+        return runs
     counts = np.concatenate([np.diff(p) for p, _, _ in keep])
     return VisibleRuns(
         np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         np.concatenate([a for _, a, _ in keep]), np.concatenate([b for _, _, b in keep]),
-        found.length, found.width, place[found.slice_of],
+        runs.length, runs.width, place[runs.slice_of],
     )  # fmt: skip
 
 
@@ -164,12 +164,12 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
     b, h, q, k = (int(x) for x in (small.b[0], small.h[0], small.q[0], small.k[0]))
-    found = analyse(
+    analysis = analyse(
         layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), look=False, params=layout.params,
         origin=(b, h, k, q) if transposed else (b, h, q, k), sizes=layout.sizes, tables=layout.tables,
         transposed=transposed,
     )  # fmt: skip
-    runs = from_records(found.spans.bounds, found.spans.count)
+    runs = from_records(analysis.spans.bounds, analysis.spans.count)
     width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)
     cost = np.cumsum(width) * _FINE**2
     if len(cost) and cost[-1] > BUDGET:
@@ -221,8 +221,8 @@ def elements(expr: Expr, grid: Grid, scope: Scope, slice: Array, row: Array, col
         "k": np.minimum(k, grid.kv_len - 1) + grid.k[slice][:, None, None],
     }  # fmt: skip
     inside = (q < grid.q_len) & (k < grid.kv_len)
-    found = evaluate(expr, {**scope.env, **env}, scope.arrays, scope.hooks())
-    return np.asarray(np.broadcast_to(found, inside.shape) & inside)
+    visible = evaluate(expr, {**scope.env, **env}, scope.arrays, scope.hooks())
+    return np.asarray(np.broadcast_to(visible, inside.shape) & inside)
 
 
 def reader(slice_of: Array, slice: int) -> tuple[int, int]:
@@ -261,14 +261,14 @@ Tail = Literal["rest", "zero"]
 
 
 def both_ways(
-    layout: Tiling, device: Any, tail: Tail, name: str, *, compact: bool = False, apart: bool = True
+    layout: Tiling, device: Any, tail: Tail, name: str, *, compact: bool = False, separate: bool = True
 ) -> list[Lists]:
-    """Lists of PARTIAL and of FULL tiles, forward and then transposed; of all together unless `apart`.
+    """Lists of PARTIAL and of FULL tiles, forward and then transposed; of all together unless `separate`.
 
     Past the count an index list holds the `rest` of the columns in ascending order, or `zero`; `compact` cuts the
     zeros to the longest list.
     """
-    kinds = ((PARTIAL,), (FULL,)) if apart else ((PARTIAL, FULL),)
+    kinds = ((PARTIAL,), (FULL,)) if separate else ((PARTIAL, FULL),)
     slices = _slices(layout)
     sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
     _check(sides, name)
@@ -432,7 +432,7 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     with extras():
         from torch.nn.attention.flex_attention import BlockMask
 
-    lists = exact_lists(layout, device, apart=separate_full_blocks)
+    lists = exact_lists(layout, device, separate=separate_full_blocks)
     none = Lists(None, None)
     partial, full, partial_q, full_q = lists if separate_full_blocks else (lists[0], none, lists[1], none)
     return BlockMask(
@@ -445,15 +445,15 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     )  # fmt: skip
 
 
-def exact_lists(layout: Tiling, device: Any, *, apart: bool) -> list[Lists]:
-    """Lists of partial and of full tiles, by rows and then by columns; of all together unless `apart`."""
+def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:
+    """Lists of partial and of full tiles, by rows and then by columns; of all together unless `separate`."""
     if not layout.exact:
         raise ExportError(
             f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
             f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
             "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
         )
-    return both_ways(layout, device, "rest", "BlockMask", apart=apart)
+    return both_ways(layout, device, "rest", "BlockMask", separate=separate)
 
 
 def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
@@ -468,10 +468,10 @@ def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
 
 def written(
     e: Expr, tables: Mapping[str, Any], reach: Mapping[str, int], sizes: Sizes, title: str, device: Any,
-    own: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
-    `sizes` the same of the whole problem; `own` are tensors to look into, where torch can, in place of copies."""
+    `sizes` the same of the whole problem; `tensors` are those to look into, where torch can, in place of copies."""
     import torch
 
     arrays = {n: np.asarray(t) for n, t in tables.items()}
@@ -480,19 +480,19 @@ def written(
     plan = make_plan(e, None, limits=limits)
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
-    wanted = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
+    names = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
     as_they_are = {
-        wanted[t.name]: x for t in plan.tables if not t.derived and (x := (own or {}).get(t.source)) is not None
+        names[t.name]: x for t in plan.tables if not t.derived and (x := (tensors or {}).get(t.source)) is not None
     }
-    mask = renamed(simplify(substitute(plan.mask, literal)), wanted)
-    read = {wanted[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
+    mask = renamed(simplify(substitute(plan.mask, literal)), names)
+    read = {names[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
     kinds = free_names(mask)[1]
     read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
     source = mask_mod(mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=title)
     arguments = (_tensor(torch, t, kinds[n][1], device, as_they_are.get(n)) for n, t in read.items())
-    made = load(source, importable=True, torch=torch, math=math)["make"](*arguments)
-    made.source = source
-    return made  # type: ignore[no-any-return]
+    function = load(source, importable=True, torch=torch, math=math)["make"](*arguments)
+    function.source = source
+    return function  # type: ignore[no-any-return]
 
 
 def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
@@ -510,10 +510,10 @@ def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     return simplify(substitute(layout.mask, values)), tables
 
 
-def _tensor(torch: Any, table: Any, type: Type, device: Any, own: Any = None) -> Any:
+def _tensor(torch: Any, table: Any, type: Type, device: Any, tensor: Any = None) -> Any:
     """A table as torch can index and compare it: bool, int32, int64 or float64."""
     small = table.dtype.itemsize < 4 or table.dtype == np.int32
     dtype = {BOOL: np.bool_, FLOAT: np.float64}.get(type, np.int32 if small else np.int64)
-    if own is not None and str(own.dtype) == f"torch.{np.dtype(dtype).name}":
-        return own.to(device)
+    if tensor is not None and str(tensor.dtype) == f"torch.{np.dtype(dtype).name}":
+        return tensor.to(device)
     return torch.from_numpy(np.array(table, dtype)).to(device)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelO
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.torch.jagged import closed_all, opened
@@ -79,13 +79,13 @@ def flex_attention(
         score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
-        found: tuple[Tensor, Any, Any] = compiled(
+        results: tuple[Tensor, Any, Any] = compiled(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top,
             top or return_lse or (return_aux is not None and return_aux.lse),
         )  # fmt: skip
     else:
-        found = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
-    out, lse, largest = found
+        results = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
+    out, lse, largest = results
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
@@ -114,7 +114,7 @@ def compiled(
     check_arrays(query, key, value, gqa)
     dtype = query.dtype
     query, key, value = alike(query, key, value)
-    said: dict[str, Any] = {
+    request: dict[str, Any] = {
         "scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None,
         "kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None,
         "ragged": None if ragged is None else ragged.tensors, "pattern": None if ragged is None else ragged.pattern,
@@ -124,21 +124,21 @@ def compiled(
         check_block_mask(block_mask, query, key)
         ours = isinstance(block_mask, BlockMask)
         if ours and block_mask._text is not None:
-            said["text"] = block_mask._text
-            said["values"] = {} if block_mask._live is None else dict(block_mask._live.values)
+            request["text"] = block_mask._text
+            request["values"] = {} if block_mask._traced is None else dict(block_mask._traced.values)
         else:
             mask_mod = block_mask.mask_mod
-        if not ours or block_mask._given is not None:
+        if not ours or block_mask._user_lists is not None:
             lists = {n: getattr(block_mask, n) for n in LISTS[:4]}
             kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
-            said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
+            request["tiles"], request["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
     score = unchanged if score_mod is None else score_mod
-    found = call(query, key, value, score, (mask_mod,), None, said)
-    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
-    return found if ragged is None else closed_all(found, nested)
+    results = call(query, key, value, score, (mask_mod,), None, request)
+    results = results[0] if query.dtype == dtype else results[0].to(dtype), results[1], results[2]
+    return results if ragged is None else closed_all(results, nested)
 
 
 def attend(
@@ -161,9 +161,9 @@ def attend(
         check_device(block_mask, query)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    asked = read(kernel_options)
-    options = options_of(scale, gqa, asked, query.device.type)
-    visible = None if block_mask is None else block_mask.live
+    requests = read(kernel_options)
+    options = options_of(scale, gqa, requests, query.device.type)
+    visible = None if block_mask is None else block_mask.tensor_mask
     if ragged is not None:
         visible = score_mods.visible_inside(visible, ragged)
     watched = in_graph(query, key, value)
@@ -171,28 +171,32 @@ def attend(
     if watched or in_graph(query, *tensors.values()):
         from .graph import operator
 
-        live = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
-        live = live if live is None or ragged is None else score_mods.local_live(live, ragged)
-        found: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, live, visible, options, top)
+        score = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
+        score = score if score is None or ragged is None else score_mods.local_in_graph(score, ragged)
+        results: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, score, visible, options, top)
     else:
         if mod is not None and ragged is not None:
             mod, names = score_mods.local(mod, ragged)
             tensors = {**tensors, **score_mods.values_of(names, ragged)}
             words = partial(score_mods.in_sequences, names, ragged)
-        made = score_mods.pair_of(mod, visible, options, tensors)
-        made.check(query, key, tensors, asked, block_mask, words)
-        found = made(query, key, value, tensors, top)
-    found = found[0] if query.dtype == dtype else found[0].to(dtype), found[1], found[2]
-    return found if nested is None else closed_all(found, nested)
+        pair = score_mods.pair_of(mod, visible, options, tensors)
+        pair.check(query, key, tensors, requests, block_mask, words)
+        results = pair(query, key, value, tensors, top)
+    results = results[0] if query.dtype == dtype else results[0].to(dtype), results[1], results[2]
+    return results if nested is None else closed_all(results, nested)
 
 
 def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
     it. Kept with it, until an attribute is replaced or mask_mod reads something else."""
-    held, (said, tensors) = vars(theirs), score_mods.state_of(theirs.mask_mod) or (object(), [])
-    state = said, *map(id, tensors), *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in held.values())
-    kept: dict[Any, tuple[BlockMask, Any]] = beside(theirs, "ours", dict)
-    if state not in kept:
-        kept.clear()
-        kept[state] = BlockMask(**held), (*held.values(), *tensors)  # which live as long: no other object has their id
-    return kept[state][0]
+    fields, (mod_state, tensors) = vars(theirs), score_mods.state_of(theirs.mask_mod) or (object(), [])
+    state = (
+        mod_state,
+        *map(id, tensors),
+        *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in fields.values()),
+    )
+    masks: dict[Any, tuple[BlockMask, Any]] = cached_on(theirs, "ours", dict)
+    if state not in masks:
+        masks.clear()
+        masks[state] = BlockMask(**fields), (*fields.values(), *tensors)  # live as long: no other object has their id
+    return masks[state][0]

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from frisket.dsl import ir
 from frisket.dsl.show import show
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
@@ -37,7 +37,7 @@ from frisket.runtime.masks.mask import Mask, MaskLike
 from . import mask_in_graph
 from .checks import ListError, check_lookups, pair
 from .derived import crop, joined, part, restored, there
-from .live_mask import LiveMask, live_mask
+from .tensor_mask import TensorMask, tensor_mask_of
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders
 
 Block = int | tuple[int, int]
@@ -79,7 +79,7 @@ class BlockMask(theirs.BlockMask):
 
     dq_kv_order_spt: bool | None
     _fn: Callable[..., Any] | None  # the user's own mask_mod
-    _given: Lists | None  # the user's own lists
+    _user_lists: Lists | None  # the user's own lists
 
     def __init__(
         self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
@@ -99,38 +99,38 @@ class BlockMask(theirs.BlockMask):
         check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
             raise ListError("dq_write_order_full requires dq_write_order")
-        live, fn, text = forms_of(mask_mod)
-        self._begin(live, lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device, text)
+        mod, fn, text = forms_of(mask_mod)
+        self._begin(mod, lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device, text)
         self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
-        self._apart, self._columns = full_kv_indices is not None, q_indices is not None
-        self._given, self._fn = lists, fn
+        self._separate_full, self._columns = full_kv_indices is not None, q_indices is not None
+        self._user_lists, self._fn = lists, fn
         self._check_cover(lengths)
 
     def _begin(
-        self, mod: LiveMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
+        self, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
         device: Any, text: str | None = None,
     ) -> None:  # fmt: skip
-        self._live = mod  # what mask_mod says; all of the mask unless there are lists of the user's
+        self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text
-        self._fn = self._given = None
+        self._fn = self._user_lists = None
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
-        self._apart = self._columns = True  # full tiles in lists of their own; lists of columns at all
+        self._separate_full = self._columns = True  # full tiles in lists of their own; lists of columns at all
         self._orders, self.dq_kv_order_spt = False, None
-        self._made: dict[str, Any] = {}  # what was laid out, from tensors of these versions
+        self._results: dict[str, Any] = {}  # what was laid out, from tensors of these versions
         self._versions: Any = None
 
     @classmethod
     def of(
-        cls, mod: LiveMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
+        cls, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
         device: Any, like: BlockMask | None = None, text: str | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask by its expression alone, with the options of another."""
-        made = cls.__new__(cls)
-        made._begin(mod, lengths, block, batch, device, text)
+        mask = cls.__new__(cls)
+        mask._begin(mod, lengths, block, batch, device, text)
         if like is not None:
-            made._apart, made._columns = like._apart, like._columns
-            made._orders, made.dq_kv_order_spt = like._orders, like.dq_kv_order_spt
-        return made
+            mask._separate_full, mask._columns = like._separate_full, like._columns
+            mask._orders, mask.dq_kv_order_spt = like._orders, like.dq_kv_order_spt
+        return mask
 
     @classmethod
     def from_kv_blocks(
@@ -173,81 +173,83 @@ class BlockMask(theirs.BlockMask):
     # -- the mask ---------------------------------------------------------------------------------
 
     @property
-    def _mod(self) -> LiveMask:
+    def _mod(self) -> TensorMask:
         """The mask_mod as an expression. Where the mask was made in a graph, it is traced when somebody asks for it."""
-        if self._live is None:
+        if self._traced is None:
             what = self._fn if self._text is None else self._text
             assert what is not None
-            self._live = live_mask(what)
-            self._text = self._live.text
-        return self._live
+            self._traced = tensor_mask_of(what)
+            self._text = self._traced.text
+        return self._traced
 
     @property
-    def live(self) -> LiveMask:
+    def tensor_mask(self) -> TensorMask:
         """The whole mask, over the user's own tensors."""
-        if self._given is None and "lists" not in self._made:
+        if self._user_lists is None and "lists" not in self._results:
             return self._mod
-        made = self._now()
-        if self._given is None:
+        results = self._now()
+        if self._user_lists is None:
             return self._mod
-        if "live" not in made:
-            made["live"] = self._mod.within(self._kinds(), self._batch, self._block)
-        return made["live"]  # type: ignore[no-any-return]
+        if "tensor_mask" not in results:
+            results["tensor_mask"] = self._mod.within(self._kinds(), self._batch, self._block)
+        return results["tensor_mask"]  # type: ignore[no-any-return]
 
     @property
     @outside
     def mask(self) -> Mask:
         """The mask as a `frisket.Mask`, with copies of its tensors as they are now."""
-        made = self._now()
-        if "mask" not in made:
-            made["mask"] = self.live.mask()
-        return made["mask"]  # type: ignore[no-any-return]
+        results = self._now()
+        if "mask" not in results:
+            results["mask"] = self.tensor_mask.mask()
+        return results["mask"]  # type: ignore[no-any-return]
 
     @property
     @outside
     def formula(self) -> Mask:
         """The mask with its tensors left open: nothing is copied. Their values are `tensors`, by the same names."""
-        return self.live.formula
+        return self.tensor_mask.formula
 
     @property
     @outside
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the mask reads: the user's own."""
-        return self.live.tensors
+        return self.tensor_mask.tensors
 
     @property
     @outside
     def layout(self) -> Layout:
         """The mask's tiles, counted, drawn and explained: `frisket.Layout`. `IndexError` where the mask shows a
         position at which it reads outside a table."""
-        made = self._now()
-        if "layout" not in made:
+        results = self._now()
+        if "layout" not in results:
             self.check_lookups()
-            made["layout"] = self.mask.layout(*self._lengths, *self._heads, block=self._block)
-        return made["layout"]  # type: ignore[no-any-return]
+            results["layout"] = self.mask.layout(*self._lengths, *self._heads, block=self._block)
+        return results["layout"]  # type: ignore[no-any-return]
 
     @outside
     def check_lookups(self) -> None:
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
-        made = self._now()
-        if "checked" not in made and not self.live.plainly_inside(self._sizes):
+        results = self._now()
+        if "checked" not in results and not self.tensor_mask.plainly_inside(self._sizes):
             lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
-            check_lookups(lookups, words=beside(self.live, "words", lambda: None))
-        made["checked"] = True
+            check_lookups(lookups, words=cached_on(self.tensor_mask, "words", lambda: None))
+        results["checked"] = True
 
     def _now(self) -> dict[str, Any]:
         """Remembered results, cleared if a tensor has changed. Lists that the user wrote to are kept as given."""
-        lists = self._made.get("lists")
-        if lists is not None and (own := _versions(lists)) != self._made.setdefault("written", own):
+        lists = self._results.get("lists")
+        if lists is not None and (list_versions := _versions(lists)) != self._results.setdefault(
+            "written", list_versions
+        ):
             self._hold(lists)
-        versions = (self._mod.versions, () if self._given is None else _versions(self._given))
+        versions = (self._mod.versions, () if self._user_lists is None else _versions(self._user_lists))
         if self._versions != versions:
-            if self._given is not None:
-                check_lists(self._given, self._lengths[1], self._block[1])
+            if self._user_lists is not None:
+                check_lists(self._user_lists, self._lengths[1], self._block[1])
             if self._versions is not None:
-                self._made.clear()
+                self._results.clear()
             self._versions = versions
-        return self._made
+        return self._results
 
     @property  # written by __setattr__
     def mask_mod(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -256,25 +258,25 @@ class BlockMask(theirs.BlockMask):
         if self._fn is not None:
             return self._fn
         if torch.compiler.is_dynamo_compiling():
-            if self._live is None:
+            if self._traced is None:
                 return mask_in_graph.function_of(self._text)  # type: ignore[arg-type]
             self._prepared()
-            return self._made["mask_mod"]  # type: ignore[no-any-return]  # for `cast` Dynamo forgets where it is from
-        made = self._now()
-        if "mask_mod" not in made:
+            return self._results["mask_mod"]  # type: ignore[no-any-return]  # for `cast` Dynamo forgets where it is from
+        results = self._now()
+        if "mask_mod" not in results:
             reach = dict(zip("bhqk", self._sizes, strict=True))
-            if self._given is None:  # of a mask for every batch entry, or head
+            if self._user_lists is None:  # of a mask for every batch entry, or head
                 reach = {n: m for n, m in reach.items() if n in "qk" or m > 1}
             title = show(self._mod.expr, self._mod.values)
-            made["mask_mod"] = self._mod.callable(reach, self._sizes, title, self.device)
-        return made["mask_mod"]  # type: ignore[no-any-return]
+            results["mask_mod"] = self._mod.callable(reach, self._sizes, title, self.device)
+        return results["mask_mod"]  # type: ignore[no-any-return]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch 2.11 ignores the setters of properties in a graph, and calls __setattr__
         if name == "mask_mod":
             lists, (mod, fn, text) = self._tensors(), forms_of(value)
             self._hold(lists)
-            self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
+            self._traced, self._fn, self._text = mod, fn, text if mod is None else mod.text
         elif name == "seq_lengths":
             self._put_seq_lengths(value)
         elif name in TENSORS:
@@ -301,34 +303,34 @@ class BlockMask(theirs.BlockMask):
     _prepared._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
     def _tensors(self) -> Lists:
-        if self._given is not None:
-            return self._given
+        if self._user_lists is not None:
+            return self._user_lists
         if torch.compiler.is_dynamo_compiling():
-            if self._live is not None:
+            if self._traced is not None:
                 self._prepared()
-            elif "lists" not in self._made:
-                self._made["lists"] = mask_in_graph.laid_out(self)
-            return self._made["lists"]  # type: ignore[no-any-return]
-        made = self._now()
-        if self._given is not None:
-            return self._given
-        if "lists" not in made and 0 in self._lengths:
-            made["lists"] = mask_in_graph.lists_of(self._kinds(), self._apart, self._columns)
-        if "lists" not in made:
-            found = exact_lists(self.layout, self.device, apart=self._apart)
-            pairs = [x for one in found for x in (one.count, one.index)]
-            names = LISTS if self._apart else [n for n in LISTS if "full" not in n]
+            elif "lists" not in self._results:
+                self._results["lists"] = mask_in_graph.laid_out(self)
+            return self._results["lists"]  # type: ignore[no-any-return]
+        results = self._now()
+        if self._user_lists is not None:
+            return self._user_lists
+        if "lists" not in results and 0 in self._lengths:
+            results["lists"] = mask_in_graph.lists_of(self._kinds(), self._separate_full, self._columns)
+        if "lists" not in results:
+            sides = exact_lists(self.layout, self.device, separate=self._separate_full)
+            pairs = [x for one in sides for x in (one.count, one.index)]
+            names = LISTS if self._separate_full else [n for n in LISTS if "full" not in n]
             wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}
             lists: Lists = {**dict.fromkeys(TENSORS), **wide}
             if not self._columns:
                 lists |= dict.fromkeys(LISTS[4:])
-            made["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
-        made.setdefault("written", _versions(made["lists"]))
-        return cast(Lists, made["lists"])
+            results["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
+        results.setdefault("written", _versions(results["lists"]))
+        return cast(Lists, results["lists"])
 
     def _hold(self, lists: Lists) -> None:
         """Take these lists as the mask's tiles, whatever the mask says outside of them."""
-        self._given, self._made, self._versions = lists, {}, None
+        self._user_lists, self._results, self._versions = lists, {}, None
 
     @property  # written by __setattr__
     def seq_lengths(self) -> tuple[int, int]:  # type: ignore[override]
@@ -338,14 +340,14 @@ class BlockMask(theirs.BlockMask):
     def _put_seq_lengths(self, value: tuple[int, int]) -> None:
         lengths = pair(value, "seq_lengths", 0)
         self._check_cover(lengths)
-        if torch.compiler.is_dynamo_compiling() and self._given is None:  # what is prepared has other lengths
-            self._live, self._fn, self._text = None, self.mask_mod, None
-        self._lengths, self._made, self._versions = lengths, {}, None
+        if torch.compiler.is_dynamo_compiling() and self._user_lists is None:  # what is prepared has other lengths
+            self._traced, self._fn, self._text = None, self.mask_mod, None
+        self._lengths, self._results, self._versions = lengths, {}, None
 
     def _check_cover(self, lengths: tuple[int, int]) -> None:
-        if self._given is None:
+        if self._user_lists is None:
             return
-        index, columns = self._given["kv_indices"], self._given["q_indices"]
+        index, columns = self._user_lists["kv_indices"], self._user_lists["q_indices"]
         assert index is not None
         listed = (index.shape[-2], 1 << 62 if columns is None else columns.shape[-2])
         for name, n, tiles, size in zip(("queries", "keys"), lengths, listed, self._block, strict=True):
@@ -364,7 +366,7 @@ class BlockMask(theirs.BlockMask):
     @property
     def device(self) -> torch.device:
         """The device of the lists."""
-        index = (self._given or self._made.get("lists") or {}).get("kv_indices")
+        index = (self._user_lists or self._results.get("lists") or {}).get("kv_indices")
         return self._device if index is None else index.device
 
     @property
@@ -390,18 +392,18 @@ class BlockMask(theirs.BlockMask):
         torch 2.14 counts tiles too. Up to 2.13 it counts positions, and those beyond the end of the last tile too. For
         100 queries and keys in tiles of 128 it then reports -63.84 percent.
         """
-        if self._given is None:
+        if self._user_lists is None:
             return 100 * (1 - self.layout.density)
         kinds = self._kinds()
         return 100 * (1 - int((kinds > 0).sum()) / kinds.numel())
 
     def _kinds(self) -> Tensor:
         """uint8 [B, H, rows, columns] of tiles: 0 empty, 1 partial, 2 full."""
-        if self._given is not None or torch.compiler.is_dynamo_compiling():
+        if self._user_lists is not None or torch.compiler.is_dynamo_compiling():
             lists = self._tensors()
             return kinds_of(lists, columns_of(lists, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
-        return (kinds if self._apart else kinds.clamp(max=PARTIAL)).to(self.device)
+        return (kinds if self._separate_full else kinds.clamp(max=PARTIAL)).to(self.device)
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, rows, columns] of tiles: 1 where a tile is read."""
@@ -423,7 +425,7 @@ class BlockMask(theirs.BlockMask):
     @outside
     def __repr__(self) -> str:
         text = show(self._mod.expr, self._mod.values)
-        lists = "" if self._given is None else ", in the tiles listed"
+        lists = "" if self._user_lists is None else ", in the tiles listed"
         return (
             f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
             f"mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
@@ -460,13 +462,13 @@ class BlockMask(theirs.BlockMask):
     def __invert__(self) -> BlockMask:
         if torch.compiler.is_dynamo_compiling():
             return mask_in_graph.inverted(self)
-        live = self.live
-        turned = replace(live, expr=ir.build("not", live.expr))
+        mask = self.tensor_mask
+        turned = replace(mask, expr=ir.build("not", mask.expr))
         return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        return self.mask, self.shape, self._block, self._apart, self._given is None
+        return self.mask, self.shape, self._block, self._separate_full, self._user_lists is None
 
     @outside
     def __eq__(self, other: object) -> bool:
@@ -480,16 +482,16 @@ class BlockMask(theirs.BlockMask):
     def __reduce__(self) -> tuple[Any, ...]:
         self._now()
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
-        bare = {n: x for n, x in self.__dict__.items() if n not in ("_live", "_fn", "_made", "_versions")}
+        bare = {n: x for n, x in self.__dict__.items() if n not in ("_traced", "_fn", "_results", "_versions")}
         return restored, (type(self), Mask(self._mod.expr), values, bare)
 
 
-def forms_of(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None, str | None]:
+def forms_of(mask_mod: Any) -> tuple[TensorMask | None, Callable[..., Any] | None, str | None]:
     """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
     if torch.compiler.is_dynamo_compiling():
         return None, *mask_in_graph.function_or_text(mask_mod)
-    live = live_mask(mask_mod)
-    return live, mask_mod if callable(mask_mod) else None, live.text
+    mod = tensor_mask_of(mask_mod)
+    return mod, mask_mod if callable(mask_mod) else None, mod.text
 
 
 def _versions(lists: Lists) -> list[Any]:
@@ -517,17 +519,17 @@ def to_string(kinds: Tensor, grid_size: int | tuple[int, int] | None = (20, 20),
     *batch, rows, columns = kinds.shape
     fit = (-1, -1) if grid_size is None else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     step = tuple(max(1, -(-n // m)) if m > 0 else 1 for n, m in zip((rows, columns), fit, strict=True))
-    found = []
+    pictures = []
     for index in islice(product(*map(range, batch)), limit):
         lines = ["".join(2 * c for c in line) + "\n" for line in _cells(kinds[index], step)]
-        found.append(f"{index}\n{''.join(lines)}")
+        pictures.append(f"{index}\n{''.join(lines)}")
     if math.prod(batch) > limit:
-        found += [
+        pictures += [
             "...",
             "To print out more, set BlockMask.to_string(limit=N)",
             "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
         ]
-    return "\n".join(found)
+    return "\n".join(pictures)
 
 
 def _cells(kinds: Tensor, step: tuple[int, ...]) -> list[str]:

@@ -112,7 +112,7 @@ class KernelOptionError(ParameterError, RuntimeError, AssertionError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class KernelRequests:
     """The requests in kernel_options. `promises` are claims about the call that need a proof."""
 
     tuning: Tuning = AS_CHOSEN
@@ -120,16 +120,16 @@ class Asked:
     promises: tuple[str, ...] = ()
 
 
-NOTHING = Asked()
+NOTHING = KernelRequests()
 
 
-def options_of(scale: float | None, enable_gqa: bool, asked: Asked, device: str) -> Options:
+def options_of(scale: float | None, enable_gqa: bool, requests: KernelRequests, device: str) -> Options:
     """The options with which an attention is compiled for this type of device. On a CPU BACKEND chooses nothing: it
     names kernels of a GPU, and a script that says so runs there as it is."""
-    return Options(scale_of(scale), enable_gqa, None if device == "cpu" else asked.backend, tuning=asked.tuning)
+    return Options(scale_of(scale), enable_gqa, None if device == "cpu" else requests.backend, tuning=requests.tuning)
 
 
-def read(options: Mapping[str, Any] | None) -> Asked:
+def read(options: Mapping[str, Any] | None) -> KernelRequests:
     """The requests in kernel_options; every key is used, checked, known to have no effect, or refused."""
     if options is None:
         return NOTHING
@@ -142,9 +142,9 @@ def read(options: Mapping[str, Any] | None) -> Asked:
 
 
 @memo(256)
-def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
+def _read(options: tuple[tuple[str, Any], ...]) -> KernelRequests:
     launches = dict.fromkeys(KERNELS, LaunchOptions())
-    given: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for key, x in sorted(options, key=lambda item: str(item[0]).startswith(("fwd_", "bwd_"))):  # the special one last
         prefix, name = _named(key)
         value = _checked(key, name, x)
@@ -156,11 +156,11 @@ def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
         elif name in LAUNCH:
             launches.update({k: replace(launches[k], **{name: value}) for k in OF_PREFIX[prefix]})
         else:
-            given[name] = value
-    splits = 1 if given.get("FORCE_USE_FLEX_ATTENTION") else given.get("SPLIT_KV") or None
-    return Asked(
-        Tuning(**launches, precision=given.get("FLOAT32_PRECISION"), splits=splits, tanh=given.get("TANH")),
-        _backend(given), tuple(n for n in PROMISES if given.get(n) is True or given.get("BACKEND") == n),
+            choices[name] = value
+    splits = 1 if choices.get("FORCE_USE_FLEX_ATTENTION") else choices.get("SPLIT_KV") or None
+    return KernelRequests(
+        Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH")),
+        _backend(choices), tuple(n for n in PROMISES if choices.get(n) is True or choices.get("BACKEND") == n),
     )  # fmt: skip
 
 
@@ -204,12 +204,12 @@ def _checked(key: str, name: str, x: Any) -> Any:
     return x
 
 
-def _backend(given: Mapping[str, Any]) -> str | None:
-    if "BACKEND" in given and given.get("FORCE_USE_FLEX_ATTENTION"):
+def _backend(choices: Mapping[str, Any]) -> str | None:
+    if "BACKEND" in choices and choices.get("FORCE_USE_FLEX_ATTENTION"):
         raise KernelOptionError(
             "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION\n  BACKEND alone says which kernel runs"
         )
-    name = given.get("BACKEND", "AUTO")
+    name = choices.get("BACKEND", "AUTO")
     return None if name == "AUTO" else name.removesuffix("_DECODE").lower()  # TRITON_DECODE is Triton, FLASH flash
 
 
@@ -218,12 +218,12 @@ SHORT = 128  # queries: fewer are a step of decoding to torch
 
 def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:
     """(queries, keys) from one length or two, each at least `least`."""
-    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    found = tuple([count_of(n) for n in given])
-    if len(found) != 2 or not all(is_count(n, least) for n in found):
+    values = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    counts = tuple([count_of(n) for n in values])
+    if len(counts) != 2 or not all(is_count(n, least) for n in counts):
         what = "positive ints" if least else "ints, 0 or more"
         raise ShapeError(f"{name} is {value!r}\n  it is {what}, (queries, keys), in tokens")
-    return int(found[0]), int(found[1])
+    return int(counts[0]), int(counts[1])
 
 
 def count_of(n: Any) -> Any:
@@ -338,9 +338,9 @@ def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, q
             f"BACKEND is 'TRITON_DECODE', for fewer than {SHORT} queries, and there are {q_len}\n  leave it out"
         )
     if "ROWS_GUARANTEED_SAFE" in promises and att.mask is not None:
-        found = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
-        if found:
-            at = found.witness
+        empty_rows = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
+        if empty_rows:
+            at = empty_rows.witness
             raise KernelOptionError(
                 f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no key\n"
                 "  leave it out: frisket finds out by itself, and pays for such rows only where they can be"

@@ -23,14 +23,14 @@ from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, prog
 
 from .block_mask import Block, BlockMask, forms_of
 from .checks import MaskModError, count_of, is_count, pair
-from .live_mask import LiveMask, live_mask, of_bound, of_function, only_read
 from .mask_in_graph import packed as graph_packed
 from .score_mod import packed
+from .tensor_mask import TensorMask, of_bound, of_function, only_read, tensor_mask_of
 from .tile_tensors import ordered
 
 
 def create_block_mask(
-    mask_mod: MaskLike | LiveMask, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
+    mask_mod: MaskLike | TensorMask, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
     BLOCK_SIZE: Block = 128, _compile: bool = False, separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False, dq_kv_order: bool = True,
 ) -> BlockMask:  # fmt: skip
@@ -63,16 +63,16 @@ def create_block_mask(
         )
     mod, fn, text = forms_of(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
-    made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
-    made._fn = None if isinstance(mask_mod, Joined) else fn
-    made._apart = separate_full_blocks
+    mask = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
+    mask._fn = None if isinstance(mask_mod, Joined) else fn
+    mask._separate_full = separate_full_blocks
     if compute_dq_write_order:
-        made._orders, made.dq_kv_order_spt = True, dq_kv_order
+        mask._orders, mask.dq_kv_order_spt = True, dq_kv_order
     if torch.compiler.is_compiling():  # nothing has values to look at
-        return made
+        return mask
     if mod is not None and all(x.is_cpu for x in mod.tensors.values()):  # values on a device are not waited for
-        made.check_lookups()
-    return made
+        mask.check_lookups()
+    return mask
 
 
 def create_mask(
@@ -94,24 +94,24 @@ def create_mask(
     mod = _shown(mod_fn)
     sizes: Sizes = (*_heads(B, H), *pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0))
     where = _device(device)
-    found = mod.callable(dict(zip("bhqk", sizes, strict=True)), sizes, "", where)
+    mask_mod = mod.callable(dict(zip("bhqk", sizes, strict=True)), sizes, "", where)
     axes = (torch.arange(n, device=where) for n in sizes)
     places = (x.view([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(axes))
-    shown: Tensor = found(*places)
+    shown: Tensor = mask_mod(*places)
     return shown.expand(sizes).contiguous()
 
 
-def _shown(what: Any) -> LiveMask:
+def _shown(what: Any) -> TensorMask:
     """The positions that a mask shows, or a score mod alone."""
     if isinstance(what, str):
-        found = program(what)
-        what = found.mask if found.mask is not None else found.score
+        parts = program(what)
+        what = parts.mask if parts.mask is not None else parts.score
     if isinstance(what, ScoreMod) or (isinstance(what, Expr) and what.type is not BOOL):
         mod = of_bound(what if isinstance(what, ScoreMod) else ScoreMod(what))
     elif callable(what) and not isinstance(what, Joined):
         mod = of_function(what, None)
     else:
-        mod = live_mask(what)
+        mod = tensor_mask_of(what)
     if mod.expr.type is BOOL:
         return mod
     score = ir.substitute(mod.expr, {ir.SCORE: ir.lit(0.0)})
@@ -149,26 +149,26 @@ def _joined(op: str, mask_mods: tuple[Any, ...]) -> Callable[..., Any]:
         return (torch_and_masks if op == "and" else torch_or_masks)(*mask_mods)
     if torch.compiler.is_dynamo_compiling():
         return leave(_joined, op, mask_mods)  # type: ignore[no-any-return]
-    return Joined(reduce(lambda x, y: x.join(op, y), map(live_mask, mask_mods)))
+    return Joined(reduce(lambda x, y: x.join(op, y), map(tensor_mask_of, mask_mods)))
 
 
 class Joined:
     """A mask_mod made of texts and masks: `create_block_mask` reads its expression, torch and people call it."""
 
-    def __init__(self, live: LiveMask) -> None:
-        self.live = live
-        self._made: dict[Any, Callable[..., Any]] = {}
+    def __init__(self, mask: TensorMask) -> None:
+        self.tensor_mask = mask
+        self._functions: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        key = q_idx.device, self.live.versions
-        if key not in self._made:
-            if sized := sorted(ir.uses(self.live.expr) & set(ir.SIZES)):
+        key = q_idx.device, self.tensor_mask.versions
+        if key not in self._functions:
+            if sized := sorted(ir.uses(self.tensor_mask.expr) & set(ir.SIZES)):
                 raise MaskModError(
                     f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
                 )
             far = 1 << 31
-            self._made = {key: self.live.callable({}, (far, far, far, far), "", q_idx.device)}
-        return self._made[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
+            self._functions = {key: self.tensor_mask.callable({}, (far, far, far, far), "", q_idx.device)}
+        return self._functions[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
 
 
 def create_nested_block_mask(
@@ -206,8 +206,8 @@ def create_nested_block_mask(
         lengths = _total(q_nt), _total(kv_nt)
         fn = graph_packed(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
         return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
-    found = packed(live_mask(mask_mod), q_nt, kv_nt)
-    return create_block_mask(found, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
+    mask = packed(tensor_mask_of(mask_mod), q_nt, kv_nt)
+    return create_block_mask(mask, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
 
 
 def _create_sparse_block_from_block_mask(

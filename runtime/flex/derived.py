@@ -18,7 +18,7 @@ from frisket.dsl.ir import Expr, lit, var
 from frisket.runtime.masks.mask import Mask
 
 from .checks import ListError, OrderError, PickError
-from .live_mask import LiveMask, Value, fresh, live_mask
+from .tensor_mask import TensorMask, Value, fresh, tensor_mask_of
 from .tile_tensors import LISTS, PACKED, TENSORS, Lists, columns_of, with_columns, with_orders
 
 if TYPE_CHECKING:
@@ -51,20 +51,20 @@ class Pick:
 
 def picks(index: Any, sizes: Sequence[int]) -> list[Pick]:
     """One pick for every axis: `sizes` are batch entries, heads (as far as there are any) and rows of tiles."""
-    given = index if isinstance(index, tuple) else (index,)
-    dots = [i for i, x in enumerate(given) if x is Ellipsis]
-    if len(given) - len(dots) > len(sizes) or len(dots) > 1:
+    indices = index if isinstance(index, tuple) else (index,)
+    dots = [i for i, x in enumerate(indices) if x is Ellipsis]
+    if len(indices) - len(dots) > len(sizes) or len(dots) > 1:
         axes = ", ".join(AXES[-len(sizes) :])
-        raise PickError(f"block_mask[...] with {len(given)} indices\n  there are {len(sizes)}: [{axes}]")
-    missing = [slice(None)] * (len(sizes) - len(given) + len(dots))
-    at = dots[0] if dots else len(given)
-    given = (*given[:at], *missing, *given[at + 1 :])
-    if sum(isinstance(x, Tensor | list) for x in given) > 1:
+        raise PickError(f"block_mask[...] with {len(indices)} indices\n  there are {len(sizes)}: [{axes}]")
+    missing = [slice(None)] * (len(sizes) - len(indices) + len(dots))
+    at = dots[0] if dots else len(indices)
+    indices = (*indices[:at], *missing, *indices[at + 1 :])
+    if sum(isinstance(x, Tensor | list) for x in indices) > 1:
         raise PickError(
             "block_mask[...] with two tensors\n  torch would pair them up, which is no mask of [batch, head, rows] any "
             "more: pick along one axis at a time, block_mask[first][:, second]"
         )
-    return [_pick(x, n, name) for x, n, name in zip(given, sizes, AXES[-len(sizes) :], strict=True)]
+    return [_pick(x, n, name) for x, n, name in zip(indices, sizes, AXES[-len(sizes) :], strict=True)]
 
 
 def _pick(index: Any, n: int, name: str) -> Pick:
@@ -77,10 +77,12 @@ def _pick(index: Any, n: int, name: str) -> Pick:
             raise PickError(f"{name} {index}\n  there are {n}: {-n}..{n - 1}")
         return Pick(index % n, 1, n)
     if isinstance(index, slice):
-        found = range(n)[index]
-        if not found:
+        entries = range(n)[index]
+        if not entries:
             raise PickError(f"{name} {_text(index)} picks nothing of {n}")
-        return Pick(found[0], len(found), n, None if found.step == 1 or len(found) == 1 else torch.tensor(found))
+        return Pick(
+            entries[0], len(entries), n, None if entries.step == 1 or len(entries) == 1 else torch.tensor(entries)
+        )
     if isinstance(index, Tensor) and index.ndim == 1 and not index.is_floating_point():
         return _entries(index, n, name)
     what = f"a tensor of {index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
@@ -103,7 +105,7 @@ def _text(index: slice) -> str:
     return ":".join("" if x is None else str(x) for x in (index.start, index.stop))
 
 
-def moved(mod: LiveMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple[LiveMask, int, bool]:
+def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple[TensorMask, int, bool]:
     """The mask in positions of what was picked, its queries, and whether some before the last are past the end."""
     places: dict[Expr, Expr] = {}
     values: dict[str, Value] = {}
@@ -128,41 +130,41 @@ def moved(mod: LiveMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple
         places[q] = q + rows.start * block if rows.start else q
         return mod.at(places, values), min(rows.count * block, q_len - rows.start * block), False
     places[q] = table("row_of", rows.at, ir.build("floordiv", q, size)) * block + ir.build("mod", q, size)
-    made, length, cut = mod.at(places, values), rows.count * block, rows.of * block - q_len
+    mask, length, cut = mod.at(places, values), rows.count * block, rows.of * block - q_len
     if not cut:
-        return made, length, False
+        return mask, length, False
     short = (rows.at == rows.of - 1).tolist()
     if short[-1] and not rows.whole_rows:
         length, short = length - cut, short[:-1]
     if not any(short):
-        return made, length, False
-    inside = LiveMask(places[q] < q_len, {n: x for n, x in values.items() if n.startswith("row_of")})
-    return made.join("and", inside), length, True
+        return mask, length, False
+    inside = TensorMask(places[q] < q_len, {n: x for n, x in values.items() if n.startswith("row_of")})
+    return mask.join("and", inside), length, True
 
 
 def part(mask: BlockMask, index: Any) -> BlockMask:
     """`mask[index]`. Rows of the user's lists are selected, as in torch; other masks are laid out again."""
     mask._now()  # whether its lists were written to
     _check_order(mask, "indexed")
-    given, (q_len, kv_len) = mask._given, mask._lengths
-    rows = -(-q_len // mask._block[0]) if given is None else mask.kv_indices.shape[-2]
-    found = picks(index, (*mask._batch, rows))
-    mod, length, short = moved(mask._mod.sized(mask._sizes), found, q_len, mask._block[0])
-    made = mask.of(mod, (length, kv_len), mask._block, tuple(p.count for p in found[:-1]), mask.device, mask)
-    if given is None:
-        return made
-    if short and not found[-1].whole_rows:
+    user_lists, (q_len, kv_len) = mask._user_lists, mask._lengths
+    rows = -(-q_len // mask._block[0]) if user_lists is None else mask.kv_indices.shape[-2]
+    selection = picks(index, (*mask._batch, rows))
+    mod, length, short = picked_mask(mask._mod.sized(mask._sizes), selection, q_len, mask._block[0])
+    picked = mask.of(mod, (length, kv_len), mask._block, tuple(p.count for p in selection[:-1]), mask.device, mask)
+    if user_lists is None:
+        return picked
+    if short and not selection[-1].whole_rows:
         raise ListError("the row of tiles that the lengths cut is picked before others\n  pick it last")
     lists: Lists = {**dict.fromkeys(TENSORS)}
     for name in LISTS[:4]:
-        if (x := given[name]) is not None:
-            for axis, pick in enumerate(found):
+        if (x := user_lists[name]) is not None:
+            for axis, pick in enumerate(selection):
                 x = pick.select(x, axis)
             lists[name] = x
-    if given["q_indices"] is not None:
+    if user_lists["q_indices"] is not None:
         lists = with_columns(lists, columns_of(lists, kv_len, mask._block[1]), kv_len, mask._block[1])
-    made._hold(with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
-    return made
+    picked._hold(with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
+    return picked
 
 
 def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
@@ -170,29 +172,29 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     mask._now()
     _check_order(mask, "cut")
     mask._check_cover(lengths)
-    made = mask.of(mask.live.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
-    made._fn = mask._fn if mask._given is None else None
-    return made
+    cropped = mask.of(mask.tensor_mask.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
+    cropped._fn = mask._fn if mask._user_lists is None else None
+    return cropped
 
 
 def there(mask: BlockMask, device: torch.device) -> BlockMask:
     """A copy of a mask on another device; what has been laid out is moved, not laid out again."""
-    made = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
-    if all(made._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
-        made._fn = mask._fn
-    lists = mask._now().get("lists") or mask._given
+    copy = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
+    if all(copy._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
+        copy._fn = mask._fn
+    lists = mask._now().get("lists") or mask._user_lists
     if lists is not None:
         lists = {n: x if x is None else x.to(device) for n, x in lists.items()}
-        if mask._given is None:
-            made._made = {"lists": lists}
+        if mask._user_lists is None:
+            copy._results = {"lists": lists}
         else:
-            made._given = lists
-    return made
+            copy._user_lists = lists
+    return copy
 
 
 def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
     """Two of one shape in one, or one with a mask_mod."""
-    mod, batch = live_mask(other), mask._batch
+    mod, batch = tensor_mask_of(other), mask._batch
     if isinstance(other, type(mask)):
         if (mask._lengths, mask._block) != (other._lengths, other._block):
             raise ShapeError(
@@ -200,19 +202,19 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
                 f"{other._block}\n  lay both out alike"
             )
         mod, batch = mod.sized(other._sizes), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
-    both = mask.live.sized(mask._sizes).join(op, mod)
+    both = mask.tensor_mask.sized(mask._sizes).join(op, mod)
     return mask.of(both, mask._lengths, mask._block, batch, mask.device, mask)
 
 
 def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
     """A mask read from a pickle."""
-    made = kind.of(LiveMask(mod.expr, values), state["_lengths"], state["_block"], state["_batch"], state["_device"])
-    made.__dict__.update(state)
-    return made
+    mask = kind.of(TensorMask(mod.expr, values), state["_lengths"], state["_block"], state["_batch"], state["_device"])
+    mask.__dict__.update(state)
+    return mask
 
 
 def _check_order(mask: BlockMask, what: str) -> None:
-    if (mask._given or {}).get("dq_kv_order") is not None:
+    if (mask._user_lists or {}).get("dq_kv_order") is not None:
         raise OrderError(
             f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
             "BlockMask with the dq_write_order that belongs to it"

@@ -29,8 +29,8 @@ from frisket.runtime.torch.jagged import Ragged
 from frisket.runtime.torch.spec import spec_of
 
 from .checks import options_of, read
-from .live_mask import LiveMask
-from .score_mod import apart, confined, local_live, traced
+from .score_mod import confined, local_in_graph, traced, without_clashes
+from .tensor_mask import TensorMask
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -45,48 +45,54 @@ class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
         score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
     ) -> Any:  # fmt: skip
         """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
         mod = over_graph(score_mod, score_values, "score")
-        if said["text"] is not None:
-            visible = LiveMask(program(said["text"]).mask.expr, said["values"])  # type: ignore[union-attr]
+        if request["text"] is not None:
+            visible = TensorMask(program(request["text"]).mask.expr, request["values"])  # type: ignore[union-attr]
         else:
             visible = over_graph(masks[-1], mask_values, "mask")
-        if said["tiles"] is not None:
-            visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(_fixed, said["block"])))
-        if said["ragged"] is not None:
-            ragged = Ragged(*(*said["ragged"], said["pattern"]))
-            visible, mod = confined(visible, ragged), local_live(mod, ragged)
-        kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
-        options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel), query.device.type)
-        return operator(query, key, value, mod, visible, options, said["top"], said["rows"])
+        if request["tiles"] is not None:
+            visible = visible.within(
+                request["tiles"], tuple(request["tiles"].shape[:-2]), tuple(map(_fixed, request["block"]))
+            )
+        if request["ragged"] is not None:
+            ragged = Ragged(*(*request["ragged"], request["pattern"]))
+            visible, mod = confined(visible, ragged), local_in_graph(mod, ragged)
+        kernel = {n: _fixed(x) for n, x in request["kernel"].items()}
+        options = options_of(_fixed(request["scale"]), request["gqa"], read(kernel), query.device.type)
+        return operator(query, key, value, mod, visible, options, request["top"], request["rows"])
 
 
 class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
         score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
     ) -> Any:  # fmt: skip
         visible = over_graph(masks[-1], mask_values, "mask")
-        if said["text"] is not None:
-            visible = LiveMask(program(said["text"]).mask.expr, {})  # type: ignore[union-attr]
+        if request["text"] is not None:
+            visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
         numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
         free = {n: x for n, x in visible.values.items() if n not in numbers}
-        own = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
-        return (torch_library.written_tiles(spec_of(own, Options(), free), query, said["sizes"], said["block"], free),)
+        mask_program = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
+        return (
+            torch_library.written_tiles(
+                spec_of(mask_program, Options(), free), query, request["sizes"], request["block"], free
+            ),
+        )
 
 
 def tiles(mask: BlockMask) -> Tensor:
     """uint8 [B, H, rows, columns] of the tiles of a mask made in the current graph: 0 empty, 1 partial, 2 full."""
     like = torch.empty(0, device=mask._device)
     heads = (1, 1, *mask._batch)[-2:]
-    said = {"text": mask._text, "sizes": (*mask._lengths, *heads), "block": mask._block}
+    request = {"text": mask._text, "sizes": (*mask._lengths, *heads), "block": mask._block}
     mask_mod = noop_mask if mask._text is not None else mask._fn
-    (kinds,) = laid_out(like, like, like, unchanged, (mask_mod,), None, said)
+    (kinds,) = laid_out(like, like, like, unchanged, (mask_mod,), None, request)
     return kinds  # type: ignore[no-any-return]
 
 
@@ -102,11 +108,11 @@ class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         record = tx.output.side_effects
-        found = super()._call_function(tx, args, kwargs)
+        variable = super()._call_function(tx, args, kwargs)
         if record is not tx.output.side_effects:
             vars(record).update(vars(tx.output.side_effects))
             tx.output.side_effects = record
-        return found
+        return variable
 
 
 for _one in (call, laid_out):
@@ -118,20 +124,20 @@ def _fixed(x: Any) -> Any:
     return int(x) if isinstance(x, torch.SymInt) else float(x) if isinstance(x, torch.SymFloat) else x
 
 
-def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> LiveMask:
+def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> TensorMask:
     """The mask or score that a graph computes, over `values`: the tensors and integers that are the last of its inputs.
     Open sizes of tensors stay open if only the ends of lookups depend on them."""
-    found = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
+    mod = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
     if any(not isinstance(n, int) for x in values if isinstance(x, Tensor) for n in x.shape):
         longer = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint + 1)
-        if longer.expr is not found.expr:
+        if longer.expr is not mod.expr:
             return _read(graph, values, kind, int)  # a guard of the graph: another size is another one
-    return found
+    return mod
 
 
-def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any], int]) -> LiveMask:
+def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any], int]) -> TensorMask:
     names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-    given = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    captured = dict(zip(names[len(names) - len(values) :], values, strict=True))
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return graph(score, b, h, q, k, *inputs.values())
@@ -140,15 +146,15 @@ def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any],
         return graph(b, h, q, k, *inputs.values())
 
     with _disable_current_modes():  # constants that the function makes are to have values
-        inputs = {n: _stand_in(n, x, size) for n, x in given.items()}
+        inputs = {n: _stand_in(n, x, size) for n, x in captured.items()}
         if kind == "score":
-            found = traced(score_mod, valueless=True)[0]
+            mod = traced(score_mod, valueless=True)[0]
         else:
             shown = trace(mask_mod, "mask", valueless=True, by_place=True)
-            found = LiveMask(shown.expr, shown.tables)
-    own = {id(x): given[n] for n, x in inputs.items()}
-    tables = {n: own[id(x)] for n, x in found.values.items()}
-    return LiveMask(found.expr, {**only(given, found.expr), **tables})
+            mod = TensorMask(shown.expr, shown.tables)
+    by_stand_in = {id(x): captured[n] for n, x in inputs.items()}
+    tables = {n: by_stand_in[id(x)] for n, x in mod.values.items()}
+    return TensorMask(mod.expr, {**only(captured, mod.expr), **tables})
 
 
 def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
@@ -160,12 +166,12 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
 
 
 def operator(
-    query: Tensor, key: Tensor, value: Tensor, mod: LiveMask | None, visible: LiveMask | None, options: Options,
+    query: Tensor, key: Tensor, value: Tensor, mod: TensorMask | None, visible: TensorMask | None, options: Options,
     top: bool, rows: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
-        mod = apart(mod, visible)[0]
+        mod = without_clashes(mod, visible)[0]
     values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
     numbers = {n: x for n, x in values.items() if isinstance(x, bool | int | float)}
     program = CallProgram(

@@ -19,7 +19,7 @@ from frisket.runtime.masks.mask import program
 
 from .checks import MaskModError
 from .derived import Pick, picks
-from .live_mask import LiveMask
+from .tensor_mask import TensorMask
 from .tile_tensors import LISTS, TENSORS, Lists, ordered, with_columns, with_orders
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def function_or_text(mask_mod: Any) -> tuple[MaskMod | None, str | None]:
     """A mask_mod as a graph holds it."""
     if isinstance(mask_mod, str):
         return None, mask_mod
-    if callable(mask_mod) and not isinstance(mask_mod, LiveMask):
+    if callable(mask_mod) and not isinstance(mask_mod, TensorMask):
         return mask_mod, None
     raise MaskModError(
         f"mask_mod is {type(mask_mod).__name__}, in a graph of torch\n  a graph takes a function "
@@ -51,39 +51,39 @@ _texts = ModuleType("frisket_masks_of_texts")  # where Dynamo finds them, as it 
 def _written(text: str) -> str:
     name = f"text_{sha256(text.encode()).hexdigest()}"
     if not hasattr(_texts, name):
-        found = program(text).mask
-        assert found is not None
+        mask = program(text).mask
+        assert mask is not None
         far = 1 << 31
-        setattr(_texts, name, LiveMask(found.expr, {}).callable({}, (far, far, far, far), text, torch.device("cpu")))
+        setattr(_texts, name, TensorMask(mask.expr, {}).callable({}, (far, far, far, far), text, torch.device("cpu")))
     return name
 
 
 _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
 
-def lists_of(kinds: Tensor, apart: bool, columns: bool) -> Lists:
+def lists_of(kinds: Tensor, separate_full: bool, columns: bool) -> Lists:
     """The lists of a map of tiles."""
-    made: Lists = dict.fromkeys(TENSORS)
-    sides = {"kv": kinds == PARTIAL if apart else kinds > 0}
-    if apart:
+    lists: Lists = dict.fromkeys(TENSORS)
+    sides = {"kv": kinds == PARTIAL if separate_full else kinds > 0}
+    if separate_full:
         sides["full_kv"] = kinds == FULL
     for name, grid in sides.items():
-        made[f"{name}_num_blocks"], made[f"{name}_indices"] = ordered(grid)
-    return with_columns(made, kinds.shape[-1]) if columns else made
+        lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = ordered(grid)
+    return with_columns(lists, kinds.shape[-1]) if columns else lists
 
 
 def laid_out(mask: BlockMask) -> Lists:
     """The lists of a mask that a graph made of a function or text."""
     from .graph import tiles
 
-    found = lists_of(tiles(mask), mask._apart, mask._columns)
-    return with_orders(found, mask.dq_kv_order_spt) if mask._orders else found
+    lists = lists_of(tiles(mask), mask._separate_full, mask._columns)
+    return with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists
 
 
 def visible(mask: BlockMask) -> MaskMod:
     """The whole mask as a function: its mask_mod, and the tiles of lists that a user gave."""
     mask_mod = mask.mask_mod
-    if mask._given is None:
+    if mask._user_lists is None:
         return mask_mod
     kinds, (rows, columns) = mask._kinds(), mask._block
     several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]
@@ -119,20 +119,20 @@ def inverted(mask: BlockMask) -> BlockMask:
 
 def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     """The first queries and keys of a mask."""
-    made = made_of(mask, mask.mask_mod, lengths, mask._batch)
-    if mask._given is not None:
+    cropped = made_of(mask, mask.mask_mod, lengths, mask._batch)
+    if mask._user_lists is not None:
         mask._check_cover(lengths)
         rows, columns = (-(-n // size) for n, size in zip(lengths, mask._block, strict=True))
-        made._hold(lists_of(mask._kinds()[..., :rows, :columns], mask._apart, mask._columns))
-    return made
+        cropped._hold(lists_of(mask._kinds()[..., :rows, :columns], mask._separate_full, mask._columns))
+    return cropped
 
 
 def there(mask: BlockMask, device: Any) -> BlockMask:
     """The mask with its lists on another device. Tensors of its function stay where they are, as in torch."""
-    made = made_of(mask, mask.mask_mod, mask._lengths, mask._batch)
-    made._device = torch.device(device)
-    made._hold({n: None if x is None else x.to(device) for n, x in mask._tensors().items()})
-    return made
+    copy = made_of(mask, mask.mask_mod, mask._lengths, mask._batch)
+    copy._device = torch.device(device)
+    copy._hold({n: None if x is None else x.to(device) for n, x in mask._tensors().items()})
+    return copy
 
 
 def part(mask: BlockMask, index: Any) -> BlockMask:
@@ -140,10 +140,10 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
     lists, mask_mod, (q_len, kv_len), size = mask._tensors(), mask.mask_mod, mask._lengths, mask._block[0]
     count = lists["kv_indices"]
     assert count is not None
-    found = picks(index, (*mask._batch, count.shape[-2]))
-    rows, entries = found[-1], found[:-1]
+    selection = picks(index, (*mask._batch, count.shape[-2]))
+    rows, entries = selection[-1], selection[:-1]
 
-    def moved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    def picked_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
         at = [b, h]
         for i, pick in enumerate(entries, 2 - len(entries)):
             at[i] = _place(pick, at[i])
@@ -160,18 +160,18 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
         length = q_len
     elif rows.at is None:
         length = min(length, q_len - rows.start * size)
-    made = made_of(mask, moved, (length, kv_len), tuple(p.count for p in entries))
+    picked = made_of(mask, picked_mod, (length, kv_len), tuple(p.count for p in entries))
     chosen: Lists = dict.fromkeys(TENSORS)
     for name in LISTS[:4]:
         x = lists[name]
         if x is not None:
-            for axis, pick in enumerate(found):
+            for axis, pick in enumerate(selection):
                 x = pick.select(x, axis)
         chosen[name] = x
     if lists["q_indices"] is not None:
         chosen = with_columns(chosen, -(-kv_len // mask._block[1]))
-    made._hold(with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)
-    return made
+    picked._hold(with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)
+    return picked
 
 
 def _place(pick: Pick, x: Tensor) -> Any:
@@ -183,9 +183,9 @@ def _place(pick: Pick, x: Tensor) -> Any:
 
 
 def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple[int, ...]) -> BlockMask:
-    made = mask.of(None, lengths, mask._block, batch, mask._device, mask)
-    made._fn = fn
-    return made
+    derived = mask.of(None, lengths, mask._block, batch, mask._device, mask)
+    derived._fn = fn
+    return derived
 
 
 def packed(mask_mod: MaskMod, q_offsets: Tensor, kv_offsets: Tensor, q_len: int, kv_len: int) -> MaskMod:

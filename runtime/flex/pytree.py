@@ -7,10 +7,10 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from .block_mask import BlockMask
-from .live_mask import LiveMask
+from .tensor_mask import TensorMask
 from .tile_tensors import TENSORS, Lists
 
-OPTIONS = ("_lengths", "_block", "_batch", "_device", "_apart", "_columns", "_orders", "dq_kv_order_spt")
+OPTIONS = ("_lengths", "_block", "_batch", "_device", "_separate_full", "_columns", "_orders", "dq_kv_order_spt")
 
 
 def flatten(mask: BlockMask) -> tuple[list[Any], tuple[Any, ...]]:
@@ -24,26 +24,26 @@ def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any
     options = tuple(getattr(mask, n) for n in OPTIONS)
     context = (
         mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
-        mask._given is not None, mask._text, *options,
+        mask._user_lists is not None, mask._text, *options,
     )  # fmt: skip
     return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
 
 
 def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
-    expr, numbers, tensors, names, given, text, *options = context
+    expr, numbers, tensors, names, has_lists, text, *options = context
     leaves = list(leaves)
     values = {**{n: x for n, _, x in numbers}, **dict(zip(tensors, leaves[len(names) :], strict=True))}
     lengths, block, batch, device, *_ = options
     # Dynamo reads this, so nothing is made of the values here
-    made = BlockMask.of(LiveMask(expr, values), lengths, block, batch, device, text=text)
+    mask = BlockMask.of(TensorMask(expr, values), lengths, block, batch, device, text=text)
     for name, value in zip(OPTIONS, options, strict=True):
-        setattr(made, name, value)
+        setattr(mask, name, value)
     lists: Lists = {**dict.fromkeys(TENSORS), **dict(zip(names, leaves[: len(names)], strict=True))}
-    if given:
-        made._given = lists
+    if has_lists:
+        mask._user_lists = lists
     else:
-        made._made = {"lists": lists}
-    return made
+        mask._results = {"lists": lists}
+    return mask
 
 
 pytree.register_pytree_node(

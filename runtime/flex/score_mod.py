@@ -27,7 +27,7 @@ from frisket.dsl.from_python.closure import MODULE_PARTS, is_foreign, names_read
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import TRUE, B, Expr, conj, lit
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import Memo, beside, remember
+from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import version_of
@@ -40,8 +40,8 @@ from frisket.runtime.masks.mask import score as written
 from frisket.runtime.torch import op as torch_op
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
-from .checks import Asked, ScoreModError, check_lookups, check_promises
-from .live_mask import LiveMask, fresh, of_bound, only_read
+from .checks import KernelRequests, ScoreModError, check_lookups, check_promises
+from .tensor_mask import TensorMask, fresh, of_bound, only_read
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 REFLECTION = """getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next environ getenv
@@ -114,40 +114,44 @@ class _StateReader:
         names = names | (mine := names_read(fn.__code__))
         if not mine.isdisjoint(REFLECTION) or not names.isdisjoint(vars(fn)):
             raise UnknownState
-        said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
-        said.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
+        state: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
+        state.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
         if not library:
             scope = fn.__globals__
-            said += [self.value(scope[n], names) for n in sorted(mine) if n in scope]
-        return tuple(said)
+            state += [self.value(scope[n], names) for n in sorted(mine) if n in scope]
+        return tuple(state)
 
-    def members(self, x: Any, held: Mapping[str, Any] | None, names: Names) -> Any:
+    def members(self, x: Any, fields: Mapping[str, Any] | None, names: Names) -> Any:
         """An object, class or module by the attributes and methods that the code reads."""
         cls = x if isinstance(x, type) else type(x)
         library = any(is_foreign(c) for c in cls.__mro__ if c not in STATELESS and c is not torch.nn.Module)
         strange = not is_foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
-        own = [vars(c) for c in cls.__mro__ if not is_foreign(c)]
-        if held is None or strange or any({"__getattr__", "__getattribute__"} & of.keys() for of in (*own, held)):
+        namespaces = [vars(c) for c in cls.__mro__ if not is_foreign(c)]
+        if (
+            fields is None
+            or strange
+            or any({"__getattr__", "__getattribute__"} & of.keys() for of in (*namespaces, fields))
+        ):
             raise UnknownState
-        special = {n for of in own for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
-        names, methods = _reached(own, names | (special if cls is x else special - {"__init__", "__new__"}))
+        special = {n for of in namespaces for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
+        names, methods = _reached(namespaces, names | (special if cls is x else special - {"__init__", "__new__"}))
         if (id(x), names) in self.seen:
             return id(x)
         self.seen.add((id(x), names))
-        parts = [held, *(held[p] for p in MODULE_PARTS if p in held and isinstance(x, torch.nn.Module))]
-        read = names.union(*parts[1:], (n for n in held if n[0] != "_")) if library else names  # by code of its own
-        said = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
-        return tuple(said), tuple([self.value(m, names) for m in methods])
+        parts = [fields, *(fields[p] for p in MODULE_PARTS if p in fields and isinstance(x, torch.nn.Module))]
+        read = names.union(*parts[1:], (n for n in fields if n[0] != "_")) if library else names  # by code of its own
+        values = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
+        return tuple(values), tuple([self.value(m, names) for m in methods])
 
 
-def _reached(own: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
+def _reached(namespaces: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
     """The names that are read once the methods and properties among `names` run, and what the classes have of them."""
-    found: dict[str, list[Any]] = {}
+    members: dict[str, list[Any]] = {}
     while True:
-        for name in names - found.keys():  # in every class: `super()` reaches those behind the first
-            ones = [x for of in own if (x := of.get(name)) is not None]
-            found[name] = [x.fget if isinstance(x, property) else getattr(x, "__func__", x) for x in ones]
-        methods = tuple(x for n in sorted(found) for x in found[n])
+        for name in names - members.keys():  # in every class: `super()` reaches those behind the first
+            ones = [x for of in namespaces if (x := of.get(name)) is not None]
+            members[name] = [x.fget if isinstance(x, property) else getattr(x, "__func__", x) for x in ones]
+        methods = tuple(x for n in sorted(members) for x in members[n])
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
         more = names.union(
@@ -173,10 +177,10 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A score mod, traced. `places` say which of the function's tensors a name is; `live` has the values of the other
+    """A score mod, traced. `places` say which of the function's tensors a name is; `score` has the values of the other
     names. `read` are tensors whose values the trace looked at, or whose place is not known."""
 
-    live: LiveMask
+    score: TensorMask
     places: Mapping[str, int]
     read: tuple[tuple[int | None, Watched], ...]
     source: Any  # of the user's, which a key may name by its id
@@ -196,66 +200,66 @@ def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
         state, tensors = (score_mod if isinstance(score_mod, str) else id(score_mod)), []
     else:
         state, tensors = state_of(score_mod) or (None, [])
-    found = None if state is None else _scored.get(state)
-    if found is None or not found.holds(tensors):
-        found = _traced_over(score_mod, tensors)
+    mod = None if state is None else _scored.get(state)
+    if mod is None or not mod.holds(tensors):
+        mod = _traced_over(score_mod, tensors)
         if state is not None:
-            _scored.put(state, found)
-    return found, {**found.live.tensors, **{n: tensors[i] for n, i in found.places.items()}}
+            _scored.put(state, mod)
+    return mod, {**mod.score.tensors, **{n: tensors[i] for n, i in mod.places.items()}}
 
 
 def _traced_over(score_mod: Any, tensors: list[Tensor]) -> Scored:
-    live, read = traced(score_mod)
+    score, read = traced(score_mod)
     place = {id(x): i for i, x in enumerate(tensors)}
-    places = {n: place[id(x)] for n, x in live.tensors.items() if id(x) in place}
-    others = LiveMask(live.expr, {n: x for n, x in live.values.items() if n not in places})
+    places = {n: place[id(x)] for n, x in score.tensors.items() if id(x) in place}
+    others = TensorMask(score.expr, {n: x for n, x in score.values.items() if n not in places})
     looked = {id(x): x for x in (*read, *others.tensors.values())}
     watched = tuple((place.get(i), Watched(x)) for i, x in looked.items())
     return Scored(others, places, watched, score_mod if isinstance(score_mod, ScoreMod | ir.Expr) else None)
 
 
-def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Tensor, ...]]:
+def traced(score_mod: Any, valueless: bool = False) -> tuple[TensorMask, tuple[Tensor, ...]]:
     """A score mod as an expression over its own tensors, and the tensors whose values went into it."""
     if isinstance(score_mod, str | ScoreMod | ir.Expr):
         return of_bound(written(score_mod)), ()
     try:
-        found = trace(score_mod, "score", valueless=valueless, by_place=True)
+        function = trace(score_mod, "score", valueless=valueless, by_place=True)
     except TraceError as error:
         raise ScoreModError(str(error)) from error
-    if found.result is not FLOAT:
+    if function.result is not FLOAT:
         raise ScoreModError(
             "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; `x.float()` is one too"
         )
-    if not found.scored:
+    if not function.scored:
         raise ScoreModError(
             "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
             "positions is a mask_mod, for create_block_mask"
         )
-    return LiveMask(found.expr, found.tables), found.read
+    return TensorMask(function.expr, function.tables), function.read
 
 
-def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, str]]:
+def without_clashes(mod: TensorMask, visible: TensorMask | None) -> tuple[TensorMask, dict[str, str]]:
     """The score mod with names that the mask does not have, and which were changed to what."""
     names: dict[str, str] = {}
     mine, theirs = set(names_of(mod.expr)), set() if visible is None else set(visible.values)
-    taken = mine | theirs
+    used = mine | theirs
     for name in sorted(mine & theirs):
-        names[name] = fresh(name, taken)
-        taken.add(names[name])
+        names[name] = fresh(name, used)
+        used.add(names[name])
     if not names:
         return mod, names
-    return LiveMask(ir.renamed(mod.expr, names), {names.get(n, n): x for n, x in mod.values.items()}), names
+    return TensorMask(ir.renamed(mod.expr, names), {names.get(n, n): x for n, x in mod.values.items()}), names
 
 
-def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
+def packed(mod: TensorMask, q_nt: Tensor, kv_nt: Tensor) -> TensorMask:
     """The mask in packed positions."""
     ragged = ragged_of(q_nt, kv_nt)
     names = names_in(mod, ragged)
     inner = mod.at(names.places(False), values_of(names, ragged))
     outer = own_sequence(names, ragged)
-    made = LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
-    beside(made, "words", lambda: partial(in_sequences, names, ragged))
-    return made
+    mask = TensorMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
+    cached_on(mask, "words", lambda: partial(in_sequences, names, ragged))
+    return mask
 
 
 def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int, ...]) -> tuple[Expr, str]:
@@ -267,53 +271,53 @@ def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int,
     return ir.substitute(node, {e: name for name, e in places}), f"query {q:,}, key {k:,} of sequence {s} (h {at[1]})"
 
 
-def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:
+def names_in(mod: TensorMask, ragged: Ragged, used: Mapping[str, Any] | None = None) -> JaggedTables:
     """Names for tables of positions, unlike all names in a mask or score mod; `B` in `mod` becomes a literal."""
     number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
-    return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
+    return names_for(ragged.pattern, {*mod.values, *(used or {}), *names_of(mod.expr)}, number)
 
 
 def values_of(names: JaggedTables, ragged: Ragged) -> dict[str, Tensor]:
     return {n: x for n, x in zip(names.tables, ragged.tensors, strict=True) if n is not None and x is not None}
 
 
-def own_sequence(names: JaggedTables, ragged: Ragged) -> LiveMask:
+def own_sequence(names: JaggedTables, ragged: Ragged) -> TensorMask:
     """The mask that shows a query the keys of its own sequence."""
     return only_read(names.own_sequence(), values_of(names, ragged))
 
 
 NAMES = ("query", "key", "value")
-_EVERYTHING = LiveMask(TRUE, {})
+_EVERYTHING = TensorMask(TRUE, {})
 
 
-def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
+def visible_inside(visible: TensorMask | None, ragged: Ragged) -> TensorMask:
     """A mask of packed positions inside sequences, as `confined` makes it; kept with the mask."""
     visible = visible or _EVERYTHING
-    made: dict[Any, LiveMask] = beside(visible, "inside sequences", dict)
+    masks: dict[Any, TensorMask] = cached_on(visible, "inside sequences", dict)
     key = tuple(map(id, ragged.tensors))
-    if key not in made:  # it holds these tensors, so that no other one has their id
-        remember(made, key, confined(visible, ragged), 8)
-    return made[key]
+    if key not in masks:  # it holds these tensors, so that no other one has their id
+        remember(masks, key, confined(visible, ragged), 8)
+    return masks[key]
 
 
-def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
+def confined(visible: TensorMask, ragged: Ragged) -> TensorMask:
     """A mask of packed positions, and no keys of other sequences."""
-    own = own_sequence(names_in(_EVERYTHING, ragged), ragged)
-    return own if visible.expr is TRUE else visible.join("and", own)
+    same_sequence = own_sequence(names_in(_EVERYTHING, ragged), ragged)
+    return same_sequence if visible.expr is TRUE else visible.join("and", same_sequence)
 
 
 def local(mod: Scored, ragged: Ragged) -> tuple[Scored, JaggedTables]:
     """A score mod that gets positions inside the sequence, and the names of its tables; kept with the score mod."""
-    made: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
+    mods: dict[Any, tuple[Scored, JaggedTables]] = cached_on(mod, "inside sequences", dict)
     key = ragged.pattern, ragged.sequences
-    if key not in made:
-        names = names_in(mod.live, ragged)
-        live = replace(mod.live, expr=ir.substitute(mod.live.expr, names.places(True)))
-        remember(made, key, (replace(mod, live=live), names), 8)
-    return made[key]
+    if key not in mods:
+        names = names_in(mod.score, ragged)
+        score = replace(mod.score, expr=ir.substitute(mod.score.expr, names.places(True)))
+        remember(mods, key, (replace(mod, score=score), names), 8)
+    return mods[key]
 
 
-def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:
+def local_in_graph(mod: TensorMask, ragged: Ragged) -> TensorMask:
     """A score mod in a graph that gets positions inside the sequence."""
     names = names_in(mod, ragged)
     return mod.at(names.places(True), values_of(names, ragged))
@@ -341,21 +345,21 @@ class FlexPair:
     of the score mod are not copied: every call brings them."""
 
     def __init__(
-        self, mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]
+        self, mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Mapping[str, Tensor]
     ) -> None:
-        score, names = (None, {}) if mod is None else apart(mod.live, visible)
+        score, names = (None, {}) if mod is None else without_clashes(mod.score, visible)
         self.renamed = names
-        wanted = {} if score is None else names_of(score.expr)
+        kinds = {} if score is None else names_of(score.expr)
         back = {new: old for old, new in names.items()}
-        own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
-        self.floats = {n: back.get(n, n) for n, x in own.items() if wanted[n][1] is FLOAT}
-        held = {n: x for n, x in own.items() if n not in self.floats}
-        self.held: list[tuple[str | None, Watched]] = [(back.get(n, n), Watched(x)) for n, x in held.items()]
+        score_tensors = {n: tensors[back.get(n, n)] for n in kinds if back.get(n, n) in tensors}
+        self.floats = {n: back.get(n, n) for n, x in score_tensors.items() if kinds[n][1] is FLOAT}
+        tables = {n: x for n, x in score_tensors.items() if n not in self.floats}
+        self.watched: list[tuple[str | None, Watched]] = [(back.get(n, n), Watched(x)) for n, x in tables.items()]
         if visible is not None:
-            self.held += [(None, Watched(x)) for x in visible.tensors.values()]
-            held.update(visible.tensors)
-        self.placed = {n: x for n, x in held.items() if x.ndim and on_device(x)}  # planned where they are
-        values = {n: as_value(n, x) for n, x in held.items() if n not in self.placed}
+            self.watched += [(None, Watched(x)) for x in visible.tensors.values()]
+            tables.update(visible.tensors)
+        self.placed = {n: x for n, x in tables.items() if x.ndim and on_device(x)}  # planned where they are
+        values = {n: as_value(n, x) for n, x in tables.items() if n not in self.placed}
         m = None if visible is None else Mask(visible.expr, visible.numbers | only(values, visible.expr))
         s = None if score is None else ScoreMod(score.expr, score.numbers | only(values, score.expr))
         large = sum(x.nbytes for x in values.values() if isinstance(x, np.ndarray)) > LARGE
@@ -364,31 +368,31 @@ class FlexPair:
         self.checked: set[Any] = set()
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.held)
+        return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.watched)
 
     def check(
-        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any,
+        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], requests: KernelRequests, block_mask: Any,
         words: Any = None,
     ) -> None:  # fmt: skip
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
-        place = query.shape[:3], key.shape[2], asked.promises
+        place = query.shape[:3], key.shape[2], requests.promises
         if place in self.checked or 0 in query.shape or 0 in key.shape:
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
-                shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
+                shapes = {n: _shape(n, tensors[source], self.att.score.expr) for n, source in self.floats.items()}
                 score = self.att.score.bind(**shapes)
                 lookups = score.lookups(
                     query.shape[2], key.shape[2], self.att.mask, batch=query.shape[0], heads=query.shape[1]
                 )
                 check_lookups(lookups, self.renamed, words)
-            check_promises(asked.promises, self.att, block_mask, query, key)
+            check_promises(requests.promises, self.att, block_mask, query, key)
         self.checked.add(place)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, tensors: Mapping[str, Tensor], top: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        params = {n: tensors[own] for n, own in self.floats.items()}
+        params = {n: tensors[source] for n, source in self.floats.items()}
         plan = None
         if self.placed and not params:
             place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
@@ -399,26 +403,28 @@ class FlexPair:
             plan = self.plans.get(place)
         elif self.placed:
             params |= self.placed
-        found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
+        results: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
             self.att, Request(query, key, value, plan, top=top, layout="bhsd", params=params)
         )
-        return found
+        return results
 
 
-_PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
+_PLAIN = Scored(TensorMask(ir.SCORE, {}), {}, (), None)  # neither
 
 
-def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> FlexPair:
+def pair_of(
+    mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Mapping[str, Tensor]
+) -> FlexPair:
     """The attention of both, kept as long as the mask is, or the score mod where there is none."""
     if visible is not None and visible.read:
         _ = visible.versions  # says so where a value that the trace looked at has changed
-    kept: dict[Any, FlexPair] = beside(visible or mod or _PLAIN, "pairs", dict)
+    pairs: dict[Any, FlexPair] = cached_on(visible or mod or _PLAIN, "pairs", dict)
     key = mod, options
-    found = kept.get(key)
-    if found is None or not found.holds(tensors):
-        found = FlexPair(mod, visible, options, tensors)
-        remember(kept, key, found, KEPT)
-    return found
+    pair = pairs.get(key)
+    if pair is None or not pair.holds(tensors):
+        pair = FlexPair(mod, visible, options, tensors)
+        remember(pairs, key, pair, KEPT)
+    return pair
 
 
 def _shape(name: str, x: Tensor, e: ir.Expr) -> Any:

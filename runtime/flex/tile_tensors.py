@@ -57,22 +57,22 @@ def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_columns(lists: Lists, columns: int, kv_len: int | None = None, block: int = 1) -> Lists:
     """Lists of tiles by rows, and by columns, as many as torch makes of `kv_len` keys."""
-    made, columns = dict(lists), -(-kv_len // block) if PACKED and kv_len is not None else columns
+    all_lists, columns = dict(lists), -(-kv_len // block) if PACKED and kv_len is not None else columns
     for mine, other in (("kv", "q"), ("full_kv", "full_q")):
         if (rows := side(lists, mine)) is not None:
             grid = listed(*rows, columns).transpose(-2, -1)
-            made[f"{other}_num_blocks"], made[f"{other}_indices"] = ordered(grid)
-    return made
+            all_lists[f"{other}_num_blocks"], all_lists[f"{other}_indices"] = ordered(grid)
+    return all_lists
 
 
 def with_orders(lists: Lists, descending: bool | None) -> Lists:
     """Lists of tiles, and the order in which columns of keys add to dQ."""
-    made = dict(lists)
+    all_lists = dict(lists)
     for name, of in (("dq_write_order", "q_indices"), ("dq_write_order_full", "full_q_indices")):
         if (index := lists[of]) is not None:
             read = (kinds_of(lists, index.shape[-2]) > 0).to(torch.int32)
-            made[name] = dq_write_order(read, index, bool(descending))
-    return made
+            all_lists[name] = dq_write_order(read, index, bool(descending))
+    return all_lists
 
 
 def dq_write_order(read: Tensor, q_index: Tensor, descending: bool) -> Tensor:

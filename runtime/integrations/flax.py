@@ -66,14 +66,14 @@ class Attention(nnx.Module):
         return KVCache.create(batch, capacity, self.kv_heads, self.head_dim, dtype=dtype or self.key.dtype or "float32")
 
     def __call__(
-        self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **given: Any
+        self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **keywords: Any
     ) -> Any:  # fmt: skip
         """Attention of x [batch, length, features] to itself, or, with a `cache` of `frisket.caches.jax`, to what it
         holds and to x behind that: then (out, cache), with the same mask for prompts, chunks and single tokens.
 
         `positions` int [length] or [batch, length] are for the rotary tables: 0, 1, ... unless given, with a cache
         those behind what it holds. Masks speak of places in the sequence, whatever the rotary tables say. `counts` int
-        [batch], with a cache, says how many tokens of x are real. `given` goes to the operator: values of the mask's
+        [batch], with a cache, says how many tokens of x are real. `keywords` go to the operator: values of the mask's
         and score mod's names, and without a cache its other keywords, `segment_ids` for one.
         """
         if x.ndim != 3:
@@ -85,16 +85,16 @@ class Attention(nnx.Module):
                 positions = positions if cache is None else cache.lengths[:, None] + positions[None]
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
-        if taken := next((n for n in ("mask", "score") if n in given), None):
+        if name := next((n for n in ("mask", "score") if n in keywords), None):
             raise ParameterError(
-                f"the {taken} of this layer is fixed when it is made; a call may give segment_ids= or bias="
+                f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
             )
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
-            return self._joined(self.operator(q, k, v, self.mask, score=self.score, **given).attention_outputs)
-        found, cache = cache.attention(self.operator.compiled(self.mask, self.score), q, k, v, counts, **given)
-        return self._joined(found), cache
+            return self._joined(self.operator(q, k, v, self.mask, score=self.score, **keywords).attention_outputs)
+        out, cache = cache.attention(self.operator.compiled(self.mask, self.score), q, k, v, counts, **keywords)
+        return self._joined(out), cache
 
     def _joined(self, heads: Any) -> Any:
         return self.out(heads.reshape(*heads.shape[:2], -1))

@@ -50,9 +50,9 @@ def attention_fn(
     """
     check_name(backend)
     _refuse_traced(params)
-    made = program_of(mask, score, params)
-    _refuse_traced(made.captured)
-    return AttentionFn(made.mask, made.score, Options(scale_of(scale), backend=backend), decode)
+    program = program_of(mask, score, params)
+    _refuse_traced(program.captured)
+    return AttentionFn(program.mask, program.score, Options(scale_of(scale), backend=backend), decode)
 
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
@@ -107,12 +107,12 @@ class AttentionFn:
         query, key, value = _promoted(dtype, query, key, value)
         lead, lengths = _lengths(query, key, value)
         values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
-        given, sinks = values.pop("mask", None), values.pop("sinks", None)
+        layer_mask, sinks = values.pop("mask", None), values.pop("sinks", None)
         values = {n: call_value(n, x) for n, x in values.items()}
-        array = jnp.asarray(given) if hasattr(given, "shape") else None
+        array = jnp.asarray(layer_mask) if hasattr(layer_mask, "shape") else None
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
-        text = _both(text, given if array is None else None)
+        text = _both(text, layer_mask if array is None else None)
         mod = self.score
         self._check_names(text, mod, values)
         tables: dict[str, Any] = {}
@@ -146,8 +146,8 @@ class AttentionFn:
 
     def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
         """Raise for names without a value, in the words of a layer."""
-        for made in (text, mod):
-            for n in () if made is None else made.unbound:
+        for part in (text, mod):
+            for n in () if part is None else part.unbound:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
                 if n not in values:
@@ -202,13 +202,13 @@ def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, in
             f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = {list(full)}; "
             "it is broadcast to that, each axis of its length or 1"
         )
-    rest, own = shape[len(lead) :], shape[: len(lead)]
+    rest, batch_shape = shape[len(lead) :], shape[: len(lead)]
     index = ["0" if n == 1 else c for c, n in zip("hqk", rest, strict=True)]
-    if own == lead or math.prod(own) == 1:
-        x = x.reshape(math.prod(own), *rest)
+    if batch_shape == lead or math.prod(batch_shape) == 1:
+        x = x.reshape(math.prod(batch_shape), *rest)
         index.insert(0, "0" if x.shape[0] == 1 else "b")
     else:  # b counts the batch axes in a row
         strides = np.cumprod((1, *lead[:0:-1]))[::-1]
         x = x.reshape(shape)
-        index[:0] = ["0" if n == 1 else f"b // {s} % {n}" for n, s in zip(own, strides, strict=True)]
+        index[:0] = ["0" if n == 1 else f"b // {s} % {n}" for n, s in zip(batch_shape, strides, strict=True)]
     return f"{name}[{', '.join(index)}]", x

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.grammar.memo import Memo, beside, remember
+from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.entry import attention, scaled_attention
 from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
@@ -192,14 +192,14 @@ def _masked(
             text, tables = facts.mask, dict(facts.tables)
         if bias is not None:
             tables["attn_mask"] = bias
-        found: Tensor = attend(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)
-        return found
+        out: Tensor = attend(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)
+        return out
     facts = _facts_of(owner, mask.detach())
     how = (*q.shape[:3], k.shape[2], causal, rate, scale, gqa)
     if how not in facts.plans:
-        options, given = Options(None, gqa, dropout=rate_of(rate)), dict(facts.tables)
-        att, given = scaled_attention(_both(facts.mask, causal), facts.score, options, scale, given)
-        plan = att.plan(q.shape[2], k.shape[2], q.shape[0], q.shape[1], **given)
+        options, values = Options(None, gqa, dropout=rate_of(rate)), dict(facts.tables)
+        att, values = scaled_attention(_both(facts.mask, causal), facts.score, options, scale, values)
+        plan = att.plan(q.shape[2], k.shape[2], q.shape[0], q.shape[1], **values)
         remember(facts.plans, how, (att, plan), LATEST)
     att, plan = facts.plans[how]
     return att(q, k, v, plan=plan)  # type: ignore[no-any-return]
@@ -230,7 +230,7 @@ def parted(bias: Tensor, graph: bool = False) -> tuple[Tensor, Tensor]:
 
 def by_version(owner: Tensor, mask: Tensor) -> MaskFacts:
     """The facts of a mask on a device, until its tensor dies or torch counts a write to it."""
-    known: dict[Any, MaskFacts] = beside(owner, ("sdpa", mask.dtype, tuple(mask.shape)), dict)
+    known: dict[Any, MaskFacts] = cached_on(owner, ("sdpa", mask.dtype, tuple(mask.shape)), dict)
     if (version := version_of(owner)) not in known:
         known.clear()
         known[version] = _read(mask)
@@ -248,9 +248,9 @@ def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
     for entries, facts in latest:
         if entries.dtype == bits.dtype and torch.equal(entries, bits):
             return facts  # type: ignore[no-any-return]
-    kept = bits.clone()
-    facts = _read(kept.view(mask.dtype).reshape(mask.shape), host=True)  # which no later write reaches
-    _latest.put(key, ((kept, facts), *latest)[: max(1, min(LATEST, COPIED // (bits.nbytes + 1)))])
+    snapshot = bits.clone()
+    facts = _read(snapshot.view(mask.dtype).reshape(mask.shape), host=True)  # which no later write reaches
+    _latest.put(key, ((snapshot, facts), *latest)[: max(1, min(LATEST, COPIED // (bits.nbytes + 1)))])
     return facts
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from frisket.grammar.memo import beside
+from frisket.grammar.memo import cached_on
 from frisket.runtime.machine.extras import extras, pip_install
 
 with extras():
@@ -48,9 +48,9 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if (have := tuple(map(int, transformers.__version__.split(".")[:2]))) < OLDEST:
-        old, wanted = (".".join(map(str, x)) for x in (have, OLDEST))
+        old, oldest = (".".join(map(str, x)) for x in (have, OLDEST))
         raise MissingPackageError(
-            f"transformers {old} is older than {wanted}: {pip_install('transformers')}", name="transformers"
+            f"transformers {old} is older than {oldest}: {pip_install('transformers')}", name="transformers"
         )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, symbolic)
@@ -76,88 +76,88 @@ def attention(
     `indices` [batch, q_len, n] are the keys that a model has chosen for each query, `block_indices` [batch, groups of
     heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`; of the mask, they alone are seen.
     """
-    given, found = _given(module, query, key, attention_mask, is_causal), None
+    mask, result = _mask_of(module, query, key, attention_mask, is_causal), None
     if cache_of(rest) is not None:  # continuous batching
         if attention_mask is None:  # transformers says nothing else of requests: they are causal
             window = rest.get("sliding_window") if kind_of(module, rest) == SLIDING else None
-            given = replace(given, structure=f"q >= k & q - k < {window}" if window else "q >= k")
-        refuse_tables(given, position_bias, indices, block_indices)
+            mask = replace(mask, structure=f"q >= k & q - k < {window}" if window else "q >= k")
+        refuse_tables(mask, position_bias, indices, block_indices)
         options = Options(scaling, dropout=rate_of(dropout))
-        found = paged(
-            module, query, key, value, given, rest, options, softcap, s_aux, frisket_params, sinks is not None
+        result = paged(
+            module, query, key, value, mask, rest, options, softcap, s_aux, frisket_params, sinks is not None
         )
-        return _finished(found, sinks)
+        return _finished(result, sinks)
     refuse_without_cache()
-    _refuse(rest, given)
+    _refuse(rest, mask)
     if indices is not None:
-        given = chosen(given, indices[:, None], 1, query.shape[1])
+        mask = chosen(mask, indices[:, None], 1, query.shape[1])
     if block_indices is not None:
         size: Any = module.indexer.block_size  # type: ignore[union-attr]
-        given = chosen(given, block_indices, size, query.shape[1])
-    text, score, values = program(module, given, query.shape[1], softcap, position_bias, frisket_params)
+        mask = chosen(mask, block_indices, size, query.shape[1])
+    text, score, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
     if in_graph(query):
-        found = called(
-            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=given.origin,
+        result = called(
+            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=mask.origin,
             return_lse=sinks is not None, **values,
         )  # fmt: skip
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
         att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
-        plan = _plan(att, given, query, values)
-        found = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
-    return _finished(found, sinks)
+        plan = _plan(att, mask, query, values)
+        result = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
+    return _finished(result, sinks)
 
 
-def _finished(found: Any, sinks: Tensor | None) -> tuple[Tensor, None]:
+def _finished(result: Any, sinks: Tensor | None) -> tuple[Tensor, None]:
     """The result of a layer; of the softmax, `sinks` (logits without values, one a query) leave the scores a share."""
-    out = found if sinks is None else found[0] * torch.sigmoid(found[1][..., None] - sinks).to(found[0].dtype)
+    out = result if sinks is None else result[0] * torch.sigmoid(result[1][..., None] - sinks).to(result[0].dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
+def _plan(att: Attention, mask: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
     """Made once for all layers that are alike."""
     key = att, query.shape[1], *((n, id(x)) for n, x in values.items())
-    versions = [version_of(x) for n, x in values.items() if isinstance(x, Tensor) and n not in given.tables]
-    if key not in given.kept or given.kept[key][2] != versions:
-        plan = att.plan(given.q_len, given.kv_len, query.shape[0], query.shape[1], origin=given.origin, **values)
-        given.kept[key] = plan, values, versions  # values live as long: no other one has their id
-    return given.kept[key][0]
+    versions = [version_of(x) for n, x in values.items() if isinstance(x, Tensor) and n not in mask.tables]
+    if key not in mask.cached or mask.cached[key][2] != versions:
+        plan = att.plan(mask.q_len, mask.kv_len, query.shape[0], query.shape[1], origin=mask.origin, **values)
+        mask.cached[key] = plan, values, versions  # values live as long: no other one has their id
+    return mask.cached[key][0]
 
 
 # -- the mask ---------------------------------------------------------------------------------------------------------
 
 
-def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bool | None) -> SymbolicMask:
+def _mask_of(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Any, causal: bool | None) -> SymbolicMask:
     """The mask of a layer, whatever stands for it."""
-    if isinstance(given, SymbolicMask):
-        have, want = (given.q_len, given.kv_len), (q.shape[2], k.shape[2])
-        if have != want and all(n in (1, m) for n, m in zip(have, want)) and given.make is not None:
-            return _dense(given.array(), q, k)  # one row for all queries or keys, as an array of it would be
+    if isinstance(mask, SymbolicMask):
+        have, want = (mask.q_len, mask.kv_len), (q.shape[2], k.shape[2])
+        if have != want and all(n in (1, m) for n, m in zip(have, want)) and mask.make is not None:
+            return _dense(mask.array(), q, k)  # one row for all queries or keys, as an array of it would be
         if have != want:
             raise ShapeError(
-                f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {given.q_len} x "
-                f"{given.kv_len} that transformers has made\n  give every layer the mask made for its cache"
+                f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {mask.q_len} x "
+                f"{mask.kv_len} that transformers has made\n  give every layer the mask made for its cache"
             )
-        return given
-    if isinstance(given, Tensor):
-        return _dense(given, q, k)
+        return mask
+    if isinstance(mask, Tensor):
+        return _dense(mask, q, k)
     if causal is None:
         causal = getattr(module, "is_causal", False) and not eager_only(type(module).__module__)
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
 
 
-def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
-    if in_graph(q) or given.requires_grad:  # one that learns is another in every layer
-        return dense(given, q, k)
+def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
+    if in_graph(q) or mask.requires_grad:  # one that learns is another in every layer
+        return dense(mask, q, k)
     key = q.shape[:3], k.shape[2]
-    kept: dict[Any, tuple[Any, SymbolicMask]] = beside(given, "symbolic", dict)  # for the layers to come
-    if (version := version_of(given)) != kept.get(key, (None,))[0]:
-        kept.clear()
-        kept[key] = version, dense(given.detach(), q, k)  # another tensor, or it would hold itself
-    return kept[key][1]
+    entries: dict[Any, tuple[Any, SymbolicMask]] = cached_on(mask, "symbolic", dict)  # for the layers to come
+    if (version := version_of(mask)) != entries.get(key, (None,))[0]:
+        entries.clear()
+        entries[key] = version, dense(mask.detach(), q, k)  # another tensor, or it would hold itself
+    return entries[key][1]
 
 
-def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
+def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
     for name in ("head_mask", "layer_head_mask"):
         if rest.get(name) is not None and rest[name] is not False:
             raise ParameterError(
@@ -170,7 +170,7 @@ def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
             "load the model with attn_implementation='eager' to see them", stacklevel=2,
         )  # fmt: skip
     lengths = rest.get("cu_seq_lens_q")
-    if lengths is not None and lengths.shape[0] > 2 and given.structure and not given.documents:
+    if lengths is not None and lengths.shape[0] > 2 and mask.structure and not mask.documents:
         raise ParameterError(
             "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
             "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"

@@ -36,17 +36,17 @@ def watch(name: str) -> None:
             if _check_read not in self._forward_pre_hooks.values():
                 self.register_forward_pre_hook(_check_read)
             if computes_itself(type(self)):
-                taken: str = plain(self, None, is_init_check)
-                _warn(type(self), name, f"it has taken {taken!r}")
-                return taken
+                fallback: str = plain(self, None, is_init_check)
+                _warn(type(self), name, f"it has taken {fallback!r}")
+                return fallback
             tables = _by_name(type(self))
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
                 BOOLS.add(type(self.config))
             for classes, other in tables:
-                own = classes.setdefault(name, classes[other])
-                _warn(type(self), name, f"its {own.__name__} computes what {other!r} does")
-        found: str = plain(self, requested_attention, is_init_check)
-        return found
+                layer_class = classes.setdefault(name, classes[other])
+                _warn(type(self), name, f"its {layer_class.__name__} computes what {other!r} does")
+        implementation: str = plain(self, requested_attention, is_init_check)
+        return implementation
 
     correct.frisket = True  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_attn_implementation = correct  # type: ignore[method-assign]
@@ -112,12 +112,12 @@ def computes_itself(kind: type) -> bool:
 
 def _by_name(kind: type) -> list[tuple[dict[str, Any], str]]:
     """Tables of classes by implementation, in models that ask for implementations elsewhere, and the entry to take."""
-    found = []
+    tables = []
     for names in _modules(kind):
         for n, x in names.items():
             if n.endswith("ATTENTION_CLASSES") and isinstance(x, dict) and "eager" in x:
-                found.append((x, "sdpa" if "sdpa" in x else "eager"))
-    return found
+                tables.append((x, "sdpa" if "sdpa" in x else "eager"))
+    return tables
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

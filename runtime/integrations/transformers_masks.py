@@ -43,10 +43,10 @@ Found = TypeVar("Found")
 
 def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
     """A function computed once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
-    kept = memo(256)(function)
+    cached = memo(256)(function)
 
     def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:
-        return kept(*args, **kwargs)
+        return cached(*args, **kwargs)
 
     call.__doc__ = function.__doc__
     return torch.compiler.assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]
@@ -66,9 +66,9 @@ def parted(text: str, local: bool) -> tuple[str, str]:
     `local`: the positions read from a table beside document numbers are those within documents, as transformers makes
     them. They count tokens, so a mask of distances is the same in the positions of the row, which need no table.
     """
-    found = simplify(mask(text).expr)
-    documents = [c for c in clauses(found) if _same(c)]
-    rest = conj(*(c for c in clauses(found) if not _same(c)))
+    expr = simplify(mask(text).expr)
+    documents = [c for c in clauses(expr) if _same(c)]
+    rest = conj(*(c for c in clauses(expr) if not _same(c)))
     if local and documents:
         rest = _by_distance(rest)
     return str(Mask(rest)), str(Mask(conj(*documents))) if documents else ""
@@ -126,7 +126,7 @@ class SymbolicMask:
     chosen: str = ""  # keys that the model has chosen by itself, for each query
     make: Callable[[], Tensor] | None = field(default=None, repr=False)  # transformers' own array of it
     dtype: torch.dtype = torch.float32
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # plans, by attention
+    cached: dict[Any, Any] = field(default_factory=dict, repr=False)  # plans, by attention
 
     ndim = 4
 
@@ -154,10 +154,10 @@ class SymbolicMask:
                 "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
                 "array\n  load it with attn_implementation='eager', or 'sdpa'"
             )
-        if "array" not in self.kept:
-            self.kept["array"] = self.make()
-        found: Tensor = self.kept["array"]
-        return found
+        if "array" not in self.cached:
+            self.cached["array"] = self.make()
+        tensor: Tensor = self.cached["array"]
+        return tensor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):  # whoever only asks makes no array
@@ -241,13 +241,13 @@ def symbolic(
             raise ParameterError(
                 "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
             )
-        made: Any = (sdpa_mask if bools else eager_mask)(
+        array: Any = (sdpa_mask if bools else eager_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,
             allow_is_causal_skip=False,
         )  # fmt: skip
-        found: Tensor = made
-        return found
+        tensor: Tensor = array
+        return tensor
 
     if getattr(config, "model_type", None) in EXTENDED:
         return make()
@@ -325,7 +325,7 @@ def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> Symbol
     key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
     _, _, q_start, k_start = mask.origin
     more = {"chosen": table, "q_start": q_start, "k_start": k_start}
-    return replace(mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, kept={})
+    return replace(mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, cached={})
 
 
 POSITIONS = ("b", "h", "q", "k")
@@ -340,7 +340,7 @@ class TextTerm:
         self.text, self.tables = text, tables
 
     def joined(self, left: Any, sign: str, right: Any) -> TextTerm:
-        return TextTerm(f"({said(left, self.tables)} {sign} {said(right, self.tables)})", self.tables)
+        return TextTerm(f"({term_text(left, self.tables)} {sign} {term_text(right, self.tables)})", self.tables)
 
     # fmt: off
     def __add__(self, x: Any) -> TextTerm: return self.joined(self, "+", x)
@@ -376,7 +376,7 @@ class TextTerm:
     __hash__ = None  # type: ignore[assignment]  # nothing is equal to another
 
 
-def said(x: Any, tables: list[Tensor]) -> str:
+def term_text(x: Any, tables: list[Tensor]) -> str:
     if isinstance(x, TextTerm):
         return x.text
     if isinstance(x, Tensor):
@@ -411,7 +411,7 @@ class Lookups(TorchFunctionMode):
             if any(isinstance(i, TextTerm) for i in index):
                 if len(index) != table.ndim:
                     raise TypeError(f"a tensor of {table.ndim} axes is read with {len(index)} indices")
-                inside = ", ".join([said(i, self.tables) for i in index])
+                inside = ", ".join([term_text(i, self.tables) for i in index])
                 return TextTerm(f"{named(table, self.tables)}[{inside}]", self.tables)
         return func(*args, **(kwargs or {}))
 
@@ -422,12 +422,12 @@ def read(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     positions = [TextTerm(name, tables) for name in POSITIONS]
     if torch.compiler.is_compiling():
         with Lookups(tables):
-            found = function(*positions)
-        return said(found, tables), {f"t{i}": x for i, x in enumerate(tables)}
+            term = function(*positions)
+        return term_text(term, tables), {f"t{i}": x for i, x in enumerate(tables)}
     try:
         with Lookups(tables):
-            found = function(*positions)
-        return said(found, tables), {f"t{i}": x for i, x in enumerate(tables)}
+            term = function(*positions)
+        return term_text(term, tables), {f"t{i}": x for i, x in enumerate(tables)}
     except TypeError:  # a function of torch, or more: frisket's reader of torch callables knows those, or says why not
-        made = mask(function)
-        return str(made), dict(made.params)
+        parsed = mask(function)
+        return str(parsed), dict(parsed.params)

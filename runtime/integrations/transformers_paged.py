@@ -112,26 +112,26 @@ def paged(
         key, value = cache.update(key, value, module.layer_idx, rest)
     steps = tokens == rest["cu_seq_lens_q"].shape[0] - 1 and rest["max_length_q"] == 1
     batch, q_len = (tokens, 1) if steps else (1, tokens)
-    asked = SymbolicMask(mask.structure, batch, q_len, key.shape[2])
-    text, score, values = program(module, asked, query.shape[1], softcap, None, params)
+    symbolic = SymbolicMask(mask.structure, batch, q_len, key.shape[2])
+    text, score, values = program(module, symbolic, query.shape[1], softcap, None, params)
     att = attention_for(text, score, options, values)
     _check(att, module, kind, rest, values)
     known = "requests", kind, key.shape[2]
-    if known not in mask.kept:
-        mask.kept[known] = where(rest["cu_seq_lens_q"], rest["cu_seq_lens_k"], tokens, _positions(rest))
-    tables = {**values, **mask.kept[known]}
-    here = placed(att, STEPS if steps else REQUESTS)
-    tables = {n: x for n, x in tables.items() if n in here.program.names}
+    if known not in mask.cached:
+        mask.cached[known] = where(rest["cu_seq_lens_q"], rest["cu_seq_lens_k"], tokens, _positions(rest))
+    tables = {**values, **mask.cached[known]}
+    paged_att = placed(att, STEPS if steps else REQUESTS)
+    tables = {n: x for n, x in tables.items() if n in paged_att.program.names}
     if steps:  # every request is an entry of the batch, and reads its part of the one row of keys
         query = query.transpose(0, 2)
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    planned = here, query.shape[1]
-    if planned not in mask.kept:  # once for the layers that are alike
-        mask.kept[planned] = here.plan(q_len, key.shape[2], batch, query.shape[1], **tables)
-    found: Any = here(query, key, value, plan=mask.kept[planned], sinks=sinks, return_lse=lse)
+    planned = paged_att, query.shape[1]
+    if planned not in mask.cached:  # once for the layers that are alike
+        mask.cached[planned] = paged_att.plan(q_len, key.shape[2], batch, query.shape[1], **tables)
+    result: Any = paged_att(query, key, value, plan=mask.cached[planned], sinks=sinks, return_lse=lse)
     if not steps:
-        return found
-    return tuple(x.transpose(0, 2) for x in found) if lse else found.transpose(0, 2)
+        return result
+    return tuple(x.transpose(0, 2) for x in result) if lse else result.transpose(0, 2)
 
 
 def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None) -> dict[str, Tensor]:
@@ -146,41 +146,41 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
     low, high = ends_k[request.clamp_max(n)], ends_k[behind]
     last = ends_q[behind] - 1  # the last query of the request stands where its last key does
     stop = high - low if positions is None else positions.to(torch.int32)[last.clamp_min(0)] + 1
-    found = {LOW: low, HIGH: high, SHIFT: high - stop, AT: stop - 1 - (last - place)}
-    return {n: x.to(torch.int32) for n, x in found.items()}
+    bounds = {LOW: low, HIGH: high, SHIFT: high - stop, AT: stop - 1 - (last - place)}
+    return {n: x.to(torch.int32) for n, x in bounds.items()}
 
 
 def _positions(rest: Mapping[str, Any]) -> Tensor | None:
-    found = rest.get("position_ids")
-    return found[0] if isinstance(found, Tensor) and found.ndim == 2 else None
+    positions = rest.get("position_ids")
+    return positions[0] if isinstance(positions, Tensor) and positions.ndim == 2 else None
 
 
-def refuse_tables(mask: SymbolicMask, *beside: Tensor | None) -> None:
-    """Refuse a mask of more than positions, and what a call brings `beside` it: later steps lack the tables."""
+def refuse_tables(mask: SymbolicMask, *extras: Tensor | None) -> None:
+    """Refuse a mask of more than positions, and `extras` that a call brings: later steps lack the tables."""
     tables = sorted({*mask.read_by(mask.structure), *(mask.tables if mask.bias else ())})
-    if tables or any(x is not None for x in beside):
+    if tables or any(x is not None for x in extras):
         of = f"the table {tables[0]!r} of the tokens of a call" if tables else "a bias, or keys chosen by the model"
         raise ParameterError(f"attention of this model reads {of}, and continuous batching keeps none\n  {ELSEWHERE}")
 
 
 def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Refuse texts of the config that have no meaning for requests in a row, or look behind a sliding cache."""
-    config, told = module.config, _positions(rest) is not None
+    config, has_positions = module.config, _positions(rest) is not None
     window = getattr(config, "sliding_window", None)
-    own = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
+    has_texts = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
     if why := not_served(att, values):
         raise ParameterError(f"continuous batching, `generate_batch`: {why}")
     if kind == SLIDING:
         if why := no_room(att, window or 0, 1, values):
             mask, way_out = (
                 ("config.frisket_mask", f"raise config.sliding_window, or add `& window({window})` to the mask")
-                if own
+                if has_texts
                 else ("the mask of this model", ELSEWHERE)
             )
             raise ParameterError(
                 f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
             )
-        if own and not told:
+        if has_texts and not has_positions:
             raise ParameterError(
                 "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
                 f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"

@@ -93,8 +93,8 @@ def _row(
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
     low, length = begins[request] * page, lengths[request]
     at = length - (starts[request + 1] - token)
-    found = {masks.LOW: low, masks.HIGH: low + length, masks.SHIFT: low, masks.AT: at}
-    return row[None], {name: x.to(torch.int32) for name, x in found.items()}
+    bounds = {masks.LOW: low, masks.HIGH: low + length, masks.SHIFT: low, masks.AT: at}
+    return row[None], {name: x.to(torch.int32) for name, x in bounds.items()}
 
 
 class ServedLayer:
@@ -115,16 +115,16 @@ class ServedLayer:
             steps.append(f"score + {SLOPES}[h] * (k - q)")
         if score is not None:
             steps.append(f"({score})")
-        own = "q >= k" if window is None else f"q >= k & q - k < {window}"
-        given = {**(params or {}), **({} if slopes is None else {SLOPES: slopes})}
-        text, mod = own if mask is None else mask, " then ".join(steps) or None
+        default_mask = "q >= k" if window is None else f"q >= k & q - k < {window}"
+        bindings = {**(params or {}), **({} if slopes is None else {SLOPES: slopes})}
+        text, mod = default_mask if mask is None else mask, " then ".join(steps) or None
         names = {*as_mask(text).unbound, *(as_score(mod).unbound if mod else ())}
-        if missing := sorted(names - given.keys()):
+        if missing := sorted(names - bindings.keys()):
             raise ParameterError(
                 f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
                 f'frisket_params = {{"{missing[0]}": ...}}'
             )
-        values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in given.items()}
+        values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in bindings.items()}
         self.values = {n: x for n, x in values.items() if n in names or not spare}
         self.attention = attention_for(text, mod, Options(scale), self.values)
         if why := masks.not_served(self.attention, self.values):
@@ -141,27 +141,29 @@ class ServedLayer:
         for name, x in self.values.items():
             if isinstance(x, Tensor) and x.device != q.device:
                 self.values[name] = x.to(q.device)
-        n, found = batch.steps, []
+        n, parts = batch.steps, []
         if batch.decode is not None:
             out = self._part(masks.APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
-            found.append(out[:, :, 0])
+            parts.append(out[:, :, 0])
         if batch.rest is not None:
             out = self._part(masks.REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks)
-            found.append(out[0].transpose(0, 1))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(out[0].transpose(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self, places: masks.Places, q: Tensor, pool: Tensor, batch: PagedBatch, part: tuple[Tensor, dict[str, Tensor]],
-        sinks: Tensor | None,
+        self, places: masks.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
+        part: tuple[Tensor, dict[str, Tensor]], sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         pages, tables = part
-        here, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
+        paged_att, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
         k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]
-        key = here, heads, *((name, id(x)) for name, x in self.values.items())
+        key = paged_att, heads, *((name, id(x)) for name, x in self.values.items())
         if key not in batch.plans:  # once for the layers that are alike
-            given: dict[str, Any] = {name: x for name, x in tables.items() if name in here.program.names} | self.values
-            batch.plans[key] = here.plan(q_len, pages.shape[1] * k.shape[2], n, heads, **given)
-        out: Tensor = here(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
+            values: dict[str, Any] = {
+                name: x for name, x in tables.items() if name in paged_att.program.names
+            } | self.values
+            batch.plans[key] = paged_att.plan(q_len, pages.shape[1] * k.shape[2], n, heads, **values)
+        out: Tensor = paged_att(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
         return out
 
 

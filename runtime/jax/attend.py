@@ -27,9 +27,9 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
     except FrisketError as error:
         error.add_note(_asked(att, request))
         raise
-    found = att.run(call)
-    att.check_if_asked(call, found)
-    results: tuple[Any, ...] = call.given.as_called(*found)
+    outputs = att.run(call)
+    att.check_if_asked(call, outputs)
+    results: tuple[Any, ...] = call.arrays.as_called(*outputs)
     return results
 
 
@@ -52,9 +52,9 @@ def _at_traced_origin(att: Any, request: Request) -> tuple[Any, Request]:
     name = "origin_"
     while any(n.startswith(name) for n in att.program.names):
         name += "_"
-    given = {c: x for c, x in zip(COORDINATES, starts, strict=True) if traced(x) or np.any(x)}
-    texts = {c: f"{c} + {name}{c}{'[b]' if np.ndim(x) else ''}" for c, x in given.items()}
-    values = {f"{name}{c}": x for c, x in given.items()}
+    offsets = {c: x for c, x in zip(COORDINATES, starts, strict=True) if traced(x) or np.any(x)}
+    texts = {c: f"{c} + {name}{c}{'[b]' if np.ndim(x) else ''}" for c, x in offsets.items()}
+    values = {f"{name}{c}": x for c, x in offsets.items()}
     return att.at(**texts), request._replace(origin=None, params={**request.params, **values})
 
 

@@ -20,14 +20,14 @@ from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
-from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot
+from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.backends.cpp.jax import low_of, norm_of
+from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan, PlanKey
@@ -58,22 +58,22 @@ class JaxCall:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
     times: tuple[int, int] = (1, 1)  # so many of the source's batches and heads beside one another, under jax.vmap
     shards: tuple[int, int] = (1, 1)  # the call is one of so many parts of the batches and heads, on several devices
-    rows: Rows | None = None  # where the arrays have queries and keys
+    rows: TokenPermutation | None = None  # where the arrays have queries and keys
 
     @property
     def stored(self) -> bool:
         """Whether keys and values are stored, in pages, in 8 bits or beside scales: there are no gradients then."""
-        return bool(self.geometry.kv_dtype or any(t.source in LIVE for t in self.plan.tables))
+        return bool(self.geometry.kv_dtype or any(t.source in KV_INPUTS for t in self.plan.tables))
 
     # -- running --
 
     def backend_on(
-        self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
+        self, platform: str, dtype: str, exported: bool = False, grad_names: frozenset[str] = frozenset()
     ) -> str:
         """The backend that runs the call on a platform, or makes its gradients; raises if none does."""
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, wanted)
-        if self.backend or self.tile or wanted:
+        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, grad_names)
+        if self.backend or self.tile or grad_names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
@@ -81,27 +81,27 @@ class JaxCall:
         how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}
         return how | ({"platform": platform} if RECORDS[backend].accelerated else {})
 
-    def _rows_around(self, backend: str) -> Rows | None:
+    def _rows_around(self, backend: str) -> TokenPermutation | None:
         """The rows by which arrays are put in order, around kernels that do not read them by tables."""
         return None if RECORDS[backend].executors["jax"].rows else self.rows
 
     @usual_promotion()
     def forward(
-        self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
+        self, backend: str, platform: str, arrays: Arrays, plan: Any = None, lse_residual: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top); with `low` also the rounding error of lse, and norm [batch, heads, q_len, `norm_width`],
-        which native kernels write in its place, zeros of other kernels. `plan` is the source where it is at hand, and
-        keeps what is made of it."""
+        """(out, lse, top); with `lse_residual` also the rounding error of lse, and softmax_stats [batch, heads, q_len,
+        `norm_width`], which native kernels write in its place, zeros of other kernels. `plan` is the source where it is
+        at hand, and keeps what is made of it."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, low)
+            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, lse_residual)
             return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
-            return self._by_engine(backend, platform, arrays, low)
+            return self._by_engine(backend, platform, arrays, lse_residual)
         run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
-        offset = RECORDS[backend].beside_lse == "offset"
-        if low:
-            how["low"] = True
+        offset = RECORDS[backend].stats_kind == "offset"
+        if lse_residual:
+            how["lse_residual"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
             with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
@@ -110,31 +110,31 @@ class JaxCall:
                     sinks=arrays.get("sinks"), **how,
                 )  # fmt: skip
         except BuildError as error:
-            return self.forward(self._library_instead(error), platform, arrays, plan, low)
-        if not low:
+            return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
+        if not lse_residual:
             return result[:3]
         if not offset:
             return result if RECORDS[backend].exact_delta else (*result, _no_norm(*result[:2]))
-        return *result[:3], low_of(run.plan, result[3], result[1]), result[3]
+        return *result[:3], lse_residual_of(run.plan, result[3], result[1]), result[3]
 
-    def _by_engine(self, backend: str, platform: str, arrays: Arrays, low: bool) -> tuple[Any, ...]:
+    def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
         and an engine knows nothing of rows beside lse."""
         import jax.numpy as jnp
 
         numbers = self.tree.unflatten(self.leaves)
-        here = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
+        on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
         facts = EngineCall(
             program, replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"]), str(arrays["q"].dtype),
-            "jax", platform, not here, self.stored, self.plan.kept is not None, "sinks" in arrays,
+            "jax", platform, not on_host, self.stored, self.plan.keep_mask is not None, "sinks" in arrays,
         )  # fmt: skip
         proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
-        found = out, lse, jnp.full_like(lse, jnp.nan)
-        return (*found, jnp.zeros_like(lse), _no_norm(out, lse)) if low else found
+        results = out, lse, jnp.full_like(lse, jnp.nan)
+        return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if lse_residual else results
 
     def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -144,40 +144,44 @@ class JaxCall:
         return library("jax")
 
     @usual_promotion()
-    def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
-        """The gradients of `wanted`, in the dtypes of what they are of; an engine's are generated kernels'."""
+    def backward(self, backend: str, platform: str, arrays: Arrays, grad_names: frozenset[str]) -> Arrays:
+        """The gradients of `grad_names`, in the dtypes of what they are of; an engine's are generated kernels'."""
         if (rows := self._rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            moved = bare.backward(backend, platform, _in_order(rows, arrays), wanted)
-            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in moved.items()}
+            reordered = bare.backward(backend, platform, _in_order(rows, arrays), grad_names)
+            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
-            name = other.backend_on(platform, str(arrays["q"].dtype), False, wanted)
-            return other.backward(name, platform, arrays, wanted)
+            name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
+            return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
-        given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        if RECORDS[backend].beside_lse != "offset":
-            how["low"] = arrays.get("low")
+        operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        if RECORDS[backend].stats_kind != "offset":
+            how["lse_residual"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
-                how["norm"] = arrays.get("norm")
+                how["softmax_stats"] = arrays.get("norm")
         else:
             computed = "norm" not in arrays and "low" in arrays
-            how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            how["softmax_stats"] = (
+                softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            )
         try:
-            found: Arrays = executor(backend, "backward")(
-                run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
-                wanted=wanted, sinks=arrays.get("sinks"), **how,
+            gradients: Arrays = executor(backend, "backward")(
+                run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
+                grad_names=grad_names, sinks=arrays.get("sinks"), **how,
             )  # fmt: skip
         except BuildError as error:
-            return self.backward(self._library_instead(error), platform, arrays, wanted)
-        return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+            return self.backward(self._library_instead(error), platform, arrays, grad_names)
+        return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}
 
     # -- others like it --
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
+        parts = [
+            _unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.keep_mask) if e is not None
+        ]
         origin = self.tree.unflatten(self.leaves)["origin"]
         own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
         return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
@@ -199,18 +203,18 @@ class JaxCall:
 
     def shard_plan(self, plan: LoopPlan) -> LoopPlan:
         """The plan as a shard reads it: scales and pages from 0 on, positions of the whole."""
-        apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
-        return _from_zero(plan, apart) if apart and self.stored else plan
+        split_axes = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
+        return _from_zero(plan, split_axes) if split_axes and self.stored else plan
 
     # -- as a key, and in words --
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         """The parts by which calls are equal. Arrays of the host are equal where they are the same."""
-        kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
+        leaves = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
         source = self.source if isinstance(self.source, PlanKey) else id(self.source)
         kind = self.plan, source, self.geometry, self.backend, self.tile
-        return *kind, kept, self.tree, self.times, self.shards, self.rows
+        return *kind, leaves, self.tree, self.times, self.shards, self.rows
 
     @cached_property
     def _hash(self) -> int:
@@ -232,8 +236,8 @@ class JaxCall:
         """A digest of the call, equal in every process and different for another kernel or other values in it."""
         chosen = self.backend, self.tile, self.times, self.shards
         rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
-        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
-        content = frisket.__version__, str(self.plan), self.geometry, chosen, held
+        digests = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
+        content = frisket.__version__, str(self.plan), self.geometry, chosen, digests
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
@@ -243,7 +247,7 @@ def _no_norm(out: Any, lse: Any) -> Any:
     return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
-def _in_order(rows: Rows, arrays: Arrays) -> Arrays:
+def _in_order(rows: TokenPermutation, arrays: Arrays) -> Arrays:
     return {n: _taken(x, rows.keys if n in ("k", "v") else rows.queries, n) for n, x in arrays.items()}
 
 
@@ -255,8 +259,8 @@ def _taken(x: Any, index: Any, name: str) -> Any:
 
 
 def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
-    live = {t.name for t in plan.tables if t.source in LIVE}
-    return [n for n in walk(e) if n.op == "lookup" and n.name in live]
+    names = {t.name for t in plan.tables if t.source in KV_INPUTS}
+    return [n for n in walk(e) if n.op == "lookup" and n.name in names]
 
 
 def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
@@ -265,19 +269,19 @@ def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
 
 
 @memo(group="plans")
-def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
+def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
     """A plan that reads scales and pages as far from a shard's first batch entry, or head, as positions are."""
-    slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]
+    slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(split_axes)]
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
-    def moved(e: Expr | None) -> Expr | None:
+    def shifted(e: Expr | None) -> Expr | None:
         return None if e is None else substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
 
-    return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
+    return replace(plan, score=shifted(plan.score), weight=shifted(plan.weight), slots=(*plan.slots, *slots))
 
 
 def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
-    program, planned = source.program, () if isinstance(source, Plan) else source.given
+    program, planned = source.program, () if isinstance(source, Plan) else source.device_specs
     lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     return program.expanded, values, planned, lengths, tuple(map(digest, source.origin))
@@ -301,8 +305,8 @@ class _BackendRun:
         narrow = bool(getattr(source, "narrow", False))
         self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)
         if isinstance(source, Plan):
-            made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
-            self.plan, slots, tables = made.plan, made.slots, made.tables
+            tiled = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
+            self.plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
         self.plan = call.shard_plan(self.plan)
         drawn = numbers["drawn"] | {
@@ -367,5 +371,5 @@ class RepeatedSpans:
 
         where = self.at[0] * batch, self.at[1] * heads
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
-        own = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
-        return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, own)
+        local_slices = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
+        return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, local_slices)

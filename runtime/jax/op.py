@@ -24,13 +24,13 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import Rows, refuse_gradients, turn
+from frisket.runtime.calls.arrays import TokenPermutation, refuse_gradients, turn
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
@@ -54,22 +54,22 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
         compiled(call, options)
     if call.top and RECORDS[call.backend].engine is not None:
         raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
-    plan, (q, k, v) = call.plan, call.given.turned("bshd")
-    asked = _named(call, options)
+    plan, (q, k, v) = call.plan, call.arrays.transposed("bshd")
+    named = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile, options.rows, call.given.dtype
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
     keeps = not plan.on_device and not call.rate
     known = plan.ready.get(kind) if keeps else None
     if new := known is None:
-        known = _divided_plan(call, options, asked)
+        known = _divided_plan(call, options, named)
         if keeps:
             plan.ready[kind] = known
     inner, learned, fixed = known
     arrays = {"q": q, "k": k, "v": v} | ({} if call.sinks is None else {"sinks": call.sinks})
-    out, lse, top = _run(inner, arrays | learned, {**fixed, **call.live}, plan)
+    out, lse, top = _run(inner, arrays | learned, {**fixed, **call.kv_inputs}, plan)
     if new:
         record(att, call, began, call.backend)
-    return turn(out, "bshd", call.given.layout), lse, top
+    return turn(out, "bshd", call.arrays.layout), lse, top
 
 
 def _named(call: Call, options: Options) -> str:
@@ -87,17 +87,19 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     plan: Any = call.plan
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if not plan.on_device:
-        made = plan.work(ANY)
-        shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
-        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
-    kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.made)
+        tiled = plan.work(ANY)
+        shapes = {n: tuple(x.shape) for n, x in tiled.tables.items()} | _shapes(tiled.plan, call)
+        return _divided(tiled.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
+    kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.spans_by_tile)
     tables = plan.tables()
-    known = [t for t in kernel.every_table if t.source not in LIVE]
+    known = [t for t in kernel.every_table if t.source not in KV_INPUTS]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
-        numbers["given"] = {n: plan.given[n] for n in (*planner.tables, *planner.scalars) if n in plan.given}
-        of = kernel, call.geometry, call.given.dtype
+        numbers["given"] = {
+            n: plan.device_values[n] for n in (*planner.tables, *planner.scalars) if n in plan.device_values
+        }
+        of = kernel, call.geometry, call.arrays.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)
         block = target.block_q, target.block_k  # of the forward here; gradients with another tile plan again
@@ -108,12 +110,12 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
 
 
 def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
-    return {t.name: tuple(call.live[t.source].shape) for t in plan.tables if t.source in call.live}
+    return {t.name: tuple(call.kv_inputs[t.source].shape) for t in plan.tables if t.source in call.kv_inputs}
 
 
 def _divided(
     plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    backend: str, tile: tuple[int, int] | None, rows: Rows | None,
+    backend: str, tile: tuple[int, int] | None, rows: TokenPermutation | None,
 ) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
@@ -125,12 +127,12 @@ def _divided(
     places = {n: i for kind in ("slots", "tables") for n, i in numbered[kind].items() if n in flow}
     inside = [isinstance(x, jax.Array) for x in leaves]
     learned = {n: leaves[i] for n, i in places.items() if inside[i]}
-    taken = {places[n] for n in learned}
-    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in taken}
-    kept = tuple(None if inside[i] else x for i, x in enumerate(leaves))
+    learned_places = {places[n] for n in learned}
+    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in learned_places}
+    static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-    own = tuple(shapes.items())
-    return JaxCall(plan, source, bare, backend, tile, kept, tree, places, own, rows=rows), learned, fixed
+    shape_items = tuple(shapes.items())
+    return JaxCall(plan, source, bare, backend, tile, static, tree, places, shape_items, rows=rows), learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
@@ -160,11 +162,11 @@ def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
-    told = not jax.sharding.get_abstract_mesh().manual_axes
+    symbolic = not jax.sharding.get_abstract_mesh().manual_axes
 
-    def task(given: Arrays, wanted: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
-        given = {n: given[n] for n in "qkv"} | given
-        return bound(Task(call, tuple(given), wanted, low=low), *given.values())
+    def task(arrays: Arrays, grad_names: tuple[str, ...] = (), lse_residual: bool = False) -> tuple[Any, ...]:
+        arrays = {n: arrays[n] for n in "qkv"} | arrays
+        return bound(Task(call, tuple(arrays), grad_names, lse_residual=lse_residual), *arrays.values())
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
@@ -173,36 +175,36 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         if call.stored:
             refuse_gradients(call.geometry.kv_dtype, fixed, "jax")
-        wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
-        if told:
+        grad_names = {n: () for n, x in learned.items() if not symbolic or x.perturbed}  # in the tree, without a leaf
+        if symbolic:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top, *low = task(learned | fixed, low=True)
-        out, lse, *low = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *low))
-        return (out, lse, top), (learned, fixed, out, lse, low, wanted)
+        out, lse, top, *lse_residual = task(learned | fixed, lse_residual=True)
+        out, lse, *lse_residual = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *lse_residual))
+        return (out, lse, top), (learned, fixed, out, lse, lse_residual, grad_names)
 
     @usual_promotion()
-    def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse, (low, norm), wanted = kept
-        dout, dlse, _ = given  # the largest score is not differentiable
+    def backwards(residuals: Any, cotangents: Any) -> Any:
+        learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
+        dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
+        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout} | (
             {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         )
-        found: Arrays = {}
-        if inner := tuple(sorted(wanted.keys() - {"sinks"})):
-            found = dict(zip(inner, task(learned | fixed | rows | {"norm": norm}, inner), strict=True))
-        if "sinks" in wanted:
-            found["sinks"] = of_sinks(learned["sinks"], **rows)
-        return {n: placed(found[n], x) if n in found else None for n, x in learned.items()}, None
+        gradients: Arrays = {}
+        if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
+            gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))
+        if "sinks" in grad_names:
+            gradients["sinks"] = of_sinks(learned["sinks"], out, lse, lse_residual, dout, rows.get("dlse"))
+        return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
 
-    run.defvjp(forwards, backwards, symbolic_zeros=told)
+    run.defvjp(forwards, backwards, symbolic_zeros=symbolic)
     return run
 
 
-def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = None) -> Any:
-    """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
+def of_sinks(sinks: Any, out: Any, lse: Any, lse_residual: Any, dout: Any, dlse: Any = None) -> Any:
+    """-sum of exp(sink - lse - lse_residual) * delta over batch entries and queries."""
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
-    held = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
-    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - held - low)
+    finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
+    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - lse_residual)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

@@ -24,9 +24,9 @@ def executor(backend: str, direction: str) -> Callable[..., Any]:
 
 def backend_on(
     named: str, platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool,
-    wanted: frozenset[str],
+    grad_names: frozenset[str],
 ) -> str:  # fmt: skip
-    """The backend that runs a call on a platform, or makes its gradients where some are `wanted`: the one that is
+    """The backend that runs a call on a platform, or makes its gradients where some are `grad_names`: the one that is
     named, or the first that has all it takes. A backend that lacks something is named once in a warning."""
     if named:
         allowed = RECORDS[named].lowered_for or (platform,)
@@ -42,7 +42,7 @@ def backend_on(
     for backend in ranked("jax", platform):
         if backend.unfit() or (backend.optional and (exported or backend.reason("jax"))):
             continue  # kernels of this machine do not travel
-        why = lowerable(backend.name) or _reason(backend, plan, geometry, dtype, shapes, wanted)
+        why = lowerable(backend.name) or _reason(backend, plan, geometry, dtype, shapes, grad_names)
         if not why:
             name = backend.name
             break
@@ -69,16 +69,16 @@ def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: 
     named = options.backend or Settings.read().backend or options.tile
     if named or not any(b.instead == name for b in backends_of("jax")):
         return name
-    made = plan.work((128, 128))  # the tile has no part in the choice
-    return quickest(name, made.plan, geometry, dtype, {n: x.shape for n, x in made.tables.items()}, plan.narrow)
+    tiled = plan.work((128, 128))  # the tile has no part in the choice
+    return quickest(name, tiled.plan, geometry, dtype, {n: x.shape for n, x in tiled.tables.items()}, plan.narrow)
 
 
 def _reason(
-    backend: Backend, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, wanted: frozenset[str]
+    backend: Backend, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, grad_names: frozenset[str]
 ) -> str:
     """A reason why a backend's kernels cannot run this call, or an empty text."""
     run = backend.executors["jax"]
     why: str = run.refuses(plan, geometry, dtype, shapes) if run.refuses else ""
-    if wanted and not why and run.refuses_gradients:
-        why = run.refuses_gradients(plan, geometry, dtype, shapes, wanted)
+    if grad_names and not why and run.refuses_gradients:
+        why = run.refuses_gradients(plan, geometry, dtype, shapes, grad_names)
     return why

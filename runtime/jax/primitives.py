@@ -53,21 +53,22 @@ NOWHERE = AbstractMesh((), ())
 
 @dataclass(frozen=True)
 class Task:
-    """The work of a primitive with operands of these names: the forward, or the backward where something is `wanted`.
-    `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes beside lse."""
+    """The work of a primitive with operands of these names: the forward, or the backward where there are
+    `grad_names`. `levels` of jax.vmap are axes in front, the outermost first. `lse_residual` asks for what a backward
+    takes beside lse."""
 
     call: JaxCall
     names: tuple[str, ...]
-    wanted: tuple[str, ...] = ()
+    grad_names: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
-    low: bool = False
+    lse_residual: bool = False
 
     def __repr__(self) -> str:
-        return f"({self.call})" + (f" -> {', '.join(self.wanted)}" if self.wanted else "")
+        return f"({self.call})" + (f" -> {', '.join(self.grad_names)}" if self.grad_names else "")
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.wanted or ("out", "lse", "top", *["low", "norm"] * self.low)
+        return self.grad_names or ("out", "lse", "top", *["low", "norm"] * self.lse_residual)
 
     def axes(self, name: str) -> str:
         """The axes of an array, without the mapped ones in front; empty for others."""
@@ -76,51 +77,51 @@ class Task:
     def depth(self, name: str) -> int:
         """How many axes in front an operand has."""
         at = self.names.index(name)
-        return sum(moved[at] for _, moved in self.levels)
+        return sum(batched[at] for _, batched in self.levels)
 
     def shaped(self, operands: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
         """(shape, dtype) of every result."""
-        given = {n: (x.shape[self.depth(n) :], x.dtype) for n, x in zip(self.names, operands, strict=True)}
-        (batch, q_len, heads, _), dtype = given["q"]
+        shapes = {n: (x.shape[self.depth(n) :], x.dtype) for n, x in zip(self.names, operands, strict=True)}
+        (batch, q_len, heads, _), dtype = shapes["q"]
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        if not self.wanted:
-            given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
-            given["norm"] = (*rows[0], norm_width(dtype, given["v"][0][3])), rows[1]
+        if not self.grad_names:
+            shapes |= {"out": ((batch, q_len, heads, shapes["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
+            shapes["norm"] = (*rows[0], norm_width(dtype, shapes["v"][0][3])), rows[1]
         front = tuple(n for n, _ in self.levels)
-        return [((*front, *given[n][0]), given[n][1]) for n in self.results]
+        return [((*front, *shapes[n][0]), shapes[n][1]) for n in self.results]
 
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
         """Run the task on a platform, in instances in turn where they are mapped; native kernels map themselves."""
         dtype = str(operands[0].dtype)
-        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
+        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.grad_names))
 
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
-            if not self.wanted:
-                return self.call.forward(backend, platform, arrays, low=self.low)
-            found = self.call.backward(backend, platform, arrays, frozenset(self.wanted))
-            return tuple(found[n] for n in self.wanted)
+            if not self.grad_names:
+                return self.call.forward(backend, platform, arrays, lse_residual=self.lse_residual)
+            gradients = self.call.backward(backend, platform, arrays, frozenset(self.grad_names))
+            return tuple(gradients[n] for n in self.grad_names)
 
         run: Callable[..., tuple[Any, ...]] = one
-        for _, moved in reversed(self.levels):
+        for _, batched in reversed(self.levels):
             if RECORDS[backend].executors["jax"].maps:
-                run = jax.vmap(run, tuple(0 if m else None for m in moved))
+                run = jax.vmap(run, tuple(0 if m else None for m in batched))
             else:
-                run = partial(_in_turn, run, moved)
+                run = partial(_in_turn, run, batched)
         return run(*operands)
 
-    def said(self, operands: Sequence[Any], platform: str) -> str:
+    def description(self, operands: Sequence[Any], platform: str) -> str:
         """A description of the call, for errors."""
         where = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip(self.names[:3], operands))
         return f"in attention under {self.call}\n  of {where}, lowered for {platform}"
 
 
-def _in_turn(run: Callable[..., Any], moved: tuple[bool, ...], *operands: Any) -> Any:
-    some = [x for x, m in zip(operands, moved, strict=True) if m]
+def _in_turn(run: Callable[..., Any], batched: tuple[bool, ...], *operands: Any) -> Any:
+    some = [x for x, m in zip(operands, batched, strict=True) if m]
 
     def step(some: list[Any]) -> Any:
         rest = iter(some)
-        return run(*(next(rest) if m else x for x, m in zip(operands, moved, strict=True)))
+        return run(*(next(rest) if m else x for x, m in zip(operands, batched, strict=True)))
 
     return jax.lax.map(step, some)
 
@@ -163,21 +164,21 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     alone: list[str] = []
 
     def axes(name: str, front: list[str], rank: int) -> tuple[Any, ...]:
-        own = [heads if a == "h" else a for a in task.axes(name)]
-        for _ in range(rank - len(front) - len(own)):
+        labels = [heads if a == "h" else a for a in task.axes(name)]
+        for _ in range(rank - len(front) - len(labels)):
             alone.append(f"x{len(alone)}")
-            own.append(alone[-1])
-        return (*front, *own)
+            labels.append(alone[-1])
+        return (*front, *labels)
 
     mapped = [f"l{i}" for i in range(len(task.levels))]
-    fronts = [[m for m, (_, moved) in zip(mapped, task.levels) if moved[i]] for i in range(len(task.names))]
-    taken = tuple(axes(n, front, len(x.shape)) for n, front, x in zip(task.names, fronts, operands, strict=True))
-    given = tuple(axes(n, mapped, len(x.shape)) for n, x in zip(task.results, results, strict=True))
-    met = [f for array in (*taken, *given) for a in array for f in ([a] if isinstance(a, str) else a)]
+    fronts = [[m for m, (_, batched) in zip(mapped, task.levels) if batched[i]] for i in range(len(task.names))]
+    operand_axes = tuple(axes(n, front, len(x.shape)) for n, front, x in zip(task.names, fronts, operands, strict=True))
+    result_axes = tuple(axes(n, mapped, len(x.shape)) for n, x in zip(task.results, results, strict=True))
+    met = [f for array in (*operand_axes, *result_axes) for a in array for f in ([a] if isinstance(a, str) else a)]
     fixed = tuple(f for f in dict.fromkeys(met) if f in UNSPLIT or f in alone)  # in the order they are met in
     sizes = {"g": group} if heads == ("n", "g") else {}
-    made: SdyShardingRule = _sharding_rule(taken, given, need_replication_factors=fixed, **sizes)
-    return made
+    rule: SdyShardingRule = _sharding_rule(operand_axes, result_axes, need_replication_factors=fixed, **sizes)
+    return rule
 
 
 def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: Any) -> Any:
@@ -190,32 +191,32 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     instances = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
 
     def sharding(name: str, front: list[Any], rank: int) -> NamedSharding:
-        own = [where.get(a) for a in task.axes(name)]
-        return NamedSharding(mesh, _spec(*front, *own, *[None] * (rank - len(front) - len(own))))
+        entries = [where.get(a) for a in task.axes(name)]
+        return NamedSharding(mesh, _spec(*front, *entries, *[None] * (rank - len(front) - len(entries))))
 
-    fronts = [[x for x, (_, moved) in zip(instances, task.levels) if moved[i]] for i in range(len(task.names))]
-    taken = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
-    given = tuple(sharding(n, instances, len(x.shape)) for n, x in zip(task.results, results, strict=True))
+    fronts = [[x for x, (_, batched) in zip(instances, task.levels) if batched[i]] for i in range(len(task.names))]
+    in_shardings = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
+    out_shardings = tuple(sharding(n, instances, len(x.shape)) for n, x in zip(task.results, results, strict=True))
     parts = _parts(mesh, batch), _parts(mesh, heads)
     levels = tuple(
-        (n // _parts(mesh, x), (*moved, False, False)) for x, (n, moved) in zip(instances, task.levels, strict=True)
+        (n // _parts(mesh, x), (*batched, False, False)) for x, (n, batched) in zip(instances, task.levels, strict=True)
     )
     mine = replace(task, call=task.call.shard(*parts), names=(*task.names, *SHARD), levels=levels)
 
     def run(*operands: Any) -> tuple[Any, ...]:
         named = ((axes, names_of(axes)) for axes in (batch, heads))
         at = (jax.numpy.int32(0) if a is None else jax.lax.axis_index(n).astype("int32") for a, n in named)
-        found = primitive.bind(*operands, *at, task=mine)
+        outputs = primitive.bind(*operands, *at, task=mine)
         summed = (*names_of(batch), *names_of(heads))
         return tuple(
-            _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
+            _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, outputs, strict=True)
         )
 
     def alone(*operands: Any) -> tuple[Any, ...]:
         with jax.sharding.use_abstract_mesh(NOWHERE):  # a device knows nothing of explicit axes
             return run(*operands)
 
-    return mesh, alone, given, taken
+    return mesh, alone, out_shardings, in_shardings
 
 
 def _parts(mesh: Any, axes: Any) -> int:
@@ -224,8 +225,8 @@ def _parts(mesh: Any, axes: Any) -> int:
 
 def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
     """How a mapped axis is split: as that of the first operand that has it."""
-    n, moved = task.levels[level]
-    first = moved.index(True)
+    n, batched = task.levels[level]
+    first = batched.index(True)
     at = sum(m[first] for _, m in task.levels[:level])
     spec = (*operands[first].sharding.spec, *[None] * len(operands[first].shape))
     return fitting(mesh.shape, spec[at], n)
@@ -239,9 +240,9 @@ NO_HESSIAN = BackwardError(
 
 def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
     """The results of a task under a trace."""
-    backward = int(bool(task.wanted))
-    found: tuple[Any, ...] = tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
-    return found
+    backward = int(bool(task.grad_names))
+    results: tuple[Any, ...] = tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
+    return results
 
 
 def _no_devices() -> bool:
@@ -268,9 +269,9 @@ def _sharding(task: Task, name: str, operands: Any, rank: int) -> NamedSharding:
     """The sharding of results under a mesh of explicit axes: as the queries are split, by batch and heads, and by
     mapped axes as the operands that have these."""
     mesh, depth = operands[0].sharding.mesh, task.depth("q")
-    own = dict(zip("bshd", operands[0].sharding.spec[depth:], strict=True))
+    query_axes = dict(zip("bshd", operands[0].sharding.spec[depth:], strict=True))
     front = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
-    axes = [own.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
+    axes = [query_axes.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
     return NamedSharding(mesh, _spec(*front, *axes, *[None] * (rank - len(front) - len(axes))))
 
 
@@ -278,8 +279,8 @@ def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
     if not all(isinstance(x, jax.Array) for x in operands):  # numpy's, given to `jax.grad`, arrive as they are
         operands = tuple(map(jax.numpy.asarray, operands))
     if len(operands[0].sharding.device_set) > 1:
-        found: tuple[Any, ...] = _on_devices(task)(*operands)
-        return found
+        results: tuple[Any, ...] = _on_devices(task)(*operands)
+        return results
     return task.run(platform_of(operands[0]), False, *operands)
 
 
@@ -301,18 +302,18 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     shared = split and not exported and len(devices) > 1
     if shared:
         ctx = _on_mesh(ctx)
-        run = partitioned(task, LOCAL[bool(task.wanted)])
+        run = partitioned(task, LOCAL[bool(task.grad_names)])
     else:
         ctx, run = _without_mesh(ctx, run)
     try:
         with without_locations(0):  # kernels that are kept in a module as bytes would hold paths and lines of callers
-            found = mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+            results = mlir.lower_fun(run, multiple_results=True)(ctx, *values)
     except FrisketError as error:
-        error.add_note(task.said(ctx.avals_in, platform))
+        error.add_note(task.description(ctx.avals_in, platform))
         raise
     if shared:
-        _named(found[0].owner, task)
-    return found
+        _named(results[0].owner, task)
+    return results
 
 
 def _on_mesh(ctx: Any) -> Any:
@@ -326,7 +327,7 @@ def _on_mesh(ctx: Any) -> Any:
 
 def _named(operation: Any, task: Task) -> None:
     """Name the work of each device in the module: caches of what is compiled tell one mask from another by this."""
-    name = f"{task.call.digest} {task.names} {task.wanted} {task.levels} {task.low}"
+    name = f"{task.call.digest} {task.names} {task.grad_names} {task.levels} {task.lse_residual}"
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
     operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})
@@ -345,15 +346,15 @@ def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[...,
 
 
 def _primitive(name: str, split: bool) -> Any:
-    made: Any = Primitive(name)
-    made.multiple_results = True
-    made.def_abstract_eval(_abstract)
-    made.def_impl(_impl)
-    ad.primitive_jvps[made] = _refused
+    primitive: Any = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_abstract)
+    primitive.def_impl(_impl)
+    ad.primitive_jvps[primitive] = _refused
     for platform in ("cpu", "tpu", "cuda", "rocm"):
-        mlir.register_lowering(made, partial(_lowered, split, platform), platform=platform)
-    mlir.register_lowering(made, partial(_lowered, split, "another platform"))
-    return made
+        mlir.register_lowering(primitive, partial(_lowered, split, platform), platform=platform)
+    mlir.register_lowering(primitive, partial(_lowered, split, "another platform"))
+    return primitive
 
 
 WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
@@ -377,8 +378,8 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
         return _beside(primitive, fold, n, operands, where, task)
     front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
     level = n, tuple(name in where for name in task.names)
-    found = primitive.bind(*front, task=replace(task, levels=(level, *task.levels)))
-    return found, [0] * len(found)
+    results = primitive.bind(*front, task=replace(task, levels=(level, *task.levels)))
+    return results, [0] * len(results)
 
 
 def _fold(task: Task, where: dict[str, int]) -> int | None:
@@ -388,12 +389,12 @@ def _fold(task: Task, where: dict[str, int]) -> int | None:
         task.levels
         or {PAGES, FIRST} & names
         or not where.keys() <= FOLDS[0].keys()
-        or not set(task.wanted) <= {"q", "k", "v"}
+        or not set(task.grad_names) <= {"q", "k", "v"}
     ):
         return None
     whole = {"q", "k", "v"} <= where.keys()
     near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round
-    shared = not task.wanted and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
+    shared = not task.grad_names and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
     if (whole or shared) and near and call.alike(1) and "sinks" not in names:
         return 1
     return 0 if whole and call.alike(0) else None
@@ -416,9 +417,9 @@ def _beside(
         return x.reshape(*x.shape[:at], n * x.shape[at + 1], *x.shape[at + 2 :])
 
     call = task.call.repeated(n, axis, shared)
-    found = primitive.bind(*map(joined, task.names, operands), task=replace(task, call=call))
+    results = primitive.bind(*map(joined, task.names, operands), task=replace(task, call=call))
     back = [places[name] for name in task.results]
-    return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(found, back, strict=True)], back
+    return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(results, back, strict=True)], back
 
 
 for _made in (*WHOLE, *LOCAL):

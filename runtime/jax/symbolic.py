@@ -25,44 +25,44 @@ from frisket.lowering.xla.symbolic import forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY
 from frisket.runtime.backends.registry import library
-from frisket.runtime.calls.arrays import arrays, named, parted, turn
+from frisket.runtime.calls.arrays import arrays, named, split_kv_args, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
-from frisket.runtime.plans.device import divided
+from frisket.runtime.plans.device import split_host_device
 
-FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
+MAX_SIZE = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
 
 
 def attend(att: Any, request: Request) -> tuple[Any, ...]:
     """(out, lse, top) of a call of symbolic lengths."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    live, params = parted(params)
-    given = arrays(q, k, v, layout, exported=True)
-    for given_too, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
-        if x or given.kv_dtype:
-            raise ShapeError(f"q has the shape {_shape(q)}, and {given_too} are for known lengths" + EACH)
-    g = given.geometry(att.options.scale, att.options.enable_gqa)
+    kv_inputs, params = split_kv_args(params)
+    call_arrays = arrays(q, k, v, layout, exported=True)
+    for what, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", kv_inputs)):
+        if x or call_arrays.kv_dtype:
+            raise ShapeError(f"q has the shape {_shape(q)}, and {what} are for known lengths" + EACH)
+    g = call_arrays.geometry(att.options.scale, att.options.enable_gqa)
     backend, only = att.options.backend or Settings.read().backend, library("jax")
     if backend not in (None, only, LIBRARY):
         raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on {only!r}" + EACH)
-    host, traced = divided(params, None, (), "jax")
+    host, traced = split_host_device(params, None, (), "jax")
     traced = {**{n: x for n, x in att.traced.items() if n not in params}, **traced}
     rate = att.options.dropout
     seed = seed_of(seed, rate, "jax")
-    sinks = sinks_of(att.options.sinks if sinks is None else sinks, g.heads, "jax", given.dtype, None)
+    sinks = sinks_of(att.options.sinks if sinks is None else sinks, g.heads, "jax", call_arrays.dtype, None)
     program = att.program.without(traced).bind(host)
     values = {**program.scalars, **program.tables, **traced}
-    made, seen = _planned(program, values, traced, g, bool(rate))
+    loop_plan, seen = _planned(program, values, traced, g, bool(rate))
     _check_lengths(program, values, g)
-    slots = made.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
-    tables = {t.name: values[t.source] for t in made.tables}
-    q, k, v = (_forward_only.bind(x) for x in given.turned("bshd"))
-    out, lse, highest = forward(made, seen, g, q, k, v, slots, tables, values, sinks)
-    return given.as_called(turn(out, "bshd", given.layout), lse, highest)
+    slots = loop_plan.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
+    tables = {t.name: values[t.source] for t in loop_plan.tables}
+    q, k, v = (_forward_only.bind(x) for x in call_arrays.transposed("bshd"))
+    out, lse, highest = forward(loop_plan, seen, g, q, k, v, slots, tables, values, sinks)
+    return call_arrays.as_called(turn(out, "bshd", call_arrays.layout), lse, highest)
 
 
 def _planned(
@@ -78,23 +78,23 @@ def _planned(
     parts = [None if p is None else written_out(p.expr, values) for p in (program.mask, program.score)]
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     seen, mod = prepare(parts[0], parts[1], sane)
-    limits = limits_of((FAR, g.heads, FAR, FAR), program.scalars, program.tables)
-    made = make_plan(
+    limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
+    loop_plan = make_plan(
         seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
-        dropout=dropout, **program.beside(values),
+        dropout=dropout, **program.plan_arguments(values),
     )  # fmt: skip
-    return made, None if seen is None else _intervals(seen, traced, limits)
+    return loop_plan, None if seen is None else _intervals(seen, traced, limits)
 
 
 def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float]) -> tuple[Interval, ...]:
-    held = {n: 2.0**30 for n, x in traced.items() if "int" in str(x.dtype)}  # positions, lengths
-    found = planner(mask, frozenset(), {**held, **limits}, int64_enabled()).seen
-    if not found or any(n.op not in KNOWN for pair in found for e in pair for n in walk(machine(e))):
+    magnitudes = {n: 2.0**30 for n, x in traced.items() if "int" in str(x.dtype)}  # positions, lengths
+    intervals = planner(mask, frozenset(), {**magnitudes, **limits}, int64_enabled()).seen
+    if not intervals or any(n.op not in KNOWN for pair in intervals for e in pair for n in walk(machine(e))):
         raise LoweringError(
             f"which tiles `{mask!r}` shows is found for known lengths: it does not bound the keys of a query by "
             "numbers\n  bounds on k, as in `causal & window(256) & k < lengths[b]`, take symbolic ones;" + EACH[2:]
         )
-    return found
+    return intervals
 
 
 KNOWN = frozenset({*JNP, "lit", "var", "param", "lookup"})

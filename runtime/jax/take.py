@@ -30,23 +30,23 @@ def take(
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""
 
-    def taken(x: Any) -> Any:
+    def gather(x: Any) -> Any:
         return jnp.take(x, jnp.asarray(index), axis=axis)
 
     have: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in have.mesh.axis_types:
         if inverse is None:
-            return taken(x)  # type: ignore[no-any-return]
-        return _moved(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
+            return gather(x)  # type: ignore[no-any-return]
+        return _gather(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
     spec = [*have.spec, *[None] * (x.ndim - len(have.spec))]
     spec[axis] = fitting(have.mesh.shape, spec[axis], len(index))
-    return _auto_axes(taken, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
+    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
 
 
-def _moved(index: NDArray[np.int64], inverse: NDArray[np.int64], axis: int) -> Any:
-    moved: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
-    moved.defvjp(lambda x: (moved(x), None), lambda _, out: (_moved(inverse, index, axis)(out),))
-    return moved
+def _gather(index: NDArray[np.int64], inverse: NDArray[np.int64], axis: int) -> Any:
+    gather: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
+    gather.defvjp(lambda x: (gather(x), None), lambda _, out: (_gather(inverse, index, axis)(out),))
+    return gather
 
 
 def reverse_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def _tangent_of(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 
 def _primitive(name: str) -> Any:
-    made: Any = Primitive(name)
-    made.def_abstract_eval(lambda x: x)
-    batching.primitive_batchers[made] = lambda xs, axes: (made.bind(*xs), axes[0])
-    return made
+    primitive: Any = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = lambda xs, axes: (primitive.bind(*xs), axes[0])
+    return primitive
 
 
 _mark, _tangent = _primitive("frisket_reverse_only"), _primitive("frisket_tangent")

@@ -22,7 +22,7 @@ from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
 from frisket.lowering.analysis.questions import always, mixed, never
-from frisket.lowering.analysis.rows import Solved
+from frisket.lowering.analysis.rows import RowIntervals
 from frisket.lowering.analysis.table import Table, TableFacts, sides_of_ids
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, from_records, whole
@@ -80,7 +80,7 @@ class Tiling:
         return self._analysis
 
     @cached_property
-    def _closed(self) -> Solved | None:
+    def _closed(self) -> RowIntervals | None:
         if not (self.q_len and self.kv_len):
             return None
         bound = simplify(bind_in_part(self.mask, {n: t.array for n, t in self.tables.items()}))
@@ -477,8 +477,8 @@ def check_reach(
                 coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not parameters.names_of(beyond).keys() & shapes.keys():
-                    found = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
-                    shown[short] = bool(found.spans.count.any()) if found.exact else None
+                    analysis = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
             left = [x for x in left if shown[x] is not False]
         for coordinate, node, axis, have in filter(shown.get, left):
             need, name, shape = stops[coordinate], node.name, known[node.name].shape

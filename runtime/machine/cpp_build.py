@@ -92,8 +92,8 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """
     key = _key(source, variant)
     with _guard:
-        if (found := _loaded.get(key)) is not None:
-            return found  # type: ignore[no-any-return]
+        if (cached := _loaded.get(key)) is not None:
+            return cached  # type: ignore[no-any-return]
         if _defers.get() and underway(key):
             raise PendingError
         lock = _building.setdefault(key, threading.Lock())
@@ -102,7 +102,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
         if time.monotonic() < until:
             raise kind(why)
         try:
-            made: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
+            lib: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
         except BuildError as error:
             with _guard:
                 if not isinstance(error, PendingError):
@@ -111,9 +111,9 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
                     _building.pop(key, None)
             raise
         with _guard:
-            _loaded.put(key, made)
+            _loaded.put(key, lib)
             _building.pop(key, None)
-    return made
+    return lib
 
 
 def _key(source: str, variant: str) -> tuple[str, ...]:
@@ -241,10 +241,10 @@ def begin(key: Hashable, build: Callable[[], object]) -> bool:
 def compiler() -> tuple[str, ...] | None:
     """The command of the C++ compiler: CXX, which may have arguments, else g++, clang++ or c++; None without."""
     named = os.environ.get("CXX", "")
-    given = [named] if shutil.which(named) else named.split()  # a path may have blanks
-    for name in [given[0]] if given else COMPILERS:
-        if found := shutil.which(name):
-            return (found, *given[1:])
+    command = [named] if shutil.which(named) else named.split()  # a path may have blanks
+    for name in [command[0]] if command else COMPILERS:
+        if path := shutil.which(name):
+            return (path, *command[1:])
     return None
 
 
@@ -260,10 +260,10 @@ def compiler_version(command: tuple[str, ...]) -> str:
 @memo(group="once")
 def _asked(command: tuple[str, ...], *_state: object) -> str:
     try:
-        said = _run([*command, "--version"], check=True).stdout
+        version = _run([*command, "--version"], check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaterError(f"the C++ compiler {' '.join(command)} does not run: {error}\n  set CXX to another") from None
-    return said.partition("\n")[0]
+    return version.partition("\n")[0]
 
 
 def _run(command: list[str], check: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -333,9 +333,9 @@ def _found(sought: tuple[str, list[str]]) -> ctypes.CDLL | None:
 
 def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
     sought = _sought(source, variant)
-    if (found := _found(sought)) is not None:
+    if (lib := _found(sought)) is not None:
         kernel_step.set(kernel_step.get() or "loaded")
-        return found
+        return lib
     if _defers.get() and begin(_key(source, variant), lambda: _in_thread(source, variant)):
         raise PendingError
     return _built(source, sought)
@@ -348,25 +348,25 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
         if why := barred(folder):
             failed.append(why)
             continue
-        kept = folder / f"{name}.so"
+        path = folder / f"{name}.so"
         try:
             with _alone(folder / f"{name}.lock"):  # another process that built it meanwhile has left it here
-                if (found := _load(kept, name)) is not None:
-                    return found
+                if (lib := _load(path, name)) is not None:
+                    return lib
                 _build(source, command, folder, name)
                 kernel_step.set("built")
                 if "compiles" in Settings.read().show:
                     print(f"frisket: {command[0]} built {folder / name}.cpp", file=sys.stderr)
                 try:
-                    found = _opened(kept, name)
+                    lib = _opened(path, name)
                 finally:
-                    if found is None:  # the next process would not load it, either
-                        kept.unlink(missing_ok=True)
+                    if lib is None:  # the next process would not load it, either
+                        path.unlink(missing_ok=True)
         except OSError as error:  # no space left, say
             failed.append(f"{folder}: {error.strerror or error}")
             continue
-        if found is not None:
-            return found
+        if lib is not None:
+            return lib
         failed.append(f"nothing can be loaded from {folder}")
     raise LaterError(f"nowhere to keep kernels ({'; '.join(failed)}): set FRISKET_CACHE_DIR to another directory")
 
@@ -404,8 +404,8 @@ def _load(path: Path, name: str) -> ctypes.CDLL | None:
 
 
 def _opened(path: Path, name: str) -> ctypes.CDLL | None:
-    held = path.read_bytes()
-    if not ours(path) or held[-DIGEST:] != _digest(name, held[:-DIGEST]):
+    content = path.read_bytes()
+    if not ours(path) or content[-DIGEST:] != _digest(name, content[:-DIGEST]):
         return None
     with suppress(OSError):  # somebody else's, or on a disk that is read only
         os.utime(path)  # it was used now
@@ -420,16 +420,16 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
     """Compile into the folder: the source beside the library, and the checksum at the end of the library."""
     text = folder / f"{name}.cpp"
     put(text, source.encode())
-    with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as own:
-        made = Path(own) / "library.so"
+    with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as scratch:
+        output = Path(scratch) / "library.so"
         try:  # temporary files of the compiler go with the folder, whoever dies
-            said = _run([*command, "-o", str(made), str(text)], TMPDIR=own)
+            process = _run([*command, "-o", str(output), str(text)], TMPDIR=scratch)
         except OSError as error:  # no memory for a process
             raise LaterError(f"{command[0]} cannot be started: {error.strerror}") from None
-        content = made.read_bytes() if made.exists() else b""  # a linker that fails deletes it
-    words = "".join(f"\n  {x}" for x in said.stderr.splitlines()[:12])
-    if said.returncode or (words and not content):  # without SIGCHLD there is no exit status
-        raise _refusal(said, command[0], text, words)
+        content = output.read_bytes() if output.exists() else b""  # a linker that fails deletes it
+    words = "".join(f"\n  {x}" for x in process.stderr.splitlines()[:12])
+    if process.returncode or (words and not content):  # without SIGCHLD there is no exit status
+        raise _refusal(process, command[0], text, words)
     if lost := _lacks(content, source):
         raise BuildError(
             f"{command[0]} reports no error, and what it makes of {text} is no library: {lost}{words}\n"
@@ -454,17 +454,17 @@ def _lacks(content: bytes, source: str) -> str:
     return f"there is no {lost[0]}() in it" if lost else ""
 
 
-def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path, words: str) -> OSError | BuildError:
+def _refusal(process: subprocess.CompletedProcess[str], compiler: str, text: Path, words: str) -> OSError | BuildError:
     """The error of a compiler that failed; a full disk is an OSError, so that another directory is tried."""
     for number in (errno.ENOSPC, errno.EDQUOT):
-        if os.strerror(number) in said.stderr:
+        if os.strerror(number) in process.stderr:
             return OSError(number, os.strerror(number), str(text.parent))
-    if -said.returncode in STOPS:
-        name = signal.Signals(-said.returncode).name
+    if -process.returncode in STOPS:
+        name = signal.Signals(-process.returncode).name
         return InterruptedCompilerError(f"{compiler} was stopped by {name} while it compiled {text}{words}")
-    if said.returncode < 0:
-        why = f"was killed by {signal.Signals(-said.returncode).name} while it compiled"
-    elif KILLED.search(said.stderr):  # the process that the driver starts
+    if process.returncode < 0:
+        why = f"was killed by {signal.Signals(-process.returncode).name} while it compiled"
+    elif KILLED.search(process.stderr):  # the process that the driver starts
         why = "was killed while it compiled"
     else:
         return BuildError(f"{compiler} does not compile {text}{words}")
@@ -473,13 +473,13 @@ def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path, 
 
 def put(path: Path, content: bytes) -> None:
     """Write a file so that readers see all of it or none, even if others write it too."""
-    handle, made = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(made, path)
+        os.replace(temporary, path)
     except BaseException:
-        Path(made).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
@@ -524,7 +524,7 @@ def of_torch() -> Threads:
     return Threads(count, *_of_torch()) if count > 1 else Threads(1)
 
 
-def own(count: int | None = None) -> Threads:
+def pool_threads(count: int | None = None) -> Threads:
     """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU of the process."""
     count = count or setting()
     return Threads(count, _address(_library().frisket_own)) if count > 1 else Threads(1)
@@ -532,8 +532,8 @@ def own(count: int | None = None) -> Threads:
 
 def setting() -> int:
     """OMP_NUM_THREADS, whose list is one of nesting levels, otherwise the CPUs this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdigit() and int(text) else len(os.sched_getaffinity(0))
 
 
 @memo(1)

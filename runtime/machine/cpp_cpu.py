@@ -31,17 +31,17 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 @memo(group="once")
 def _described() -> dict[str, str]:
     """The first CPU's entries in /proc/cpuinfo; empty where there is no such file."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     try:
         with Path("/proc/cpuinfo").open() as lines:
             for line in lines:
                 name, colon, value = line.partition(":")
-                if not colon and found:
+                if not colon and entries:
                     break
-                found[name.strip()] = " ".join(value.split())
+                entries[name.strip()] = " ".join(value.split())
     except OSError:
         pass
-    return found
+    return entries
 
 
 @memo(group="once")
@@ -58,8 +58,8 @@ def identity() -> str:
 
 def lacking(variant: str) -> str:
     """The features that this CPU lacks to run a variant; empty when it can."""
-    flags, wanted = VARIANTS[variant]
-    if missing := sorted(wanted - features()):
+    flags, required = VARIANTS[variant]
+    if missing := sorted(required - features()):
         return f"this CPU has no {', '.join(missing)}"
     return "the system lets no program use this CPU's matrix unit" if MATRIX_UNIT in flags and not _allowed() else ""
 

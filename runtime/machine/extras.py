@@ -40,13 +40,13 @@ def installed_from() -> tuple[bool, str]:
     from urllib.request import url2pathname
 
     # a clone that is the current folder has metadata of its own, which do not say it
-    told = (x.read_text("direct_url.json") for x in distributions(name=DISTRIBUTION))
-    said = json.loads(next(filter(None, told), "{}"))
-    address = urlparse(said.get("url", ""))
+    texts = (x.read_text("direct_url.json") for x in distributions(name=DISTRIBUTION))
+    origin = json.loads(next(filter(None, texts), "{}"))
+    address = urlparse(origin.get("url", ""))
     path = url2pathname(address.path)
     if address.scheme != "file" or not Path(path).exists():
         return False, DISTRIBUTION
-    return said.get("dir_info", {}).get("editable", False), path
+    return origin.get("dir_info", {}).get("editable", False), path
 
 
 @contextmanager

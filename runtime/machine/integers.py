@@ -37,8 +37,8 @@ def counting(method: F) -> F:
     method = cast(F, outside(method))
 
     @wraps(method)
-    def run(self: Any, *args: Any, **given: Any) -> Any:
-        named = {n: _count(x) if n in COUNTS else x for n, x in given.items()}
+    def run(self: Any, *args: Any, **keywords: Any) -> Any:
+        named = {n: _count(x) if n in COUNTS else x for n, x in keywords.items()}
         return method(self, *map(_count, args), **named)
 
     return cast(F, run)

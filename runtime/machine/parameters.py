@@ -46,9 +46,9 @@ Number = bool | int | float
 def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
     """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
     scalars, tables = ir.free_names(e)
-    found: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
-    found |= {name[0]: (None, INT) for op, name, _, _ in ir.named(e) if op == "extent"}
-    return {**found, **tables}
+    names: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
+    names |= {name[0]: (None, INT) for op, name, _, _ in ir.named(e) if op == "extent"}
+    return {**names, **tables}
 
 
 def traced(value: Any) -> bool:
@@ -386,14 +386,14 @@ class BoundExpr:
         self.shown = expr if self.origin.shown is None else self.origin.shown
         if learned := {n: x for n, x in (params or {}).items() if learns(x)}:
             self.origin = replace(self.origin, captured={**self.origin.captured, **learned})
-        wanted = names_of(expr)
-        check_names(wanted)
-        given = {n: as_value(n, v) for n, v in (params or {}).items()}
-        if unused := [n for n in given if n not in wanted]:
-            near = nearest(unused[0], [n for n in wanted if n not in given])
+        names = names_of(expr)
+        check_names(names)
+        values = {n: as_value(n, v) for n, v in (params or {}).items()}
+        if unused := [n for n in values if n not in names]:
+            near = nearest(unused[0], [n for n in names if n not in values])
             hint = f"; did you mean `{near}`?" if near else ""
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
-        self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
+        self.params = MappingProxyType({n: fitted(n, v, *names[n]) for n, v in sorted(values.items())})
         if self.params:
             check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
             check_needs(self.origin.needs, self.params)
@@ -559,14 +559,14 @@ class BoundExpr:
     def at(self: Self, **coordinates: Any) -> Self:
         """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
         texts."""
-        moved: dict[Expr, Expr] = {}
+        positions: dict[Expr, Expr] = {}
         params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
         for name in ir.COORDINATES:
             if name in coordinates:
-                moved[ir.var(name)] = position(name, coordinates[name], params)
-        if coordinates and not moved:
+                positions[ir.var(name)] = position(name, coordinates[name], params)
+        if coordinates and not positions:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-        return self._as_shown(ir.substitute(self.shown, moved), params, self.origin.names)
+        return self._as_shown(ir.substitute(self.shown, positions), params, self.origin.names)
 
 
 def part_of_expression(path: Path) -> str:
@@ -580,18 +580,18 @@ def part_of_expression(path: Path) -> str:
 def separated(left: Self, right: Self) -> tuple[Self, Self]:
     """Two expressions whose names mean one thing: a name bound differently on the right gets a number."""
     mine, theirs = names_of(left.expr), names_of(right.expr)
-    taken = {*mine, *theirs}
+    names = {*mine, *theirs}
     for name in sorted(mine.keys() & theirs.keys()):
         a, b = left.params.get(name), right.params.get(name)
         x, y = left.origin.captured.get(name), right.origin.captured.get(name)
-        apart = x is not y and any(learns(z) for z in (x, y))  # equal values now, others after a step of training
-        apart = apart or (x is not y and name in left.origin.paths and name in right.origin.paths)
-        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b) and not apart:
+        distinct = x is not y and any(learns(z) for z in (x, y))  # equal values now, others after a step of training
+        distinct = distinct or (x is not y and name in left.origin.paths and name in right.origin.paths)
+        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b) and not distinct:
             continue
         number = 2
-        while f"{name}_{number}" in taken:
+        while f"{name}_{number}" in names:
             number += 1
-        taken.add(f"{name}_{number}")
+        names.add(f"{name}_{number}")
         if b is not None:
             right = renamed(right, name, f"{name}_{number}")
         elif a is not None:  # the name without a value keeps it: it is still to be given
@@ -621,10 +621,10 @@ def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
     return e
 
 
-def _lone(found: Parsed) -> Expr:
-    if found.expr is None:
+def _lone(parsed: Parsed) -> Expr:
+    if parsed.expr is None:
         raise ParameterError("a coordinate is one expression, not a program")
-    return found.expr
+    return parsed.expr
 
 
 # -- pickle: nodes in a flat list, so that depth is no matter ----------------------------------------------

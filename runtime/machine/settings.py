@@ -38,10 +38,10 @@ def _backend(text: str) -> str:
 
 
 def _engines(text: str) -> bool | tuple[str, ...]:
-    found = tuple(n.strip() for n in text.split(","))
-    if text not in ("0", "1") and any(n not in offered() for n in found):
+    engines = tuple(n.strip() for n in text.split(","))
+    if text not in ("0", "1") and any(n not in offered() for n in engines):
         raise ParameterError(f"FRISKET_ENGINES={text}: write 0, 1, or names among {', '.join(offered())}")
-    return text == "1" if text in ("0", "1") else found
+    return text == "1" if text in ("0", "1") else engines
 
 
 def _compile(text: str) -> str:
@@ -82,8 +82,8 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        if environment is None and (held := getattr(os.environ, "_data", None)) is not None:
-            texts = tuple([held.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
+        if environment is None and (raw := getattr(os.environ, "_data", None)) is not None:
+            texts = tuple([raw.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
             last = _last[0]
             if texts != last[0]:
                 last = _last[0] = texts, _encoded(texts)

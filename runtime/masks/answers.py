@@ -89,10 +89,10 @@ def _difference(
     both = (first, second)
     try:  # each difference by itself is solved by row more often than both at once
         sides = (first - second, second - first)
-        found = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
+        witnesses = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
     except Undecided:
         return _visible("equivalent", both, first ^ second, q_len, kv_len, budget=budget, **where)
-    return min((at for at in found if at is not None), default=None)
+    return min((at for at in witnesses if at is not None), default=None)
 
 
 def is_empty(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -105,8 +105,8 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
     """Whether some query sees no key."""
 
     def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
-        found = first_empty_row(e, grid, scope)
-        return None if found is None else (int(grid.b[found[0]]), int(grid.h[found[0]]), found[1], None)
+        place = first_empty_row(e, grid, scope)
+        return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], None)
 
     at = _answered("empty_rows", (mask,), mask, ask, q_len, kv_len, **where)
     if at is None:
@@ -160,26 +160,26 @@ def visible_pairs(
 
 
 def _visible(
-    question: str, given: tuple[Mask, ...], joint: Mask, q_len: int, kv_len: int, **where: Any
+    question: str, masks: tuple[Mask, ...], joint: Mask, q_len: int, kv_len: int, **where: Any
 ) -> Witness | None:
     """A position `joint` shows, checked by the interpreter."""
 
     def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
-        found = first_visible(e, grid, scope)
-        return None if found is None else (int(grid.b[found[0]]), int(grid.h[found[0]]), found[1], found[2])
+        place = first_visible(e, grid, scope)
+        return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], place[2])
 
-    at = _answered(question, given, joint, ask, q_len, kv_len, **where)
+    at = _answered(question, masks, joint, ask, q_len, kv_len, **where)
     if at is not None and not _shows(joint, at, _sizes(q_len, kv_len, **where)):
         raise MismatchError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
     return at
 
 
 def _answered(
-    question: str, given: tuple[Mask, ...], joint: Mask, ask: Callable[[Any, Grid, Scope], Witness | None],
+    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Callable[[Any, Grid, Scope], Witness | None],
     q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
     sizes: Sizes | None = None, budget: int = BUDGET,
 ) -> Witness | None:  # fmt: skip
-    _refused(given, q_len, kv_len, batch, heads, origin, sizes)
+    _refused(masks, q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
     e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)
     grid, _ = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
@@ -194,11 +194,11 @@ def _answered(
 
 
 def _refused(
-    given: tuple[Mask, ...], q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
+    masks: tuple[Mask, ...], q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
 ) -> None:
     """Raise for what cannot be asked."""
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
-    for one in given:
+    for one in masks:
         one.require_bound()
         check_reach(one.expr, [one.expr], one.scalars, one.tables, (batch, heads, q_len, kv_len), origin, sizes)
 

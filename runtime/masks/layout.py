@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def of_something(made: F) -> F:
+def of_something(method: F) -> F:
     """Refuses a layout without queries or keys, of which there is no picture and no export."""
 
-    @wraps(made)
+    @wraps(method)
     def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
         if not (self.q_len and self.kv_len):
             raise ExportError(
-                f"{made.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
+                f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
                 "  there is nothing to show: leave out layouts without queries or keys"
             )
-        return made(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return cast(F, run)
 
@@ -184,10 +184,10 @@ def make_layout(
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)
-    made = Layout(
+    layout = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
         mask.shown,
     )  # fmt: skip
-    made.analysis  # noqa: B018 - errors are raised here
-    return made
+    layout.analysis  # noqa: B018 - errors are raised here
+    return layout

@@ -330,11 +330,11 @@ def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any
     if isinstance(what, Expr):
         return kind(what, params)
     if isinstance(what, str):
-        if (made := getattr(_program(what, name, name, params), name)) is None:
+        if (part := getattr(_program(what, name, name, params), name)) is None:
             raise ParameterError(
                 f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
             )
-        return made
+        return part
     return kind(*_from_python(what, name, params))
 
 
@@ -369,18 +369,18 @@ def _from_python(
     values: every call of the attention takes them as they are."""
     from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
 
-    found = trace(fn, kind)
-    kept = {n: x for n, x in found.tables.items() if n not in params}
-    values = {n: x for n, x in kept.items() if not parameters.traced(x)}
+    traced = trace(fn, kind)
+    captured = {n: x for n, x in traced.tables.items() if n not in params}
+    values = {n: x for n, x in captured.items() if not parameters.traced(x)}
     if not again:
-        return found.expr, {**values, **params}, parameters.Origin(captured=kept, notes=found.notes)
-    at = paths_to(fn, [x for x in (*kept.values(), *found.read) if not isinstance(x, np.ndarray)])
-    paths = {n: at.get(id(x), ()) for n, x in kept.items() if id(x) in at or parameters.learns(x)}
-    inside = tuple((x, at[id(x)]) for x in found.read if id(x) in at)
+        return traced.expr, {**values, **params}, parameters.Origin(captured=captured, notes=traced.notes)
+    at = paths_to(fn, [x for x in (*captured.values(), *traced.read) if not isinstance(x, np.ndarray)])
+    paths = {n: at.get(id(x), ()) for n, x in captured.items() if id(x) in at or parameters.learns(x)}
+    inside = tuple((x, at[id(x)]) for x in traced.read if id(x) in at)
     return (
-        found.expr,
+        traced.expr,
         {**values, **params},
-        parameters.Origin(captured=kept, notes=found.notes, paths=paths, inside=inside),
+        parameters.Origin(captured=captured, notes=traced.notes, paths=paths, inside=inside),
     )
 
 
@@ -411,16 +411,16 @@ def program(text: str, /, name: str = "program", **params: Any) -> Program:
 def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Program:
     check_names(params)
     values = {n: parameters.as_value(n, v) for n, v in params.items()}
-    found = read(text, kind=kind, params=values, name=name)
-    values = {**found.defaults, **values}
-    for text in found.changed:
+    parsed = read(text, kind=kind, params=values, name=name)
+    values = {**parsed.defaults, **values}
+    for text in parsed.changed:
         warn_once(text)
-    lone = found.expr  # a program of one expression: its type says what it is
-    m = found.mask if lone is None or lone.type is not BOOL else lone
-    s = found.score if lone is None or lone.type is BOOL else lone
+    lone = parsed.expr  # a program of one expression: its type says what it is
+    m = parsed.mask if lone is None or lone.type is not BOOL else lone
+    s = parsed.score if lone is None or lone.type is BOOL else lone
     return Program(
-        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(found, "mask")),
-        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(found, "score")),
+        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(parsed, "mask")),
+        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(parsed, "score")),
         name,
     )
 
@@ -431,7 +431,7 @@ def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n in names}
 
 
-def _origin(found: Parsed, kind: str) -> parameters.Origin:
-    shown = found.shown.get(kind, found.shown.get("expr"))
-    notes, sites = tuple(found.notes), tuple(found.sites)
-    return parameters.Origin(found.source, sites, found.declared, notes, needs=found.needs, shown=shown)
+def _origin(parsed: Parsed, kind: str) -> parameters.Origin:
+    shown = parsed.shown.get(kind, parsed.shown.get("expr"))
+    notes, sites = tuple(parsed.notes), tuple(parsed.sites)
+    return parameters.Origin(parsed.source, sites, parsed.declared, notes, needs=parsed.needs, shown=shown)

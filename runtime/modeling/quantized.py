@@ -68,8 +68,8 @@ def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
 @usual_promotion()
 def rounded(x: Any, contracted: Any, bits: int) -> Any:
     """`x` as a QArray: a scale for every index of the axes that are not contracted."""
-    kept = [i for i in range(x.ndim) if i not in contracted]
-    return qwix.quantize(x, jnp.int8, channelwise_axes=kept, calibration_method=_scaling(bits))
+    channel_axes = [i for i in range(x.ndim) if i not in contracted]
+    return qwix.quantize(x, jnp.int8, channelwise_axes=channel_axes, calibration_method=_scaling(bits))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))

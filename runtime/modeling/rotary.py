@@ -92,15 +92,15 @@ def apply_rotary_pos_emb(
 def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
     """A table as [batch or 1, heads or 1, length, head_dim], or with the last three axes in the order of `layout`."""
     at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]
-    given, length = list(table.shape), tensor.shape[at]
-    if len(given) in (2, 3):
+    shape, length = list(table.shape), tensor.shape[at]
+    if len(shape) in (2, 3):
         table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
     if len(table.shape) == 3:
         table = table[None]
     right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
     if not (right and table.shape[-1] in (1, tensor.shape[-1]) and table.shape[0] in (1, tensor.shape[0])):
         raise ShapeError(
-            f"{name} is {given} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
+            f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
             f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with at "
             f"least {length} positions"
         )

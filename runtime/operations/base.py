@@ -97,9 +97,9 @@ class BaseOperation(ABC):
         """The name in `forward_...` that is called: "cuda" or "rocm" where JAX says "gpu"."""
         if self.metadata is not None and self.metadata.backend is not None:
             return str(self.metadata.backend)
-        here = self.current_backend()
-        found = platform_of(jax.numpy.zeros(())) if here == "gpu" else here
-        return found if found in {*Backend} else "native"
+        backend = self.current_backend()
+        name = platform_of(jax.numpy.zeros(())) if backend == "gpu" else backend
+        return name if name in {*Backend} else "native"
 
 
 Made = TypeVar("Made", bound=type[BaseOperation])

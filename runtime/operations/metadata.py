@@ -28,8 +28,8 @@ Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, a
 
 
 def array_to_json(x: Any) -> dict[str, Any]:
-    held = np.asarray(x)
-    return {"dtype": held.dtype.name, "shape": list(held.shape), "base64": base64.b64encode(held.tobytes()).decode()}
+    array = np.asarray(x)
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
 
 
 def array_from_json(x: Mapping[str, Any]) -> Any:
@@ -216,7 +216,7 @@ class AttentionMetadata(Record):
         if self.partition_axis not in (EMPTY_VAL, None) and self.partition_manager is EMPTY_VAL:
             # what is given goes before the manager of a config
             self.partition_manager = None  # type: ignore[assignment]
-        given = self.partition_manager not in (EMPTY_VAL, None) and self.partition_axis not in (EMPTY_VAL, None)
+        both = self.partition_manager not in (EMPTY_VAL, None) and self.partition_axis not in (EMPTY_VAL, None)
         for f in fields(self):
             self.set_attrs_carefully(f.name, DEFAULTS.get(f.name), IN_CONFIG.get(f.name))
         if self.partition_axis is None or isinstance(self.partition_axis, dict):
@@ -224,7 +224,7 @@ class AttentionMetadata(Record):
         manager: Any = self.partition_manager or PartitionManager(self.partition_axis)
         if not isinstance(manager, PartitionManager):  # another library's, as eformer's, which has no mesh
             manager = PartitionManager(getattr(manager, "paxis", manager), getattr(manager, "mesh", None))
-        if given and manager.paxis != as_partition_axis(self.partition_axis):
+        if both and manager.paxis != as_partition_axis(self.partition_axis):
             raise ParameterError("partition_axis is not that of partition_manager; give one of them")
         if self.mesh is None:
             self.mesh = current_mesh() if manager.mesh is None else manager.mesh
@@ -320,8 +320,8 @@ def _dtype(name: str, x: Any) -> Any:
     if x is None:
         return None
     with suppress(TypeError):
-        if jnp.issubdtype(found := jnp.dtype(x), jnp.floating):
-            return found
+        if jnp.issubdtype(dtype := jnp.dtype(x), jnp.floating):
+            return dtype
     raise ParameterError(f"{name} is {x!r}; it is a floating dtype, as 'bfloat16'")
 
 

@@ -68,34 +68,32 @@ class OpCall:
 
 def problem(
     lengths: CallSizes, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
-    align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+    align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, has_origin: bool, params: Mapping[str, Any],
     called: Sequence[str],
 ) -> OpCall:  # fmt: skip
-    """The problem of a call. `moved`: `origin` says where the queries are. `called` are the operator's keywords."""
+    """The problem of a call. `has_origin`: `origin` places the queries. `called` are the operator's keywords."""
     values = {n: call_value(n, x) for n, x in params.items()}
-    if taken := next((n for n in values if n in TABLES), None):
-        raise ParameterError(
-            f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
-        )
+    if name := next((n for n in values if n in TABLES), None):
+        raise ParameterError(f"`{name}` is the name of what an operator is given as an array; call the table otherwise")
     tables: dict[str, Any] = {}
     bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     refuse_additive(array, bias)
-    made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
-    made = made.without(values)
-    masks, flags = [m for m in (made.mask,) if m is not None], _flags(causal, window)
-    scores = [s for s in (made.score,) if s is not None]
-    if align not in (None, "end", "start") or (align and (positions is not None or moved)):
+    parts = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
+    parts = parts.without(values)
+    masks, flags = [m for m in (parts.mask,) if m is not None], _flags(causal, window)
+    scores = [s for s in (parts.score,) if s is not None]
+    if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
         raise ParameterError(
             f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, without "
             "positions and origin"
         )
     if positions is not None:
-        at = _by_place(tables, "positions", positions, lengths, moved)
+        at = _by_place(tables, "positions", positions, lengths, has_origin)
         masks = [m.at(**at) for m in masks]
         scores = [s.at(**at) for s in scores]
         flags = [m.at(**at) for m in flags]
-    elif not moved and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
+    elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
         reach = [n for n in (*([0] if causal else []), *_sides(window)[1:]) if n >= 0]  # keys after a query
         if align is None and reach and ahead + min(reach) < 0:
             raise ParameterError(
@@ -106,7 +104,7 @@ def problem(
         flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
     if segment_ids is not None:
-        at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
+        at = _by_place(tables, "segment_ids", segment_ids, lengths, has_origin)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
         if jnp.issubdtype(array.dtype, jnp.integer):
@@ -116,14 +114,14 @@ def problem(
                 f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
                 "  integers are taken: those other than 0 are what is seen"
             )
-        masks.append(as_mask(_table(tables, "attention_mask", array, lengths, moved)))
+        masks.append(as_mask(_table(tables, "attention_mask", array, lengths, has_origin)))
     if not isinstance(scale, float | None):
         scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
     if soft_cap is not None:
         scores.append(as_score("softcap(logits_soft_cap)"))
         values["logits_soft_cap"] = scale_of(soft_cap, "logits_soft_cap")
     if bias is not None:
-        scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
+        scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, has_origin)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
@@ -147,13 +145,13 @@ def _sides(window: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: CallSizes, moved: bool) -> dict[str, str]:
+def _by_place(tables: dict[str, Any], what: str, arrays: Any, lengths: CallSizes, has_origin: bool) -> dict[str, str]:
     """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
-    rows = isinstance(given, list) and any(isinstance(x, list) for x in given)  # one array, [batch, length]
-    pair = given if isinstance(given, tuple | list) and len(given) == 2 and not rows else (given, given)
+    rows = isinstance(arrays, list) and any(isinstance(x, list) for x in arrays)  # one array, [batch, length]
+    pair = arrays if isinstance(arrays, tuple | list) and len(arrays) == 2 and not rows else (arrays, arrays)
     texts = {}
     for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:4], strict=True):
-        _check_place(f"{side} {what}", moved)
+        _check_place(f"{side} {what}", has_origin)
         x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
         if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ShapeError(
@@ -165,12 +163,12 @@ def _by_place(tables: dict[str, Any], what: str, given: Any, lengths: CallSizes,
     return texts
 
 
-def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, moved: bool) -> str:
+def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_origin: bool) -> str:
     """A lookup that reads an array [batch, heads, q_len, kv_len], [batch, q_len, kv_len], or [batch, kv_len], of keys.
 
     Axes of length 1 are for all, and heads may be the key heads, each for its group.
     """
-    _check_place(name.replace("_", " "), moved)
+    _check_place(name.replace("_", " "), has_origin)
     axes, group = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, ""), lengths.heads // lengths.kv_heads
     places = {**{(a, n): a for a, n in zip("bhqk", lengths, strict=False)}, **{(a, 1): "0" for a in "bhqk"}}
     places.setdefault(("h", lengths.kv_heads), f"h // {group}")
@@ -185,8 +183,8 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, moved:
     return f"{name}[{', '.join(map(str, index))}]"
 
 
-def _check_place(what: str, moved: bool) -> None:
-    if moved:
+def _check_place(what: str, has_origin: bool) -> None:
+    if has_origin:
         raise ParameterError(
             f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
         )
@@ -260,13 +258,13 @@ class FrisketAttention(AttentionImpl):
         if init_bias is not None and mask is None and bias is None:
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
-        found = problem(
+        op_call = problem(
             self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, align,
             scale, logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
         )  # fmt: skip
         scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
-        out = self.attend(found, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
+        out = self.attend(op_call, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
         return AttentionOutput(attention_outputs=self.placed(out, self.specs(query)[-1]))
 
     def compiled(self, mask: Any = None, score: Any = None) -> Attention:
@@ -286,25 +284,25 @@ class FrisketAttention(AttentionImpl):
     def arranged(self, *arrays: Any) -> list[Any]:
         """query, key and value in the dtype to compute in, split over the mesh."""
         dtype, softmax = self.metadata.runtime_dtype, self.metadata.runtime_softmax_dtype
-        made = [jnp.asarray(x, dtype) for x in arrays]
-        if any(x.ndim != 4 for x in made):
-            shapes = ", ".join(str(list(x.shape)) for x in made)
+        converted = [jnp.asarray(x, dtype) for x in arrays]
+        if any(x.ndim != 4 for x in converted):
+            shapes = ", ".join(str(list(x.shape)) for x in converted)
             raise ShapeError(f"query, key and value are {shapes}; they are [batch, length, heads, head_dim]")
-        if softmax == jnp.float64 and made[0].dtype != jnp.float64:
+        if softmax == jnp.float64 and converted[0].dtype != jnp.float64:
             raise ParameterError("a softmax in float64 takes queries, keys and values in float64: runtime_dtype=")
-        return [self.placed(x, spec) for x, spec in zip(made, self.specs(made[0]), strict=False)]
+        return [self.placed(x, spec) for x, spec in zip(converted, self.specs(converted[0]), strict=False)]
 
     def chosen(self) -> str | None:
         """The backend that is named, by the operator or by the metadata's platform."""
         if self.backend is not None or self.metadata.platform is None:
             return self.backend
-        found = [b for b in backends_of("jax") if b.language == self.metadata.platform]
-        if len(found) == 1:
-            return found[0].name
+        backends = [b for b in backends_of("jax") if b.language == self.metadata.platform]
+        if len(backends) == 1:
+            return backends[0].name
         where = self.current_backend().replace("gpu", "cuda")
-        there = [b.name for b in found if where in b.platforms]
+        there = [b.name for b in backends if where in b.platforms]
         if not there:
-            interpreted = found[0].operators[0]
+            interpreted = backends[0].operators[0]
             raise BackendError(f"platform 'pallas' is for TPUs and GPUs; {interpreted!r} interprets its kernels")
         return there[0]
 
@@ -349,7 +347,7 @@ class RingAttention(FrisketAttention):
         return "ring"
 
     def forward_native(
-        self, query: Any, key: Any, value: Any, mask: Any = None, *, deal: Deal | None = None, **given: Any
+        self, query: Any, key: Any, value: Any, mask: Any = None, *, deal: Deal | None = None, **keywords: Any
     ) -> AttentionOutput:
         """Ring attention of as many queries as keys, without `origin` and `sizes`.
 
@@ -358,7 +356,7 @@ class RingAttention(FrisketAttention):
         once for all layers; tables, segments and positions stay in the order of the sequence. Without it, clauses of
         the mask that read traced values do not decide how tokens are distributed, nor which keys are sent.
         """
-        if given.get("origin") is not None or given.get("sizes") is not None:
+        if keywords.get("origin") is not None or keywords.get("sizes") is not None:
             raise ParameterError("ring attention takes whole sequences, without origin and sizes")
         if query.shape[1] != key.shape[1]:
             raise ShapeError(
@@ -366,7 +364,7 @@ class RingAttention(FrisketAttention):
                 "  a step of decoding is for a cache over the devices: frisket.caches.jax"
             )
         one = _Dealt(self.metadata, deal, query.shape[1])
-        return FrisketAttention.forward_native(one, query, key, value, mask, **given)
+        return FrisketAttention.forward_native(one, query, key, value, mask, **keywords)
 
 
 class _Dealt(FrisketAttention):
@@ -404,9 +402,9 @@ class _Dealt(FrisketAttention):
             return deal.unpermute(out, 1)
         return self._over(deal, call, options, list(arrays), how["seed"])
 
-    def _over(self, deal: Deal, found: OpCall, options: Options, arrays: list[Any], seed: Any) -> Any:
+    def _over(self, deal: Deal, op_call: OpCall, options: Options, arrays: list[Any], seed: Any) -> Any:
         """The call on every device."""
-        mesh, att = self.metadata.mesh, found.attention(options)
+        mesh, att = self.metadata.mesh, op_call.attention(options)
         assert mesh is not None  # there are several ranks
         split = self.specs(arrays[0])[0]
         batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
@@ -414,18 +412,18 @@ class _Dealt(FrisketAttention):
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
         return attend(
             att, *arrays, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads, mesh=mesh,
-            seed=seed, sinks=found.sinks, **found.params,
+            seed=seed, sinks=op_call.sinks, **op_call.params,
         )  # fmt: skip
 
 
-def _known(found: OpCall) -> tuple[Mask, dict[str, Any]]:
+def _known(op_call: OpCall) -> tuple[Mask, dict[str, Any]]:
     """(the clauses of a mask whose values are known, which show all that the mask shows; those values)."""
-    if found.mask is None:
+    if op_call.mask is None:
         return Mask(ir.TRUE), {}
-    values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in found.params.items() if not traced(x)}
-    unknown = {n for n, x in found.params.items() if traced(x)}
-    kept = ir.conj(*(e for e in ir.clauses(found.mask.expr) if not names_of(e).keys() & unknown))
-    return Mask(kept, only(found.mask.params, kept)), only(values, kept)
+    values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in op_call.params.items() if not traced(x)}
+    unknown = {n for n, x in op_call.params.items() if traced(x)}
+    expr = ir.conj(*(e for e in ir.clauses(op_call.mask.expr) if not names_of(e).keys() & unknown))
+    return Mask(expr, only(op_call.mask.params, expr)), only(values, expr)
 
 
 def _tile(length: int, ranks: int) -> int:

@@ -91,20 +91,20 @@ class TileCosts:
 def best(work: TileCosts) -> Array:
     """The balanced partition that sends least; of several that send about as little, the most even one. Where none is
     balanced, the most even of all. Ranks are in the order of their first tiles."""
-    found: list[tuple[float, int, Array]] = []
+    trials: list[tuple[float, int, Array]] = []
     for partition in _candidates(work):
-        found.append((work.imbalance(partition), work.sent(partition), partition))
-        if found[-1][0] >= BALANCED:
+        trials.append((work.imbalance(partition), work.sent(partition), partition))
+        if trials[-1][0] >= BALANCED:
             mended = _mended(work, partition)
-            found.append((work.imbalance(mended), work.sent(mended), mended))
-        elif len(found) == 1 and 2 * found[0][1] <= len(work.cost):
+            trials.append((work.imbalance(mended), work.sent(mended), mended))
+        elif len(trials) == 1 and 2 * trials[0][1] <= len(work.cost):
             break  # contiguous, balanced, and a rank is sent less than half of what it holds
-    balanced = [x for x in found if x[0] < BALANCED]
+    balanced = [x for x in trials if x[0] < BALANCED]
     if balanced:
         least = min(sent for _, sent, _ in balanced)
         partition = min((x for x in balanced if x[1] <= _ABOUT * least), key=lambda x: x[:2])[2]
     else:
-        partition = min(found, key=lambda x: x[:2])[2]
+        partition = min(trials, key=lambda x: x[:2])[2]
     return partition[np.argsort(partition[:, 0])]
 
 
@@ -165,8 +165,8 @@ def _mended(work: TileCosts, partition: Array) -> Array:
         a, b = int(load.argmax()), int(load.argmin())
         if load[a] <= _AIM * work.mean:
             break
-        wanted = min(load[a] - work.mean, work.mean - load[b])
-        swap = _exchange(work.cost[partition[a]], work.cost[partition[b]], wanted, load[a] - load[b])
+        target = min(load[a] - work.mean, work.mean - load[b])
+        swap = _exchange(work.cost[partition[a]], work.cost[partition[b]], target, load[a] - load[b])
         if swap is None:
             break
         n, i, j, gain = swap
@@ -179,10 +179,10 @@ def _mended(work: TileCosts, partition: Array) -> Array:
     return partition
 
 
-def _exchange(a: Array, b: Array, wanted: float, most: float) -> tuple[int, int, int, float] | None:
-    """(length, place in a, place in b, cost that moves): the shortest stretches that move `wanted`, or what comes
+def _exchange(a: Array, b: Array, target: float, most: float) -> tuple[int, int, int, float] | None:
+    """(length, place in a, place in b, cost that moves): the shortest stretches that move `target`, or what comes
     nearest to it; None where no exchange would help."""
-    found: tuple[int, int, int, float] | None = None
+    swap: tuple[int, int, int, float] | None = None
     sums = [np.concatenate([[0], np.cumsum(x)]) for x in (a, b)]
     n = 1
     while n <= len(a):
@@ -190,13 +190,13 @@ def _exchange(a: Array, b: Array, wanted: float, most: float) -> tuple[int, int,
         j = int(theirs.argmin())
         gains = mine - theirs[j]
         gains = np.where((gains > 0) & (gains < most), gains, -np.inf)
-        i = int(np.abs(gains - wanted).argmin())
-        if gains[i] > 0 and (found is None or abs(gains[i] - wanted) < abs(found[3] - wanted)):
-            found = n, i, j, float(gains[i])
-        if gains.max() >= wanted:
+        i = int(np.abs(gains - target).argmin())
+        if gains[i] > 0 and (swap is None or abs(gains[i] - target) < abs(swap[3] - target)):
+            swap = n, i, j, float(gains[i])
+        if gains.max() >= target:
             break
         n *= 2
-    return found
+    return swap
 
 
 Variant = Literal["ring", "all-gather"]
@@ -325,8 +325,8 @@ class Deal:
         """`x`, an array of numpy, torch or JAX, in the deal's order along `axis`: length becomes ranks * shard, padding
         places hold `fill`. Split into equal parts, part r is that of rank r."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
-        taken = take(x, np.minimum(self.order, self.length - 1), axis)
-        return _filled(taken, self.order >= self.length, axis, fill)
+        gathered = take(x, np.minimum(self.order, self.length - 1), axis)
+        return _filled(gathered, self.order >= self.length, axis, fill)
 
     def unpermute(self, x: Any, axis: int) -> Any:
         """Permuted arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
@@ -340,8 +340,8 @@ class Deal:
         if not 0 <= shift <= self.length:
             raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")
         ahead = np.arange(self.length) + shift
-        moved = take(x, np.minimum(ahead, self.length - 1), axis)
-        return self.permute(_filled(moved, ahead >= self.length, axis, fill), axis, fill)
+        shifted = take(x, np.minimum(ahead, self.length - 1), axis)
+        return self.permute(_filled(shifted, ahead >= self.length, axis, fill), axis, fill)
 
     def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
@@ -408,8 +408,8 @@ class Deal:
     def digest(self) -> str:
         """Equal for equal deals under equal masks, in any process."""
         values = [(n, digest(x)) for n, x in sorted(self.mask.params.items())]
-        said = f"{self.length} {self.tile} {self.ranks} {self.batch} {self.heads} {self.mask} {values}".encode()
-        return hashlib.sha256(said + self.tiles.astype("<i8").tobytes()).hexdigest()
+        text = f"{self.length} {self.tile} {self.ranks} {self.batch} {self.heads} {self.mask} {values}".encode()
+        return hashlib.sha256(text + self.tiles.astype("<i8").tobytes()).hexdigest()
 
 
 def check_variant(variant: Any) -> None:
@@ -494,7 +494,7 @@ def steps(deal: Deal) -> tuple[Step, ...]:
     >>> [s.shift for s in steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))]  # the last two send nothing
     [0, 1]
     """
-    made = []
+    ring_steps = []
     rank = np.arange(deal.ranks)
     for shift in range(deal.ranks):
         need = deal.needs[(rank + shift) % deal.ranks, rank]  # [from]
@@ -505,5 +505,5 @@ def steps(deal: Deal) -> tuple[Step, ...]:
         pairs = tuple((int(r), int((r + shift) % deal.ranks)) for r in rank if shift and size[r])
         start = np.where(size > 0, np.minimum(need[:, 0], deal.shard - length), 0)
         reads = size[(rank - shift) % deal.ranks] > 0
-        made.append(Step(shift, length, pairs, tuple(map(int, start)), tuple(map(bool, reads))))
-    return tuple(made)
+        ring_steps.append(Step(shift, length, pairs, tuple(map(int, start)), tuple(map(bool, reads))))
+    return tuple(ring_steps)

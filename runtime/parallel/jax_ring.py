@@ -39,7 +39,7 @@ from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound
 from frisket.runtime.jax.take import reverse_only
 from frisket.runtime.machine.parameters import digest
-from frisket.runtime.plans.device import divided
+from frisket.runtime.plans.device import split_host_device
 from frisket.runtime.sharding.partition import split_as
 
 from .deal import Deal, Step, Variant, check_variant, steps
@@ -99,9 +99,9 @@ def attend(
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
     shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, parts, params)
-    check_covered(shard.att.program, deal, shard.given, *shard.whole_sizes)
-    agree(_said(shard, q, k, v, variant))
-    arrays = {"q": q, "k": k, "v": v, **shard.given}
+    check_covered(shard.att.program, deal, shard.values, *shard.whole_sizes)
+    agree(_agreed_values(shard, q, k, v, variant))
+    arrays = {"q": q, "k": k, "v": v, **shard.values}
     sinks = att.options.sinks if sinks is None else sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jnp.asarray(sinks), (q.shape[2] * size(head_axis),))
@@ -120,9 +120,9 @@ def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[i
     tables: Arrays = {}
     for e in walk(*(x for x in att.program.exprs if x is not None)):
         if e.op == "lookup" and e.name in split:
-            own = split[e.name]
-            check_sides(e, own)
-            tables[e.name] = _spec(*(axes.get(a.name) if i in own else None for i, a in enumerate(e.args)))
+            split_axes = split[e.name]
+            check_sides(e, split_axes)
+            tables[e.name] = _spec(*(axes.get(a.name) if i in split_axes else None for i, a in enumerate(e.args)))
     return tables
 
 
@@ -136,11 +136,11 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
         return local(q, k, v, **arrays, **rest)
 
     ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
-    given = *qkv, arrays
+    operands = *qkv, arrays
     if any(t == AxisType.Explicit for t in mesh.axis_types):  # there shard_map takes nothing that is split otherwise
-        given = jax.tree.map(lambda x, own: split_as(x, mesh, own, explicit=True), given, ins)
+        operands = jax.tree.map(lambda x, part: split_as(x, mesh, part, explicit=True), operands, ins)
     run: Any = jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)
-    return run(*given)
+    return run(*operands)
 
 
 def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
@@ -166,14 +166,14 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
         )
 
 
-def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
+def _agreed_values(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
     """The values that all processes must share."""
     program, deal = shard.att.program, shard.deal
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
-    held = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-    given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.given}.items())
+    values_hash = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.values}.items())
     return {
-        "attention": program.expanded, "values of parameters": held, "arrays": given, "variant": variant,
+        "attention": program.expanded, "values of parameters": values_hash, "arrays": shapes, "variant": variant,
         "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
         "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
     }  # fmt: skip
@@ -181,7 +181,7 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     """(out, lse) of a shard, with a backward. `learned` are the arrays that gradients flow to, by name: q, k, v, sinks
-    and tables; `fixed` are the others. `low` is the rounding error of lse."""
+    and tables; `fixed` are the others. `lse_residual` is the rounding error of lse."""
     run = _AllGather(shard) if shard.all_keys else _Ring(shard)
 
     @jax.custom_vjp
@@ -190,34 +190,34 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
     @usual_promotion()
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
-        out, lse, low = run.forward(learned, fixed)
-        out, lse, low = _checkpoint(out, OUT), _checkpoint(lse, LSE), _checkpoint(low, LSE)
-        return (out, lse), (learned, fixed, out, lse, low)
+        out, lse, lse_residual = run.forward(learned, fixed)
+        out, lse, lse_residual = _checkpoint(out, OUT), _checkpoint(lse, LSE), _checkpoint(lse_residual, LSE)
+        return (out, lse), (learned, fixed, out, lse, lse_residual)
 
     @usual_promotion()
-    def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse, low = kept
-        rows = {"q": learned["q"], "out": out, "lse": lse, "low": low}
-        rows |= {"dout": given[0], "dlse": given[1].astype(lse.dtype)}
-        found = run.backward(learned, fixed, rows)
+    def backwards(residuals: Any, cotangents: Any) -> Any:
+        learned, fixed, out, lse, lse_residual = residuals
+        rows = {"q": learned["q"], "out": out, "lse": lse, "low": lse_residual}
+        rows |= {"dout": cotangents[0], "dlse": cotangents[1].astype(lse.dtype)}
+        grads = run.backward(learned, fixed, rows)
         if "sinks" in learned:
-            found["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "low", "dout", "dlse")))
-        return {n: found[n].astype(x.dtype) for n, x in learned.items()}, None
+            grads["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "low", "dout", "dlse")))
+        return {n: grads[n].astype(x.dtype) for n, x in learned.items()}, None
 
     attended.defvjp(forwards, backwards)
     return attended
 
 
 def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
-    """(out, lse, low) before any key: of the sinks alone."""
+    """(out, lse, lse_residual) before any key: of the sinks alone."""
     q = learned["q"]
     batch, length, heads, _ = q.shape
     real = jnp.float64 if q.dtype == np.float64 else jnp.float32
     sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
-    made = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
-    made = varying_alike(made | {"low": jnp.zeros_like(lse)})[0]
-    return made["out"], made["lse"], made["low"]
+    state = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
+    state = varying_alike(state | {"low": jnp.zeros_like(lse)})[0]
+    return state["out"], state["lse"], state["low"]
 
 
 class _Ring:
@@ -228,39 +228,40 @@ class _Ring:
         self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is sent -> its axis of keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
-        q, values = learned["q"], _beside(learned | fixed)
+        q, values = learned["q"], _values_of(learned | fixed)
 
         def step(keys: Arrays, k_at: Any, state: Any) -> Any:
             return merged((state, self.shard.forward(q, values, keys, k_at)), jnp, "bshd"), {}
 
-        own = {n: (learned | fixed)[n] for n in self.axis}
-        out, lse, low = self._walk(own, _began(learned, learned["v"].shape[3]), step, ())
-        return out.astype(q.dtype), lse, low
+        local_keys = {n: (learned | fixed)[n] for n in self.axis}
+        out, lse, lse_residual = self._walk(local_keys, _began(learned, learned["v"].shape[3]), step, ())
+        return out.astype(q.dtype), lse, lse_residual
 
     def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
-        values, real = _beside(learned | fixed), rows["lse"].dtype
+        values, real = _values_of(learned | fixed), rows["lse"].dtype
         sums = _zeros({n: x for n, x in learned.items() if n != "sinks"}, rows["q"], real)
-        own, rows = _barrier(({n: (learned | fixed)[n] for n in self.axis}, rows))  # sent again, not kept
+        local_keys, rows = _barrier(({n: (learned | fixed)[n] for n in self.axis}, rows))  # sent again, not kept
 
         def step(keys: Arrays, k_at: Any, sums: Arrays) -> Any:
             dq, dvalues, dkeys = self.shard.backward(rows, values, keys, k_at)
-            found = {"q": dq, **dvalues}
-            return sums | {n: sums[n] + x.astype(real) for n, x in found.items()}, dkeys
+            terms = {"q": dq, **dvalues}
+            return sums | {n: sums[n] + x.astype(real) for n, x in terms.items()}, dkeys
 
-        found: Arrays = self._walk(own, sums, step, tuple(n for n in self.axis if n in learned))
-        return found
+        grads: Arrays = self._walk(local_keys, sums, step, tuple(n for n in self.axis if n in learned))
+        return grads
 
-    def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
-        """The state after all steps: (out, lse, low) forward, sums of gradients backward. `step(keys, k_at, state)`
-        gives the next state and the gradients named in `returned`, which are added to the state of the keys' rank."""
+    def _walk(self, local_keys: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
+        """The state after all steps: (out, lse, lse_residual) forward, sums of gradients backward. `step(keys, k_at,
+        state)` gives the next state and the gradients named in `returned`, which are added to the state of the keys'
+        rank."""
         if not self.steps:  # the mask shows nothing
             return state
-        shard, ahead = self.shard, self._received(own, self.steps[0])
+        shard, ahead = self.shard, self._received(local_keys, self.steps[0])
         for i, now in enumerate(self.steps):
             keys, k_at = ahead, self._positions(now)
             if i + 1 < len(self.steps):  # sent while this step computes, and not before the last step is done
-                own, state = _barrier((own, state)) if i else (own, state)
-                ahead = self._received(own, self.steps[i + 1])
+                local_keys, state = _barrier((local_keys, state)) if i else (local_keys, state)
+                ahead = self._received(local_keys, self.steps[i + 1])
 
             def run(state: Any, keys: Arrays = keys, k_at: Any = k_at) -> Any:
                 return step(keys, k_at, state)
@@ -281,19 +282,19 @@ class _Ring:
         start = self.shard.of_rank(np.array(step.start, np.int32), step.shift)
         return lax.dynamic_slice_in_dim(self.shard.positions(step.shift), start, step.length)
 
-    def _received(self, own: Arrays, step: Step) -> Arrays:
+    def _received(self, local_keys: Arrays, step: Step) -> Arrays:
         """The keys that a rank receives in a step."""
         if not step.shift:
-            return own
+            return local_keys
         start = self.shard.of_rank(np.array(step.start, np.int32))
-        part = {n: lax.dynamic_slice_in_dim(x, start, step.length, self.axis[n]) for n, x in own.items()}
+        part = {n: lax.dynamic_slice_in_dim(x, start, step.length, self.axis[n]) for n, x in local_keys.items()}
         sent: Arrays = _ppermute(part, self.shard.axis, step.pairs)
         return sent
 
     def _with_returned(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
         """The sums of a rank with the gradients of its keys that other ranks send back."""
         if step.shift:
-            back = _ppermute(back, self.shard.axis, [(to, own) for own, to in step.pairs])
+            back = _ppermute(back, self.shard.axis, [(to, source) for source, to in step.pairs])
         start = self.shard.of_rank(np.array(step.start, np.int32))
         for n, x in back.items():
             part = lax.dynamic_slice_in_dim(sums[n], start, step.length, self.axis[n])
@@ -312,22 +313,22 @@ class _AllGather:
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed
         keys, k_at = self._gathered({n: arrays[n] for n in self.axis})
-        found = self.shard.forward(arrays["q"], _beside(arrays), keys, k_at)
+        results = self.shard.forward(arrays["q"], _values_of(arrays), keys, k_at)
         if "sinks" in learned:
-            found = merged((_began(learned, learned["v"].shape[3]), found), jnp, "bshd")
-        return found[0].astype(arrays["q"].dtype), *found[1:]
+            results = merged((_began(learned, learned["v"].shape[3]), results), jnp, "bshd")
+        return results[0].astype(arrays["q"].dtype), *results[1:]
 
     def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
         arrays = learned | fixed
-        own, rows = _barrier(({n: arrays[n] for n in self.axis}, rows))  # gathered again, not kept
-        keys, k_at = self._gathered(own)
-        dq, dvalues, dkeys = self.shard.backward(rows, _beside(arrays), keys, k_at)
+        local_keys, rows = _barrier(({n: arrays[n] for n in self.axis}, rows))  # gathered again, not kept
+        keys, k_at = self._gathered(local_keys)
+        dq, dvalues, dkeys = self.shard.backward(rows, _values_of(arrays), keys, k_at)
         home = {n: self._scattered(x, self.axis[n]) for n, x in dkeys.items()}
         return {"q": dq, **dvalues, **{n: x + dvalues[n] if n in dvalues else x for n, x in home.items()}}
 
-    def _gathered(self, own: Arrays) -> tuple[Arrays, Any]:
+    def _gathered(self, local_keys: Arrays) -> tuple[Arrays, Any]:
         deal = self.shard.deal
-        whole = {n: lax.all_gather(x, self.shard.axis, axis=self.axis[n], tiled=True) for n, x in own.items()}
+        whole = {n: lax.all_gather(x, self.shard.axis, axis=self.axis[n], tiled=True) for n, x in local_keys.items()}
         at = np.argsort(deal.tiles.reshape(-1))
         keys = {n: _tiles(x, at, deal.tile, self.axis[n]) for n, x in whole.items()}
         keys = {n: lax.slice_in_dim(x, 0, deal.length, axis=self.axis[n]) for n, x in keys.items()}
@@ -341,14 +342,14 @@ class _AllGather:
         return _psum_scatter(dealt, self.shard.axis, scatter_dimension=axis, tiled=True)
 
 
-def _beside(arrays: Arrays) -> Arrays:
+def _values_of(arrays: Arrays) -> Arrays:
     return {n: x for n, x in arrays.items() if n not in ("q", "k", "v", "sinks")}
 
 
 def _zeros(arrays: Arrays, like: Any, dtype: Any = None) -> Arrays:
     """Zeros as different between devices as `like` is."""
-    made = {n: jnp.zeros(x.shape, dtype or x.dtype) for n, x in arrays.items()}
-    return {n: x for n, x in varying_alike({**made, "like of zeros": like})[0].items() if n in made}
+    zeros = {n: jnp.zeros(x.shape, dtype or x.dtype) for n, x in arrays.items()}
+    return {n: x for n, x in varying_alike({**zeros, "like of zeros": like})[0].items() if n in zeros}
 
 
 def _tiles(x: Any, order: Any, tile: int, axis: int) -> Any:
@@ -379,7 +380,7 @@ class Shard:
     all_keys: bool  # keys are those of the sequence, in its order; else they are distributed as queries are
     axes: tuple[Axes, Axes]  # mesh axes over which batch entries and heads are split
     split: Mapping[str, tuple[int, ...]]  # table -> axes of which a device has a part
-    given: Arrays  # the caller's tables and numbers that gradients or traces may depend on
+    values: Arrays  # the caller's tables and numbers that gradients or traces may depend on
     lengths: tuple[int, int]  # batch entries and heads of this device
 
     @cached_property
@@ -392,15 +393,15 @@ class Shard:
     def local(self) -> ShardAttention:
         """The attention rewritten for this device."""
         batch, heads = self.whole_sizes
-        moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + (
+        coordinates = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + (
             "q" if self.all_keys else "qk"
         )
-        where = ShardPlace(self.deal.length, len(self.deal.order), batch, heads, moved, self.split)
-        return on_shard(self.att, where, {n: x.shape for n, x in self.given.items() if n not in self.split})
+        where = ShardPlace(self.deal.length, len(self.deal.order), batch, heads, coordinates, self.split)
+        return on_shard(self.att, where, {n: x.shape for n, x in self.values.items() if n not in self.split})
 
     @property
     def learnable(self) -> frozenset[str]:
-        return self.att.program.learnable & self.given.keys()
+        return self.att.program.learnable & self.values.keys()
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -424,9 +425,11 @@ class Shard:
         tables that have come with the keys at `k_at`."""
         at = {"q": self.positions(), "k": k_at}
         at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
-        made = {t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables}
+        tables = {
+            t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables
+        }
         names = self.local.attention.program.names
-        return {n: x for n, x in {**values, **made}.items() if n in names}
+        return {n: x for n, x in {**values, **tables}.items() if n in names}
 
     def _table(self, table: ShardTable, at: Arrays, values: Arrays) -> Any:
         program = self.att.program
@@ -446,8 +449,8 @@ class Shard:
         for n in walk(table.expr):
             if n.op == "segment":
                 offsets, name = jnp.asarray(arrays[n.name]), f"segment {len(change)}"
-                found = jnp.searchsorted(offsets, value(substitute(n.args[0], change)), "right") - 1
-                env[name] = jnp.clip(found, 0, max(offsets.shape[0] - 2, 0))
+                index = jnp.searchsorted(offsets, value(substitute(n.args[0], change)), "right") - 1
+                env[name] = jnp.clip(index, 0, max(offsets.shape[0] - 2, 0))
                 change[n] = param(name, INT)
         return jnp.broadcast_to(value(substitute(table.expr, change)), tuple(len(at[c]) for c in table.axes))
 
@@ -464,34 +467,34 @@ class Shard:
         """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks."""
         inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed
-        out, lse, _, low, _ = bound(Task(inner, tuple(arrays), low=True), *arrays.values())
-        return out.astype(lse.dtype), lse, low
+        out, lse, _, lse_residual, _ = bound(Task(inner, tuple(arrays), lse_residual=True), *arrays.values())
+        return out.astype(lse.dtype), lse, lse_residual
 
     def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:
         """(dq, gradients of `values` that are learned, of `keys`) by attention to these keys. `rows` holds q, the
-        whole attention's out, lse and low, and their cotangents."""
+        whole attention's out, lse and lse_residual, and their cotangents."""
         floats = {n: x for n, x in values.items() if n in self.learnable}
         moving = {n: x for n, x in keys.items() if n in self.learnable}
 
         def read(floats: Arrays, moving: Arrays) -> Arrays:
-            found = self.read({**values, **floats}, {**keys, **moving}, k_at)
-            return {n: x for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+            local_tables = self.read({**values, **floats}, {**keys, **moving}, k_at)
+            return {n: x for n, x in local_tables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
         tables, back = jax.vjp(read, floats, moving)
         tables = self.read(values, keys, k_at) | tables
         inner, learned, fixed = self._call(rows["q"], keys, tables, k_at, values.get("seed"))
         source = {t.name: t.source for t in inner.plan.tables} | {s.name: s.source for s in inner.plan.slots}
-        wanted = tuple(sorted(learned))
+        grad_names = tuple(sorted(learned))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed | {n: x for n, x in rows.items() if n != "q"}
-        found = dict(zip(wanted, bound(Task(inner, tuple(arrays), wanted), *arrays.values()), strict=True))
+        grads = dict(zip(grad_names, bound(Task(inner, tuple(arrays), grad_names), *arrays.values()), strict=True))
         sums: Arrays = {}
-        for n, x in found.items():
+        for n, x in grads.items():
             if n not in ("q", "k", "v"):
                 sums[source[n]] = sums[source[n]] + x if source[n] in sums else x
         floating = {n: x for n, x in tables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         cotangents = {n: sums[n].astype(x.dtype) if n in sums else jnp.zeros_like(x) for n, x in floating.items()}
         dfloats, dmoving = back(cotangents)
-        return found["q"], dfloats, dmoving | {"k": found["k"], "v": found["v"]}
+        return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
 
 
 def shard_of(
@@ -499,11 +502,11 @@ def shard_of(
     split: dict[str, tuple[int, ...]], params: dict[str, Any],
 ) -> Shard:  # fmt: skip
     """The shard of a call: values of the host are bound, the others stay what they are."""
-    host, given = divided({**att.traced, **params}, None, att.program.learnable, "jax")
-    given |= {n: host.pop(n) for n in split if n in host}
-    check_names(att.program, {**host, **given}, split)
-    program = att.program.without(given).bind(host).fixed()
-    arrays = {n: jnp.asarray(x) for n, x in given.items()}
+    host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
+    device_values |= {n: host.pop(n) for n in split if n in host}
+    check_names(att.program, {**host, **device_values}, split)
+    program = att.program.without(device_values).bind(host).fixed()
+    arrays = {n: jnp.asarray(x) for n, x in device_values.items()}
     return Shard(Attention(program, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))
 
 
@@ -539,8 +542,8 @@ def agree(call: Mapping[str, str]) -> None:
 
 def _of(store: Any, key: str, process: int) -> str:
     try:
-        found: str = store.blocking_key_value_get(key, PATIENCE * 1000)
-        return found
+        text: str = store.blocking_key_value_get(key, PATIENCE * 1000)
+        return text
     except jax.errors.JaxRuntimeError as error:
         raise PeerError(
             f"process {process} has not come to this call of attend within {PATIENCE} s\n"

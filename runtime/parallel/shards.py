@@ -5,10 +5,10 @@ alone becomes a table of places, `doc[q]` the table `doc_of_q`. The flat planner
 ascend with positions, so a sorted table stays sorted.
 
 >>> import frisket as fk
->>> made = on_shard(fk.compile("causal & same(doc)"), ShardPlace(1024, 1024), {"doc": (1024,)})
->>> made.attention
+>>> shard = on_shard(fk.compile("causal & same(doc)"), ShardPlace(1024, 1024), {"doc": (1024,)})
+>>> shard.attention
 Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
->>> [(t.name, t.expr, t.axes) for t in made.tables]
+>>> [(t.name, t.expr, t.axes) for t in shard.tables]
 [('doc_of_q', doc[q], 'q'), ('doc_of_k', doc[k], 'k')]
 """
 
@@ -43,7 +43,7 @@ class ShardPlace:
     places: int  # tokens of all ranks, with padding
     batch: int = 1  # batch entries of all devices
     heads: int = 1  # heads of all devices
-    moved: str = "qk"  # coordinates that differ in a shard: q, k by a table of positions, b, h by an offset
+    coordinates: str = "qk"  # coordinates that differ in a shard: q, k by a table of positions, b, h by an offset
     split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # table -> axes of which a rank has a part
 
 
@@ -73,29 +73,31 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     """`att` on a shard. `shapes`: of the tables that every call brings whole. Raises `ParameterError` where a split
     table is read at other coordinates than its own."""
     program = att.program
-    if taken := sorted(program.names & set(AT.values())):
+    if clashes := sorted(program.names & set(AT.values())):
         raise ParameterError(
-            f"`{taken[0]}` is a name of context parallel's own; rename it, for example `my_{taken[0]}`"
+            f"`{clashes[0]}` is a name of context parallel's own; rename it, for example `my_{clashes[0]}`"
         )
     known = {**program.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
-    made = _Rewriter(program, where, known)
-    seen = None if program.mask is None else made.moved(program.mask)
-    padding = [made.at[c] < where.length for c in "qk" if c in where.moved] if where.places > where.length else []
+    rewriter = _Rewriter(program, where, known)
+    seen = None if program.mask is None else rewriter.rewritten(program.mask)
+    padding = (
+        [rewriter.at[c] < where.length for c in "qk" if c in where.coordinates] if where.places > where.length else []
+    )
     if padding:
         seen = conj(*([] if seen is None else [seen]), *padding)
-    score = None if program.score is None else made.moved(program.score)
-    origin = Origin(declared=made.declared)
+    score = None if program.score is None else rewriter.rewritten(program.score)
+    origin = Origin(declared=rewriter.declared)
     values = {**program.scalars, **program.tables}
 
     def bound(kind: type[Any], e: Expr | None) -> Any:
-        held = () if e is None else names_of(e)
-        return None if e is None else kind(e, {n: x for n, x in values.items() if n in held}, origin)
+        names = () if e is None else names_of(e)
+        return None if e is None else kind(e, {n: x for n, x in values.items() if n in names}, origin)
 
-    given = program.places or ()  # where dropout draws already, of q and k or of all four
-    given = (*(BoundExpr(var(c)) for c in "bhqk"[: 4 - len(given)]), *given) if att.options.dropout else ()
-    places = tuple(bound(BoundExpr, made.moved(x)) for x in given) or None
+    draws = program.places or ()  # where dropout draws already, of q and k or of all four
+    draws = (*(BoundExpr(var(c)) for c in "bhqk"[: 4 - len(draws)]), *draws) if att.options.dropout else ()
+    places = tuple(bound(BoundExpr, rewriter.rewritten(x)) for x in draws) or None
     program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
-    return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.sent_with_keys)
+    return ShardAttention(Attention(program, att.options), tuple(rewriter.tables.values()), rewriter.sent_with_keys)
 
 
 def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], batch: int, heads: int) -> None:
@@ -134,9 +136,9 @@ def check_names(program: CallProgram, brought: Collection[str], split: Collectio
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
 
 
-def check_sides(read: Expr, own: tuple[int, ...]) -> None:
+def check_sides(read: Expr, split_axes: tuple[int, ...]) -> None:
     """Raise `ParameterError` where a table is split along queries and keys: a rank would have one square of it."""
-    if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in own and a.op == "var"}:
+    if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in split_axes and a.op == "var"}:
         raise ParameterError(
             f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
             f"  it is read at [{', '.join(repr(a).splitlines()[-1] for a in read.args)}]; split one of these axes"
@@ -151,7 +153,7 @@ class _Rewriter:
         self.tables: dict[Expr, ShardTable] = {}  # by the lookup that each replaces
         self.sent_with_keys: dict[str, int] = {}  # as in `ShardAttention`
         self.declared: dict[str, Declared] = {}  # of the tables and numbers that a shard adds
-        self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in "bhqk"}
+        self.at: dict[str, Expr] = {c: self._position(c) if c in where.coordinates else var(c) for c in "bhqk"}
 
     def _position(self, c: str) -> Expr:
         if c in "bh":
@@ -160,9 +162,9 @@ class _Rewriter:
         self.declared[AT[c]] = Declared(1, INT, "sorted", most=self.where.places)
         return lookup(AT[c], (var(c),))
 
-    def moved(self, part: BoundExpr) -> Expr:
+    def rewritten(self, part: BoundExpr) -> Expr:
         e, w = written_out(part.expr, self.known), self.where
-        change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.moved}
+        change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.coordinates}
         change |= dict(zip(map(var, SIZES), map(lit, (w.batch, w.heads, w.length, w.length)), strict=True))
         change |= {n: self._table(n) for n in walk(e) if n.op in ("lookup", "segment") and self._own(n)}
         self._check_split(e)
@@ -171,7 +173,7 @@ class _Rewriter:
     def _own(self, e: Expr) -> bool:
         """Whether what is read becomes a table of places: it is read on one side, or at bare coordinates."""
         read = uses(e) - frozenset(SIZES)
-        if not read <= frozenset("bhqk") or not (read & set(self.where.moved) or e.name in self.where.split):
+        if not read <= frozenset("bhqk") or not (read & set(self.where.coordinates) or e.name in self.where.split):
             return False
         return not {"q", "k"} <= read or all(a.op == "var" for a in e.args)
 
@@ -191,9 +193,9 @@ class _Rewriter:
         change = {}
         for n in walk(e):
             if n.op == "lookup" and n.name in self.where.split:
-                own = self.where.split[n.name]
+                split_axes = self.where.split[n.name]
                 change[n] = lookup(
-                    n.name, tuple(place(a.name) if i in own else a for i, a in enumerate(n.args)), n.type
+                    n.name, tuple(place(a.name) if i in split_axes else a for i, a in enumerate(n.args)), n.type
                 )
         return substitute(e, change)
 
@@ -228,9 +230,9 @@ class _Rewriter:
 
     def _check_split(self, e: Expr) -> None:
         for n in walk(e):
-            own = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
-            check_sides(n, own)
-            for i in own:
+            split_axes = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
+            check_sides(n, split_axes)
+            for i in split_axes:
                 if n.op == "segment" or i not in range(len(n.args)):
                     raise ParameterError(f"`{n.name}` cannot be split along axis {i} as it is read; give it whole")
                 if n.args[i].op != "var":

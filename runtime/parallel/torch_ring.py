@@ -38,7 +38,7 @@ from .deal import Deal, Variant, check_variant
 from .shards import check_covered, check_names
 
 _SHOWN = 160  # bytes of what a rank says of one thing
-_SAID = 32 + _SHOWN
+_ENTRY_BYTES = 32 + _SHOWN
 _ASKING = 2  # seconds
 _AGREEING = 1  # the tag of these messages: no other message can be taken for one of them
 _agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -93,45 +93,45 @@ class Wire:
             yield
         except RuntimeError as error:  # dist.DistBackendError is one
             verb, peers = ops[0][0], sorted({rank for _, rank, _ in ops})
-            said = f"rank {self.rank} waited to {verb} {ranks(peers)}"
-            first = self._first(said)
+            message = f"rank {self.rank} waited to {verb} {ranks(peers)}"
+            first = self._first(message)
             why = f"{'it has' if len(peers) == 1 else 'one of them has'} ended, or has not reached this call in time"
-            before = [] if first == said else [f"before that, {first}"]
+            before = [] if first == message else [f"before that, {first}"]
             raise PeerError(
-                "\n  ".join([said, f"{why} (the timeout of the process group)", *before, str(error).splitlines()[0]])
+                "\n  ".join([message, f"{why} (the timeout of the process group)", *before, str(error).splitlines()[0]])
             ) from error
 
     def _first(self, mine: str) -> str:
         """The message of the first rank to fail: other ranks fail because they miss it. It is asked for in a thread,
         since the rank that keeps the store may be lost."""
-        found: list[str] = []
+        messages: list[str] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
-                found.append(self.group.get_group_store().compare_set("frisket: first to fail", "", mine).decode())
+                messages.append(self.group.get_group_store().compare_set("frisket: first to fail", "", mine).decode())
 
         asking = Thread(target=ask, daemon=True)
         asking.start()
         asking.join(_ASKING)
-        return found[0] if found else mine
+        return messages[0] if messages else mine
 
-    def agree(self, own: Mapping[str, str], device: Any) -> None:
+    def agree(self, call: Mapping[str, str], device: Any) -> None:
         """Raise `PeerError` in every rank unless all give the same texts; texts that agreed are not sent again."""
-        key = _hash("\n".join(f"{n}: {x}" for n, x in own.items())).hex()
+        key = _hash("\n".join(f"{n}: {x}" for n, x in call.items())).hex()
         known = _agreed.setdefault(self.group, set())
         if key in known or self.size == 1:
             return
-        mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in own.values())
+        mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in call.values())
         out = torch.from_numpy(np.frombuffer(mine, np.uint8).copy()).to(device)
         every = {r: torch.empty_like(out) for r in range(self.size) if r != self.rank}
         self.start([(r, out) for r in every], every.items(), tag=_AGREEING)()
         texts = {r: bytes(x.cpu().numpy()) for r, x in every.items()} | {self.rank: mine}
-        for i, name in enumerate(own):
-            found: dict[bytes, list[int]] = {}
+        for i, name in enumerate(call):
+            groups: dict[bytes, list[int]] = {}
             for r in range(self.size):
-                found.setdefault(texts[r][i * _SAID : (i + 1) * _SAID], []).append(r)
-            if len(found) > 1:
-                what = "\n".join(f"  {ranks(rs)}: {_shown(x)}" for x, rs in found.items())
+                groups.setdefault(texts[r][i * _ENTRY_BYTES : (i + 1) * _ENTRY_BYTES], []).append(r)
+            if len(groups) > 1:
+                what = "\n".join(f"  {ranks(rs)}: {_shown(x)}" for x, rs in groups.items())
                 raise PeerError(f"the ranks differ in {name}\n{what}\n  every rank makes the same call")
         known.add(key)
 
@@ -146,9 +146,9 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _shown(said: bytes) -> str:
-    text = said[32:].rstrip(b"\0").decode(errors="ignore")
-    return text if len(text.encode()) < _SHOWN - 3 else f"{text[: _SHOWN - 24]}... ({said[:4].hex()})"
+def _shown(entry: bytes) -> str:
+    text = entry[32:].rstrip(b"\0").decode(errors="ignore")
+    return text if len(text.encode()) < _SHOWN - 3 else f"{text[: _SHOWN - 24]}... ({entry[:4].hex()})"
 
 
 Message = tuple[int, int, int]  # (rank, start, stop): a rank, and a range of the sender's places
@@ -180,16 +180,16 @@ def steps(deal: Deal, rank: int, variant: Variant) -> tuple[RankStep, ...]:
 
 
 def _in_order(deal: Deal, come: tuple[Message, ...]) -> tuple[Any, Any]:
-    found = []
+    runs = []
     for i, (rank, lo, hi) in enumerate(come):
         at = deal.positions(rank)[lo:hi]
         if len(come) == 1:
             return ((0, 0, hi - lo),), at
         cuts = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), hi - lo]
-        found += [(int(at[a]), i, a, b) for a, b in pairwise(cuts)]
-    found.sort()
-    keys = [deal.positions(come[i][0])[come[i][1] + a : come[i][1] + b] for _, i, a, b in found]
-    return tuple(part for _, *part in found), np.concatenate(keys) if keys else np.zeros(0, np.int32)
+        runs += [(int(at[a]), i, a, b) for a, b in pairwise(cuts)]
+    runs.sort()
+    keys = [deal.positions(come[i][0])[come[i][1] + a : come[i][1] + b] for _, i, a, b in runs]
+    return tuple(part for _, *part in runs), np.concatenate(keys) if keys else np.zeros(0, np.int32)
 
 
 def start(positions: NDArray[np.int32]) -> int | None:
@@ -253,14 +253,14 @@ def attend(
         shared = iter(_Shared.apply(wire, *flowing))  # type: ignore[no-untyped-call]
         sinks = None if sinks is None else next(shared)
         learned = dict(zip(learned, shared, strict=True))
-    held = int(deal.held[wire.rank])
+    real_tokens = int(deal.held[wire.rank])
     fixed = {n: x for n, x in params.items() if n not in learned}
     job = RingJob(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
-    given = [x[:, :, :held] for x in (q, k, v)]
-    out, lse = _RingFunction.apply(job, *given, sinks, *learned.values())  # type: ignore[no-untyped-call]
-    if held < deal.shard:
-        out = pad(out, (0, 0, 0, deal.shard - held))
-        lse = pad(lse, (0, deal.shard - held), value=-torch.inf)
+    qkv = [x[:, :, :real_tokens] for x in (q, k, v)]
+    out, lse = _RingFunction.apply(job, *qkv, sinks, *learned.values())  # type: ignore[no-untyped-call]
+    if real_tokens < deal.shard:
+        out = pad(out, (0, 0, 0, deal.shard - real_tokens))
+        lse = pad(lse, (0, deal.shard - real_tokens), value=-torch.inf)
     return (out, lse) if return_lse else out
 
 
@@ -285,31 +285,31 @@ class RingJob:
         at = self.deal.positions(self.wire.rank)[: q.shape[2]]
         first = start(at), start(self.steps[i].keys)
         plain = first[0] is not None and first[1] is not None
-        kept = self.att.shards
+        shards = self.att.shards
         where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
-        if where not in kept:
+        if where not in shards:
             # sinks are one more part of the softmax, counted at the end
             bare = Attention(self.att.program, replace(self.att.options, sinks=None))
             tables = {"dealt_q": at, "dealt_k": self.steps[i].keys}
-            kept[where] = bare if plain else bare.at(q="dealt_q[q]", k="dealt_k[k]", **tables)
-            while len(kept) > KEPT:  # a deal for every step's documents
-                kept.pop(next(n for n in kept if isinstance(n, tuple)))
+            shards[where] = bare if plain else bare.at(q="dealt_q[q]", k="dealt_k[k]", **tables)
+            while len(shards) > KEPT:  # a deal for every step's documents
+                shards.pop(next(n for n in shards if isinstance(n, tuple)))
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
         sizes = (*self.sizes, self.deal.length, self.deal.length)
         request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params={**self.params, **values})
-        return kept_ready(kept[where], request).generated  # engines do not return what parts of the keys need
+        return kept_ready(shards[where], request).generated  # engines do not return what parts of the keys need
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
         """(number, k, v) of every step in turn; the keys and values of the next step arrive meanwhile."""
         underway = self._start(0, k, v)
         for i in range(len(self.steps)):
-            found, wait = underway
+            messages, wait = underway
             wait()
             if i + 1 < len(self.steps):
                 underway = self._start(i + 1, k, v)
             try:
                 if self.steps[i].come:
-                    pairs = [_unpacked(x, k, v) for x in found]
+                    pairs = [_unpacked(x, k, v) for x in messages]
                     yield i, *(_parts(xs, self.steps[i]) for xs in zip(*pairs, strict=True))
                 else:
                     yield i, None, None
@@ -321,14 +321,14 @@ class RingJob:
         step, mine = self.steps[i], self.wire.rank
         go = [(t, _packed(k[:, :, a:b], v[:, :, a:b])) for t, a, b in step.go]
         width = k.shape[3] + v.shape[3]
-        found: list[Any] = []
+        messages: list[Any] = []
         for s, a, b in step.come:
             if s == mine:
-                found.append((k[:, :, a:b], v[:, :, a:b]))
+                messages.append((k[:, :, a:b], v[:, :, a:b]))
             else:
-                found.append(k.new_empty(k.shape[0] * k.shape[1] * (b - a) * width))
-        come = [(s, x) for (s, *_), x in zip(step.come, found, strict=True) if s != mine]
-        return found, self.wire.start(go, come)
+                messages.append(k.new_empty(k.shape[0] * k.shape[1] * (b - a) * width))
+        come = [(s, x) for (s, *_), x in zip(step.come, messages, strict=True) if s != mine]
+        return messages, self.wire.start(go, come)
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
@@ -345,8 +345,8 @@ def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return first.view(batch, heads, n, dim), second.view(batch, heads, n, v.shape[3])
 
 
-def _parts(found: tuple[Tensor, ...], step: RankStep) -> Tensor:
-    return found[0] if len(found) == 1 else torch.cat([found[i][:, :, a:b] for i, a, b in step.parts], 2)
+def _parts(tensors: tuple[Tensor, ...], step: RankStep) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensors[i][:, :, a:b] for i, a, b in step.parts], 2)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -361,68 +361,70 @@ class _RingFunction(torch.autograd.Function):
         if sinks is not None:
             lse = torch.maximum(lse, sinks[:, None].double())
         named = dict(zip(job.learned, values, strict=True))
-        ctx.ready, own = [None] * len(job.steps), {}
+        ctx.ready, rows_by_step = [None] * len(job.steps), {}
         with closing(job.keys(k, v)) as brought:
             for i, keys, vals in brought:
                 if keys is None:
                     continue
                 ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
-                given = q, keys, vals, None, *(named[n] for _, n in ready.live)
-                mine, *rows = ready.run_part(job.seed, *given)
-                own[i] = rows
+                operands = q, keys, vals, None, *(named[n] for _, n in ready.kv_inputs)
+                mine, *rows = ready.run_part(job.seed, *operands)
+                rows_by_step[i] = rows
                 both = torch.logaddexp(lse, rows[0])
                 out = _share(lse, both).to(wide).unsqueeze(-1) * out
                 out += torch.where(rows[0].unsqueeze(-1) == -torch.inf, 0.0, mine.to(wide)) * (
                     _share(rows[0], both).to(wide).unsqueeze(-1)
                 )
                 lse = both
-        found = lse.to(wide)
-        low = torch.where(lse == -torch.inf, 0.0, lse - found).to(wide)
-        kept: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
-        for i in range(len(job.steps)):  # (norm of rows, the share of their weights that a step has)
-            its, norm = own.get(i, (None, None))
-            by_lse = its is not None and ctx.ready[i].beside_lse == "low"
-            kept += [low if by_lse else norm, None if its is None else _share(its, lse).to(wide)]
+        rounded_lse = lse.to(wide)
+        lse_residual = torch.where(lse == -torch.inf, 0.0, lse - rounded_lse).to(wide)
+        residuals: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
+        for i in range(len(job.steps)):  # (softmax_stats of rows, the share of their weights that a step has)
+            its, softmax_stats = rows_by_step.get(i, (None, None))
+            by_lse = its is not None and ctx.ready[i].stats_kind == "low"
+            residuals += [lse_residual if by_lse else softmax_stats, None if its is None else _share(its, lse).to(wide)]
         ctx.job = job
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, found, sinks, *values, *kept)
+        ctx.save_for_backward(q, k, v, out, rounded_lse, sinks, *values, *residuals)
         ctx.set_materialize_grads(False)
-        return out, found
+        return out, rounded_lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         q, k, v, out, lse, sinks, *values = ctx.saved_tensors
-        values, (of_sinks, *kept) = values[: len(job.learned)], values[len(job.learned) :]
+        values, (of_sinks, *residuals) = values[: len(job.learned)], values[len(job.learned) :]
         dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
-        given = {"q": q, "k": k, "v": v, "sinks": sinks, **dict(zip(job.learned, values, strict=True))}
-        asked = {n for n, need in zip(given, needed, strict=True) if need}
-        if asked & {"k", "v"}:
-            asked |= {"k", "v"}
-        sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in given.items() if n in asked}
-        if "sinks" in asked:
+        inputs = {"q": q, "k": k, "v": v, "sinks": sinks, **dict(zip(job.learned, values, strict=True))}
+        targets = {n for n, need in zip(inputs, needed, strict=True) if need}
+        if targets & {"k", "v"}:
+            targets |= {"k", "v"}
+        sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in inputs.items() if n in targets}
+        if "sinks" in targets:
             sums["sinks"] = dsinks(of_sinks, out, lse, dout, dlse)
         home: list[Callable[[], None]] = []
         for i, keys, vals in job.keys(k, v):
-            found: dict[str, Tensor] = {}
+            grads: dict[str, Tensor] = {}
             if keys is not None:
                 ready = ctx.ready[i]
-                wanted = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
-                norm, share = kept[2 * i : 2 * i + 2]
-                saved = q, keys, vals, None, out, lse, norm, *(given[n] for _, n in ready.live)
-                found = ready.gradients(job.seed, wanted, saved, dout, dlse, share)
-                for name, source in (("q", "q"), *ready.live):
-                    if name in found:
-                        sums[source] += found[name]
+                grad_names = frozenset(targets & {"q", "k", "v"}) | {
+                    n for n, source in ready.kv_inputs if source in targets
+                }
+                softmax_stats, share = residuals[2 * i : 2 * i + 2]
+                saved = q, keys, vals, None, out, lse, softmax_stats, *(inputs[n] for _, n in ready.kv_inputs)
+                grads = ready.gradients(job.seed, grad_names, saved, dout, dlse, share)
+                for name, source in (("q", "q"), *ready.kv_inputs):
+                    if name in grads:
+                        sums[source] += grads[name]
             if "k" in sums:
                 for wait in home:
                     wait()
-                home = [_send_back(job.wire, job.steps[i], found, k, v, sums)]
+                home = [_send_back(job.wire, job.steps[i], grads, k, v, sums)]
         for wait in home:
             wait()
         return None, *(
-            sums[n].to(x.dtype) if need else None for (n, x), need in zip(given.items(), needed, strict=True)
+            sums[n].to(x.dtype) if need else None for (n, x), need in zip(inputs.items(), needed, strict=True)
         )
 
 
@@ -432,21 +434,23 @@ def _share(lse: Tensor, whole: Tensor) -> Tensor:
 
 
 def _send_back(
-    wire: Wire, step: RankStep, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
+    wire: Wire, step: RankStep, grads: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
 ) -> Callable[[], None]:
     """Send back the gradients of keys that came in `step`. The result waits for the gradients of keys that went, and
     adds them to `sums`."""
     several = len(step.come) > 1
-    apart = [[k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several]
+    grads_by_message = [
+        [k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several
+    ]
     if step.come and not several:
-        apart = [[found["k"], found["v"]]]
+        grads_by_message = [[grads["k"], grads["v"]]]
     at = 0
     for i, a, b in step.parts if several else ():
-        for mine, name in zip(apart[i], "kv", strict=True):
-            mine[:, :, a:b] = found[name][:, :, at : at + b - a]
+        for mine, name in zip(grads_by_message[i], "kv", strict=True):
+            mine[:, :, a:b] = grads[name][:, :, at : at + b - a]
         at += b - a
     go = []
-    for (s, a, b), (dk, dv) in zip(step.come, apart, strict=True):
+    for (s, a, b), (dk, dv) in zip(step.come, grads_by_message, strict=True):
         if s == wire.rank:
             sums["k"][:, :, a:b] += dk
             sums["v"][:, :, a:b] += dv
@@ -470,19 +474,19 @@ class _Shared(torch.autograd.Function):
     """Tensors that every rank has, as they are; their gradients are sums over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, wire: Wire, *given: Tensor) -> Any:
+    def forward(ctx: Any, wire: Wire, *tensors: Tensor) -> Any:
         ctx.wire = wire
-        return tuple(x.view_as(x) for x in given)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        asked = [g for g, need in zip(cotangents, ctx.needs_input_grad[1:], strict=True) if need]
+        grads = [g for g, need in zip(cotangents, ctx.needs_input_grad[1:], strict=True) if need]
         whole = torch.cat(
-            [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in asked]
+            [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in grads]
         )
         ctx.wire.add(whole)
-        parts = iter(torch.split(whole, [g.numel() for g in asked]))
+        parts = iter(torch.split(whole, [g.numel() for g in grads]))
         needed = zip(cotangents, ctx.needs_input_grad[1:], strict=True)
         return None, *(next(parts).view(g.shape).to(g.dtype) if need else None for g, need in needed)
 
@@ -501,8 +505,8 @@ class _Gather(torch.autograd.Function):
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
         others = [r for r in range(wire.size) if r != wire.rank]
         wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()
-        found: Tensor = deal.unpermute(torch.cat(every, axis), axis)
-        return found
+        table: Tensor = deal.unpermute(torch.cat(every, axis), axis)
+        return table
 
     @staticmethod
     @once_differentiable
@@ -534,15 +538,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Var
 def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:
     """Refuse a mask that shows more than the deal's: ranks send keys by the deal's mask, and some would be missing."""
     mine = att.program.mask
-    given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
-    marks = [("", (batch, heads)), *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in given.items())]
-    kept = att.shards
-    known = kept.get("mask")
-    if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):
+    values = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
+    marks = [
+        ("", (batch, heads)),
+        *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in values.items()),
+    ]
+    shards = att.shards
+    known = shards.get("mask")
+    if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in values.items()):
         return
-    found = replace(att.program, mask=None if mine is None else mine.bind(**given))
-    check_covered(found, deal, (), batch, heads)
-    kept["mask"] = deal, marks, given
+    program = replace(att.program, mask=None if mine is None else mine.bind(**values))
+    check_covered(program, deal, (), batch, heads)
+    shards["mask"] = deal, marks, values
 
 
 def _kind(x: Any) -> str:
@@ -557,10 +564,10 @@ def _agree(
 ) -> None:  # fmt: skip
     """Compare the calls of all ranks, the first time that a call is of this kind."""
     flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
-    given = {n: _kind(x) for n, x in sorted(params.items())}
-    kept = att.shards
-    agreed = kept.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
-    key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, given))
+    kinds = {n: _kind(x) for n, x in sorted(params.items())}
+    shards = att.shards
+    agreed = shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
+    key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, kinds))
     if key in agreed:  # texts take longer than this
         return
     values = {n: digest(x) for n, x in sorted({**att.program.scalars, **att.program.tables}.items())}
@@ -568,7 +575,7 @@ def _agree(
         {
             "the mask": "everything visible" if att.program.mask is None else str(att.program.mask),
             "the score mod": str(att.program.score),
-            "the values of their parameters": f"{values} {given}",
+            "the values of their parameters": f"{values} {kinds}",
             "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
             "the mask of the deal": repr(deal.mask),
             "the deal": deal.digest,

@@ -20,7 +20,7 @@ from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import DecodeSpans, decode_spans
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.kernels.cpp.tiles import FEW
+from frisket.lowering.kernels.cpp.tiles import MAX_DECODE_QUERIES
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.curves import Fact, facts_of
@@ -104,7 +104,7 @@ class CompiledProgram:
         plan = make_plan(
             seen, mod, self.program.expanded, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
             rows_nonempty=nonempty, limits=limits, dropout=dropout, facts=self.facts,
-            **self.program.beside(self.arrays),
+            **self.program.plan_arguments(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
         return KernelInputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
@@ -174,16 +174,16 @@ def work(
     counts rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
-    found: Work | None = _works.get(key)
-    if found is not None:
-        return found
+    cached: Work | None = _works.get(key)
+    if cached is not None:
+        return cached
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
     base = compiled_program(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     base.check_reach(lengths, origin, sizes)
     rest = base, lengths, block, origin, sizes, dropout
     with locating(*program.parts):
-        return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
+        return _works.put(key, _decode_work(*rest) if q_len <= MAX_DECODE_QUERIES else _work(*rest, proofs))
 
 
 def _work(
@@ -198,9 +198,9 @@ def _work(
         inputs = _inputs(base, layout.bounds, nonempty, layout.sizes, dropout)
     except LoweringError:  # the closed form may leave 64 bits where the mask does not
         inputs = _inputs(base, layout.analysis.bounds, nonempty, layout.sizes, dropout)
-    made = Work(base, inputs, place)
-    made.__dict__["layout"] = layout
-    return made
+    tiled = Work(base, inputs, place)
+    tiled.__dict__["layout"] = layout
+    return tiled
 
 
 def _decode_work(
@@ -219,10 +219,10 @@ def _decode_work(
         inputs = _inputs(base, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
         inputs = _inputs(base, bounds, nonempty, full, dropout)
-    made = Work(base, inputs, place, spans)
+    tiled = Work(base, inputs, place, spans)
     if layout:
-        made.__dict__["layout"] = layout
-    return made
+        tiled.__dict__["layout"] = layout
+    return tiled
 
 
 @memo(group="plans")
@@ -253,15 +253,15 @@ def _with_numbers(parts: Sequence[Expr | None], scalars: Mapping[str, Any]) -> l
     parts = [e if e is None else decided(e, scalars) for e in parts]
     nodes = list(walk(*[e for e in parts if e is not None]))
     spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
-    kept: set[str] = set()
+    symbolic: set[str] = set()
     for e in nodes:
         below = frozenset[str]().union(*(spans[a] for a in e.args if a.type is INT))
         if e.op not in PLAIN:
-            kept |= below
+            symbolic |= below
         spans[e] = below | {e.name} if e.op == "param" and e.type is INT else below
     known = {
         e: lit(int(scalars[e.name])) for e in nodes
-        if e.op == "param" and e.type is INT and e.name not in kept and scalars[e.name] >= LEAST
+        if e.op == "param" and e.type is INT and e.name not in symbolic and scalars[e.name] >= LEAST
     }  # fmt: skip
     return [None if e is None else substitute(e, known) for e in parts] if known else list(parts)
 
@@ -302,8 +302,8 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
     """(queries, keys) of a tile, or `ShapeError`."""
     if tile is None:
         return None
-    given = as_int(tile)
-    pair = (given, given) if isinstance(given, int) else tuple(map(as_int, given)) if np.iterable(given) else ()
+    sides = as_int(tile)
+    pair = (sides, sides) if isinstance(sides, int) else tuple(map(as_int, sides)) if np.iterable(sides) else ()
     if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n <= 0 for n in pair):
         raise ShapeError(f"tile is {tile}; tile sizes are two positive integers (queries, keys), in tokens")
     if max(pair) > LONGEST_TILE or pair[0] * pair[1] > LARGEST_TILE:

@@ -31,7 +31,19 @@ from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.layout import grid_of, swap
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import FAR, RATE, SEED, Geometry, LoopPlan, Origin, Sizes, Spans, make_plan, survives, whole
+from frisket.lowering.plan import (
+    RATE,
+    RUN_LIMIT,
+    SEED,
+    Geometry,
+    LoopPlan,
+    Origin,
+    Sizes,
+    Spans,
+    make_plan,
+    survives,
+    whole,
+)
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.curves import facts_of
@@ -50,7 +62,7 @@ from .host import FEW_TILES, Plan
 from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, spans
 
 
-def divided(
+def split_host_device(
     params: Values, flat: bool | None, learnable: Collection[str] = (), framework: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, arrays of
@@ -104,7 +116,7 @@ class FlatPlan:
     (tensor([[1, 1, 1, 1]], dtype=torch.int32), torch.Size([1, 4]))
     >>> plan.slots(), {name: x.shape for name, x in plan.tables().items()}, plan.work((16, 16)).slots
     ({}, {'t0': torch.Size([64])}, {})
-    >>> plan.again({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
+    >>> plan.with_tables({"doc": torch.arange(64) // 20}).spans((16, 16)).bounds.shape  # of another step's documents
     torch.Size([1, 4, 2, 4])
 
     It is used like a `Plan` and gives equal results. `overflow` is an array that is true if some row of tiles had more
@@ -116,8 +128,8 @@ class FlatPlan:
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that the attention's functions captured, as they were
 
     def __init__(self, key: PlanKey, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
-        self.key, self.given = key, values
-        self._made: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
+        self.key, self.device_values = key, values
+        self._spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.static = static_plan(key)
@@ -128,18 +140,22 @@ class FlatPlan:
     @property
     def by_table(self) -> bool:
         """Whether another step's tables need another plan: they decide spans, or are no Floats every call brings."""
-        return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
+        return self.static.planner is not None or any("float" not in dtype for *_, dtype in self.key.device_specs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the key and the tables; a copy plans again."""
-        return FlatPlan, (self.key, self.given, {})
+        return FlatPlan, (self.key, self.device_values, {})
 
-    def again(self, values: dict[str, Any]) -> FlatPlan:
+    def with_tables(self, values: dict[str, Any]) -> FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
-        kinds, known = {n: dtype for n, _, dtype in self.key.given}, dict(self.key.most)
-        given = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
-        more = {n: m for n, x in given.items() if (m := _more(x)) > known.get(n, 0)}  # kernels may need 64 bits now
-        return FlatPlan(replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, given, {})
+        kinds, known = {n: dtype for n, _, dtype in self.key.device_specs}, dict(self.key.most)
+        device_values = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
+        more = {
+            n: m for n, x in device_values.items() if (m := _more(x)) > known.get(n, 0)
+        }  # kernels may need 64 bits now
+        return FlatPlan(
+            replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, device_values, {}
+        )
 
     @property
     def host_program(self) -> CallProgram:
@@ -152,7 +168,7 @@ class FlatPlan:
             return self
         if how not in self._others:
             key = replace(self.key, program=self.key.program.stored_as(how))
-            self._others[how] = FlatPlan(key, self.given, self._made)
+            self._others[how] = FlatPlan(key, self.device_values, self._spans_by_tile)
         return self._others[how]
 
     batch = property(lambda self: self.key.batch, doc="Sequences.")
@@ -183,12 +199,12 @@ class FlatPlan:
     @property
     def program(self) -> CallProgram:
         """The program with every value, copied to the host: for checks."""
-        if any(traced(x) for x in self.given.values()):
+        if any(traced(x) for x in self.device_values.values()):
             raise LoweringError(
                 "the dense reference needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return checked_program(self, self.given)
+        return checked_program(self, self.device_values)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -199,7 +215,7 @@ class FlatPlan:
         >>> fk.compile("document(off)").plan(64, 64, flat=True, off=torch.tensor([0, 40, 64])).unchecked
         ('the offsets `off`',)
         """
-        names, sorted_ = [n for n, *_ in self.key.given], self.key.facts
+        names, sorted_ = [n for n, *_ in self.key.device_specs], self.key.facts
         offsets = self.key.program.offsets
         words = {n: "the offsets" if n in offsets else "the order of" if n in sorted_ else "" for n in names}
         needs = (show(e) for p in self.key.program.parts for e in p.origin.needs if names_of(e).keys() & {*names})
@@ -225,37 +241,39 @@ class FlatPlan:
         if static.planner is None:
             layout = host_layout(key, block)
             return layout.transposed.spans if transposed else layout.spans
-        if (block, transposed) not in self._made:
-            of_device = self.device, static.held, self._ranges
+        if (block, transposed) not in self._spans_by_tile:
+            of_device = self.device, static.copies, self._ranges
             place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()
-            made = spans(plan, key.framework, place.transposed if transposed else place, self.values)
-            if key.framework == "jax" and any(traced(x) for x in made):
-                return DeviceSpans(*made[:3], static.slice_of)  # belongs to the current trace
-            self._made[block, transposed] = made
-        bounds, count, overflow, order = self._made[block, transposed]
+            arrays = spans(plan, key.framework, place.transposed if transposed else place, self.values)
+            if key.framework == "jax" and any(traced(x) for x in arrays):
+                return DeviceSpans(*arrays[:3], static.slice_of)  # belongs to the current trace
+            self._spans_by_tile[block, transposed] = arrays
+        bounds, count, overflow, order = self._spans_by_tile[block, transposed]
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:
         read = () if self.static.planner is None or self.key.framework == "jax" else self.static.planner.tables
-        return {n: version_of(x) for n, x in self.given.items() if n in read and (x.is_cpu or not x.is_inference())}
+        return {
+            n: version_of(x) for n, x in self.device_values.items() if n in read and (x.is_cpu or not x.is_inference())
+        }
 
     @property
     def values(self) -> dict[str, Any]:
         """The values by name, wherever they are."""
-        return {**self.key.program.scalars, **self.key.program.tables, **self.given}
+        return {**self.key.program.scalars, **self.key.program.tables, **self.device_values}
 
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than needed, because its records had no room."""
-        found: Any = next((made[2] for made in self._made.values()), False)
-        return found.any() if getattr(found, "ndim", 0) else found
+        overflow: Any = next((arrays[2] for arrays in self._spans_by_tile.values()), False)
+        return overflow.any() if getattr(overflow, "ndim", 0) else overflow
 
     @property
     def device(self) -> Any:
         """The device of the tables: torch's, None on JAX."""
-        return next((x.device for x in self.given.values()), None) if self.key.framework == "torch" else None
+        return next((x.device for x in self.device_values.values()), None) if self.key.framework == "torch" else None
 
     @property
     def planner(self) -> str:
@@ -265,7 +283,7 @@ class FlatPlan:
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
         static, framework = self.static, self.key.framework
-        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.held)
+        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.copies)
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
@@ -278,9 +296,9 @@ class FlatPlan:
         return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
-    def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
+    def spans_by_tile(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
         """The spans it holds, by tile and whether they are transposed."""
-        return self._made
+        return self._spans_by_tile
 
     def __repr__(self) -> str:
         k = self.key
@@ -298,8 +316,8 @@ def checked_program(plan: Any, values: Values) -> CallProgram:
 def refuse_written(plan: FlatPlan) -> None:
     """Raise where a table has changed since the spans were made: they would be of other entries than the mask. Entries
     that the mask does not read may change; that shapes suffice was seen when the plan was made."""
-    for n, shape, _ in plan.key.given:
-        if tuple(plan.given[n].shape) != shape:
+    for n, shape, _ in plan.key.device_specs:
+        if tuple(plan.device_values[n].shape) != shape:
             raise ParameterError(f"table `{n}` has another shape than when it was planned\n  make another plan")
     for n, version in (plan._versions() if plan._read else {}).items():
         if version != plan._read[n]:
@@ -319,8 +337,8 @@ def device_plan(
     program = program.without(arrays).bind(host)
     if missing := [n for p in program.parts for n in p.unbound if n not in arrays]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
-    wanted = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
-    values = {n: _fitted(n, x, *wanted[n]) for n, x in arrays.items()}
+    param_types = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
+    values = {n: _fitted(n, x, *param_types[n]) for n, x in arrays.items()}
     facts = frozenset(n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted")
     place: Any = place_of(origin)
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
@@ -336,18 +354,23 @@ def device_plan(
         _register()
     plan = FlatPlan(key, values, {})
     if block is not None and static_plan(key).planner is not None:
-        made = plan.spans(block)
-        assert isinstance(made, DeviceSpans)
-        plan._made[block, False] = made.bounds, made.count, made.overflow, made.order
+        device_spans = plan.spans(block)
+        assert isinstance(device_spans, DeviceSpans)
+        plan._spans_by_tile[block, False] = (
+            device_spans.bounds,
+            device_spans.count,
+            device_spans.overflow,
+            device_spans.order,
+        )
     return plan
 
 
 def _more(x: Any) -> int:
-    """A power of 2 that no Int of a table exceeds, if the host sees an Int of FAR or more; else 0."""
+    """A power of 2 that no Int of a table exceeds, if the host sees an Int of RUN_LIMIT or more; else 0."""
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
     x = np.asarray(entries_of(x)) if seen else x
     most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
-    return 1 << (most - 1).bit_length() if most >= FAR else 0
+    return 1 << (most - 1).bit_length() if most >= RUN_LIMIT else 0
 
 
 def _dtype(x: Any) -> str:
@@ -386,8 +409,12 @@ def _register() -> None:
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:
-        names, blocks = tuple(sorted(plan.given)), tuple(plan._made)
-        return ([plan.given[n] for n in names], [plan._made[b] for b in blocks]), (plan.key, names, blocks)
+        names, blocks = tuple(sorted(plan.device_values)), tuple(plan._spans_by_tile)
+        return ([plan.device_values[n] for n in names], [plan._spans_by_tile[b] for b in blocks]), (
+            plan.key,
+            names,
+            blocks,
+        )
 
     def unflatten(static: Any, leaves: Any) -> FlatPlan:
         key, names, blocks = static
@@ -405,7 +432,7 @@ class PlanKey:
     """The key of a `FlatPlan`: everything that decides it but the contents of the device's tables."""
 
     program: CallProgram  # with the host's values
-    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
+    device_specs: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
     facts: frozenset[str]  # tables that are known to ascend along their last axis
     framework: str
     q_len: int
@@ -432,7 +459,7 @@ class StaticPlan:
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
     slice_of: NDArray[Any]  # the slice of each batch entry and head
     full: Sizes  # of the whole problem
-    held: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
+    copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
     ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
 
 
@@ -445,7 +472,7 @@ def origin_of(key: PlanKey) -> Origin:
 def static_plan(key: PlanKey) -> StaticPlan:
     """The `StaticPlan` of a key, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
-    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
+    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
     both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
     parts = [e if e is None else decided(e, program.scalars) for e in both]
@@ -458,43 +485,45 @@ def static_plan(key: PlanKey) -> StaticPlan:
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
     limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
-    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
-    given = {n for n, *_ in key.given}
+    on_diagonal = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    device_names = {n for n, *_ in key.device_specs}
     tables = {n: Table(t) for n, t in program.tables.items()}
     facts = frozenset(
         (fact, name) for fact, name in facts_of(host.expr)
-        if (fact == "segment" or name in key.facts if name in given else holds(tables, fact, name))
+        if (fact == "segment" or name in key.facts if name in device_names else holds(tables, fact, name))
     )  # fmt: skip
     plan = make_plan(
         seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, facts=facts,
-        **program.beside(known),
+        rows_nonempty=seen is None or (on_diagonal and sees_itself(seen)), dropout=key.dropout, facts=facts,
+        **program.plan_arguments(known),
     )  # fmt: skip
-    _check_segments((seen, mod), given)
+    _check_segments((seen, mod), device_names)
     read = names_of(host.expr).keys()
-    free = given & read
+    free = device_names & read
     mine = {n: x for n, x in {**program.scalars, **program.tables}.items() if n in read - free}
 
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
-        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.given if "int" in dtype}
+        beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.device_specs if "int" in dtype}
         wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
-    made = planned(host.expr) if free else None
+    row_planner = planned(host.expr) if free else None
     columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return StaticPlan((seen, mod), rules, plan, made, columns, host.bind(**mine), at, slice_of.astype(np.int32), full)
+    return StaticPlan(
+        (seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slice_of.astype(np.int32), full
+    )
 
 
 def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:
     """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
     mask = TRUE if parts[0] is None else parts[0]
-    if names_of(mask).keys() & {n for n, *_ in key.given}:
+    if names_of(mask).keys() & {n for n, *_ in key.device_specs}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
     lengths = key.batch, key.heads, key.q_len, key.kv_len
-    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.given}
+    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.device_specs}
     readers = [p for p in parts if p is not None]
     check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
 
@@ -506,11 +535,11 @@ def host_layout(key: PlanKey, block: tuple[int, int]) -> Layout:
     return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
 
 
-def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
+def _check_segments(parts: tuple[Expr | None, ...], device_names: set[str]) -> None:
     """Segments become a table as long as the positions, so they are known of positions alone."""
     for e in (p for p in parts if p is not None):
         for n in walk(e):
-            if n.op == "segment" and n.name in given and n.args[0].op != "var":
+            if n.op == "segment" and n.name in device_names and n.args[0].op != "var":
                 raise LoweringError(
                     f"`{n!r}` asks a traced table of offsets for something other than a position\n"
                     "  give the offsets as values of the host, or the segment of every position as a table"
@@ -524,7 +553,7 @@ CallPlan: TypeAlias = Plan | FlatPlan
 class Call:
     """Arrays that fit together and a plan that fits them. `sinks`: [heads] or None; `seed`: None without dropout."""
 
-    given: Arrays
+    arrays: Arrays
     geometry: Geometry
     plan: CallPlan
     backend: str
@@ -532,19 +561,19 @@ class Call:
     seed: Any
     sinks: Any
     top: bool  # whether the largest score of every row is asked for
-    live: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
+    kv_inputs: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
 
 
 def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
-    """The arguments of `lowering.dense` for dropout; the names of `kept` are found in `params`."""
+    """The arguments of `lowering.dense` for dropout; the names of `keep_mask` are found in `params`."""
     if not rate:
         return {"params": {}}
-    return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
+    return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
 def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:
     """out, (out, lse), (out, max) or (out, lse, max)."""
-    for name, asked in (("return_lse", lse), ("return_max", top)):
-        flag(asked, name)
-    wanted = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
-    return wanted if len(wanted) > 1 else wanted[0]
+    for name, value in (("return_lse", lse), ("return_max", top)):
+        flag(value, name)
+    outputs = arrays[0], *([arrays[1]] if lse else []), *([arrays[2]] if top else [])
+    return outputs if len(outputs) > 1 else outputs[0]

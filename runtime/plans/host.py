@@ -51,7 +51,7 @@ class Plan:
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
         self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
-        self.given: dict[str, Any] = {}  # values that are no part of it: none
+        self.device_values: dict[str, Any] = {}  # values that are no part of it: none
         self._works: dict[tuple[Any, ...], Work] = {}
         self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
@@ -99,7 +99,7 @@ class Plan:
             self._others[how].options = self.options
         return self._others[how]
 
-    def again(self, values: dict[str, Any]) -> Plan:
+    def with_tables(self, values: dict[str, Any]) -> Plan:
         """The plan itself, which holds every value."""
         return self
 
@@ -119,16 +119,16 @@ class Plan:
             head_dim**-0.5, self.origin, self.sizes,
         )  # fmt: skip
         generated = automatic(framework, device)
-        found = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
-        return "generated kernels are asked for" if found is None else str(found)
+        choice = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
+        return "generated kernels are asked for" if choice is None else str(choice)
 
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""
         if self.q_len <= 64:
             self.program.require_bound()
             return False
-        made = self.work((128, 128))
-        return made.plan.mask is not None and distance_only(made.plan.mask) and made.layout.reads_at_most(FEW_TILES)
+        tiled = self.work((128, 128))
+        return tiled.plan.mask is not None and distance_only(tiled.plan.mask) and tiled.layout.reads_at_most(FEW_TILES)
 
     def __repr__(self) -> str:
         return f"Plan({self.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"

@@ -22,7 +22,7 @@ from frisket.dsl.ir import SIZES
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import FAR, LIVE, LoopPlan, Sizes, derived_table
+from frisket.lowering.plan import KV_INPUTS, RUN_LIMIT, LoopPlan, Sizes, derived_table
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
@@ -45,12 +45,12 @@ Tensor = Any
 def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(bounds, count, overflow by row, order) of a planner, as of `spans`. No value is looked at, so that a
     captured graph plans again when it is replayed."""
-    tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
+    tables = {n: _readable(on_device("torch", values[n], place.device, n, place.copies)) for n in plan.tables}
     scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
-    step: PlannerStep | None = place.held.get(key)
+    step: PlannerStep | None = place.copies.get(key)
     if step is None:
-        step = place.held[key] = PlannerStep(plan, place, tables, values)
+        step = place.copies[key] = PlannerStep(plan, place, tables, values)
     if place.device.type == "cuda":
         import torch
 
@@ -75,45 +75,45 @@ class PlannerStep:
     def __init__(
         self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]
     ) -> None:  # fmt: skip
-        made, module = planner_triton.emit(plan), _module(plan)
+        emitted, module = planner_triton.emit(plan), _module(plan)
         rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
-        self.made, self.device = made, place.device
+        self.emitted, self.device = emitted, place.device
         self.shape = slices, rows, records
         self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
-        kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in made.ranges}
+        kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in emitted.ranges}
         self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
-        self.order: list[Any] = [(r.source, r.axes) for r in made.ranges]
+        self.order: list[Any] = [(r.source, r.axes) for r in emitted.ranges]
         whole = dict(zip(SIZES, place.sizes, strict=True))
-        given: list[Any] = [None] * 4  # bounds, count, overflow, work
-        given += [self.starts, slices * rows, rows, place.q_len, place.kv_len, *place.block, place.room, records]
-        given += [whole[n] for n in made.sizes] + [_number(values[n], kind) for n, kind in made.scalars]
-        for entry in made.entries:
-            given += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
-        for r in made.ranges:
+        arguments: list[Any] = [None] * 4  # bounds, count, overflow, work
+        arguments += [self.starts, slices * rows, rows, place.q_len, place.kv_len, *place.block, place.room, records]
+        arguments += [whole[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
+        for entry in emitted.entries:
+            arguments += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
+        for r in emitted.ranges:
             ready = self.ranges[r.source, r.axes]
-            given += [None, None, ready.rows, *ready.sizes]
-        pieces = 1 << (max(made.pieces or place.room, records) - 1).bit_length()
+            arguments += [None, None, ready.rows, *ready.sizes]
+        pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()
         at_once = _at_once(module, max(1, 32 // pieces))
         grid = (-(-slices * rows // at_once),)
         warps = 1 if pieces < 256 else 4
-        self.plan = PlannerLaunch(module.plan_spans, grid, given, warps, ROWS=at_once, PIECES=pieces)
+        self.plan = PlannerLaunch(module.plan_spans, grid, arguments, warps, ROWS=at_once, PIECES=pieces)
         self.longest = PlannerLaunch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
 
     def __call__(
-        self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], made: dict[Any, Any]
+        self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], ranges: dict[Any, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`made` keeps what is made of tables, for other spans of the same."""
+        """`ranges` keeps what is made of tables, for other spans of the same."""
         import torch
 
         slices, rows, records = self.shape
         bounds = torch.empty((slices, rows, records, 4), dtype=torch.int32, device=self.device)
         count, work, order = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(3))
         left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
-        pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.made.entries]]
+        pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.emitted.entries]]
         for key in self.order:
-            if key not in made:
-                made[key] = self.ranges[key](tables[key[0]])
-            pointers += made[key]
+            if key not in ranges:
+                ranges[key] = self.ranges[key](tables[key[0]])
+            pointers += ranges[key]
         self.plan(*pointers)
         self.longest(work, order)
         return bounds, count, left, order
@@ -238,11 +238,11 @@ class Halves(TableRanges):
         for axis in range(len(shape) - 1, 0, -1):
             outer, size, inner = int(np.prod(shape[:axis])), shape[axis], int(np.prod(shape[axis + 1 :]))
             room, of = 2 << (size - 1).bit_length(), of.reshape(outer, size, inner)
-            given, programs = [None, None, outer, size, inner, *of.stride()], -(-outer * inner // block)
+            arguments, programs = [None, None, outer, size, inner, *of.stride()], -(-outer * inner // block)
             launches = [
                 [
                     PlannerLaunch(
-                        module.halves, (programs, ((size - 1) >> level) // 32 + 1), [*given, level, room], 4,
+                        module.halves, (programs, ((size - 1) >> level) // 32 + 1), [*arguments, level, room], 4,
                         BLOCK=block, MOST=most,
                     )
                     for level in range(0, max(1, (size - 1).bit_length()), 5)  # no launch reads what it writes
@@ -260,10 +260,10 @@ class Halves(TableRanges):
 
         for shape, room, launches in self.steps:
             table = table.reshape(shape)
-            made = torch.empty((shape[0], room, shape[2]), dtype=table.dtype, device=table.device)
+            joined = torch.empty((shape[0], room, shape[2]), dtype=table.dtype, device=table.device)
             for launch in launches[most]:
-                launch(table, made)
-            table = made
+                launch(table, joined)
+            table = joined
         return table
 
 
@@ -277,7 +277,7 @@ class SpanRequest:
     block: tuple[int, int]  # tokens of a tile: queries, keys
     sizes: Sizes  # of the whole problem
     device: Any = None
-    held: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
+    copies: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
     ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton have made of the tables
     room: int = ROOM  # pieces of a row of tiles that are held at once
     records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
@@ -377,10 +377,10 @@ def spans(
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
     device, as `DeviceSpans` has them; `values` by the planner's names."""
-    given = [values[n] for n in (*plan.tables, *plan.scalars)]
-    if framework == "torch" and _kernels(given, place.device):
+    inputs = [values[n] for n in (*plan.tables, *plan.scalars)]
+    if framework == "torch" and _kernels(inputs, place.device):
         return kernel_spans(plan, place, values)
-    if _reachable(framework, given, place.device):
+    if _reachable(framework, inputs, place.device):
         try:
             with deferring(not Settings.read().backend):
                 return _native(plan, framework, place, values)
@@ -388,10 +388,10 @@ def spans(
             if Settings.read().backend:
                 raise
             fall_back(error)
-    tables = {n: on_device(framework, values[n], place.device, n, place.held) for n in plan.tables}
+    tables = {n: on_device(framework, values[n], place.device, n, place.copies) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
     ints = np.int64 if framework == "torch" or plan.int64 else np.int32
-    at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.held) for x in place.at]
+    at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.copies) for x in place.at]
     bounds, count, overflow = _function(plan, framework)(
         *at, place.sizes, scalars, tables, q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=place.room,
         records=place.most(plan),
@@ -418,8 +418,8 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
 
         if torch.compiler.is_compiling() or not (device is None or device.type == "cpu"):
             return False
-    here = all(on_host(x) for x in values if hasattr(x, "dtype"))
-    return here and _asked(framework, "host", True) and not cpp_build.reason()
+    readable = all(on_host(x) for x in values if hasattr(x, "dtype"))
+    return readable and _asked(framework, "host", True) and not cpp_build.reason()
 
 
 def _asked(framework: str, where: str, otherwise: bool) -> bool:
@@ -470,9 +470,9 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         return run
     import jax
 
-    def plan_spans(*given: Any, **options: Any) -> Any:
+    def plan_spans(*arrays: Any, **options: Any) -> Any:
         with usual_promotion():
-            return automatic(partial(run, **options), *given)
+            return automatic(partial(run, **options), *arrays)
 
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
 
@@ -482,14 +482,14 @@ def kernel_tables(
     copies: dict[Any, Any] | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """An array for every table of the kernel. `length` is how many positions there are."""
-    found, copies = {}, {} if copies is None else copies
+    tables, copies = {}, {} if copies is None else copies
     for use in plan.every_table:
-        if use.source in LIVE:
+        if use.source in KV_INPUTS:
             continue
         table, derived = values[use.source], use.derived
         if isinstance(table, np.ndarray) and use in plan.run_tables:
             ends = derived_table(table, derived)
-            found[use.name] = on_device(framework, ends, device, (use.source, derived), copies)
+            tables[use.name] = on_device(framework, ends, device, (use.source, derived), copies)
             continue
         if derived or framework == "torch":
             table = on_device(framework, table, device, use.source, copies)
@@ -497,8 +497,8 @@ def kernel_tables(
             table = _ends(framework, table, derived, length)
         elif derived:
             table = _segments(framework, table, length)
-        found[use.name] = table
-    return found
+        tables[use.name] = table
+    return tables
 
 
 def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
@@ -522,13 +522,13 @@ def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
         inner, count = table[1:-1], max(table.shape[0] - 2, 0)
         place = xp.searchsorted(inner, positions, side="right")
         if end == "first":
-            return xp.where(place == 0, -FAR, table[xp.clip(place, 0, count)])
-        return xp.where(place == count, FAR, table[xp.clip(place + 1, 0, count)] - 1)
+            return xp.where(place == 0, -RUN_LIMIT, table[xp.clip(place, 0, count)])
+        return xp.where(place == count, RUN_LIMIT, table[xp.clip(place + 1, 0, count)] - 1)
     if end == "first":
-        found = xp.searchsorted(table, table, side="left")
-        return xp.where(found == 0, -FAR, found)
-    found = xp.searchsorted(table, table, side="right") - 1
-    return xp.where(found == table.shape[0] - 1, FAR, found)
+        indices = xp.searchsorted(table, table, side="left")
+        return xp.where(indices == 0, -RUN_LIMIT, indices)
+    indices = xp.searchsorted(table, table, side="right") - 1
+    return xp.where(indices == table.shape[0] - 1, RUN_LIMIT, indices)
 
 
 def _segments(framework: str, offsets: Array, length: int) -> Array:

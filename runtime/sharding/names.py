@@ -115,8 +115,8 @@ class DynamicShardingAxes(_Said, metaclass=_Forms):
 
     def __init_subclass__(cls) -> None:
         if cls.__doc__ is None and (form := getattr(cls, "form", None)):
-            said = f"{cls.__name__}.axes, {cls.__name__}.mode"
-            cls.__doc__ = f"A named form of `DynamicShardingAxes`.\n\n>>> {said}\n{form!r}\n"
+            text = f"{cls.__name__}.axes, {cls.__name__}.mode"
+            cls.__doc__ = f"A named form of `DynamicShardingAxes`.\n\n>>> {text}\n{form!r}\n"
 
     def __new__(cls, axes: list[Axis] | None = None, mode: str | int | None = None) -> Self:
         form: Any = getattr(cls, "form", (None, None))

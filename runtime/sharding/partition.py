@@ -51,8 +51,8 @@ def split_as(x: Any, mesh: Any, spec: Any, explicit: bool = False) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for kind, put in ((AxisType.Explicit, _reshard), (AxisType.Auto, _constrain))[: 1 if explicit else 2]:
         if kind in kinds.values():
-            own = (tuple(n for n in names_of(axes) if kinds[n] == kind) or None for axes in spec)
-            x = put(x, NamedSharding(mesh, _spec(*own)))
+            entries = (tuple(n for n in names_of(axes) if kinds[n] == kind) or None for axes in spec)
+            x = put(x, NamedSharding(mesh, _spec(*entries)))
     return x
 
 
@@ -61,8 +61,8 @@ def names_of(axes: Any) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, taken: set[str] | None = None) -> Any:
-    """The axes of one entry of a spec that split `size` evenly, those of `taken` and those no mesh has left out.
+def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str] | None = None) -> Any:
+    """The axes of one entry of a spec that split `size` evenly, those of `used` and those no mesh has left out.
 
     >>> fitting({"dp": 2, "fsdp": 4}, ("fsdp", "dp"), 4)
     'fsdp'
@@ -70,13 +70,13 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, taken: set[str
     One by one, in order: what does not divide what the axes before it leave is on every device. `mesh` is sizes by
     name, `size` None where the dimension is not known. None, a name, or a tuple of names, as in a partition spec.
     """
-    kept: list[str] = []
+    fits: list[str] = []
     for name in names_of(axes):
-        if name not in mesh or name in kept or (taken and name in taken) or (size is not None and size % mesh[name]):
+        if name not in mesh or name in fits or (used and name in used) or (size is not None and size % mesh[name]):
             continue
-        kept.append(name)
+        fits.append(name)
         size = None if size is None else size // mesh[name]
-    return None if not kept else kept[0] if len(kept) == 1 else tuple(kept)
+    return None if not fits else fits[0] if len(fits) == 1 else tuple(fits)
 
 
 MeshAxes = str | tuple[str, ...] | None
@@ -153,8 +153,8 @@ class PartitionAxis:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is EMPTY_VAL:
-                found = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
-                value = found[0] if len(found) == 1 else found or None
+                names = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
+                value = names[0] if len(names) == 1 else names or None
             value = tuple(value) if isinstance(value, list) else value
             if not (value is None or isinstance(value, str | tuple)) or not all(
                 isinstance(name, str) for name in names_of(value)
@@ -236,29 +236,29 @@ class PartitionManager:
             raise ParameterError("give axes and mode, or dynamic_axes: resolve([BATCH, EMBED], MODE_TRAIN)")
         if shape is not None and len(shape) != len(axes):
             raise ShapeError(f"{len(axes)} axes, {list(axes)}, for an array of {len(shape)} dimensions, {list(shape)}")
-        found = self.paxis.resolve_axis([*axes], _told(mode, shape) if isinstance(mode, int) else mode)
+        resolved = self.paxis.resolve_axis([*axes], _told(mode, shape) if isinstance(mode, int) else mode)
         mesh = current_mesh(self.mesh)
-        return self.fit(found, shape, mesh) if mesh is not None else _spec(*found)
+        return self.fit(resolved, shape, mesh) if mesh is not None else _spec(*resolved)
 
     @staticmethod
     def fit(spec: Iterable[MeshAxes], shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
         """A spec as `mesh` and `shape` can have it: see `resolve`. A shorter spec leaves the last dimensions whole."""
         sizes = {n: size for n, size in mesh.shape.items() if n not in mesh.manual_axes}  # shard_map has split these
-        kept: list[MeshAxes] = []
+        entries: list[MeshAxes] = []
         for i, axes in enumerate(spec):
             if shape is not None and i >= len(shape):
                 raise ShapeError(f"a spec of more axes than the array has, {list(shape)}: {spec}")
             # an axis of one device splits nothing: where it is named again it is left out
-            taken = {name for known in kept for name in names_of(known) if sizes[name] == 1}
-            kept.append(fitting(sizes, axes, None if shape is None else shape[i], taken))
-        names = [name for axes in kept for name in names_of(axes)]
+            used = {name for known in entries for name in names_of(known) if sizes[name] == 1}
+            entries.append(fitting(sizes, axes, None if shape is None else shape[i], used))
+        names = [name for axes in entries for name in names_of(axes)]
         # without a shape both stay: the axis may not divide one of the two
         if shape is not None and (twice := [name for name in names if names.count(name) > 1]):
             raise ParameterError(
-                f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*kept)}\n"
+                f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
                 "  give one of them other axes in the PartitionAxis, or None"
             )
-        return _spec(*kept)  # type: ignore[no-any-return]
+        return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
         self, x: Any, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,

@@ -26,11 +26,11 @@ def transformed(*cotangents: Any) -> bool:
     transformed otherwise, or of tensors without memory."""
     functorch: Any = torch._C._functorch
     modes = torch._C._len_torch_dispatch_stack() and (recorded() or type(torch.empty(0)) is not Tensor)
-    kind, given = Tensor.__torch_dispatch__, [x for x in cotangents if x is not None]
-    bare = any(type(x).__torch_dispatch__ is not kind or not torch._C._has_storage(x) for x in given)
+    kind, tensors = Tensor.__torch_dispatch__, [x for x in cotangents if x is not None]
+    bare = any(type(x).__torch_dispatch__ is not kind or not torch._C._has_storage(x) for x in tensors)
     if not (modes or bare or functorch.maybe_current_level() is not None):
         return False
-    if any(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x) for x in given):
+    if any(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x) for x in tensors):
         return True
     raise BackwardError(
         "this backward is recorded or transformed (make_fx, functionalize, fake tensors), and its forward ran before\n"
@@ -71,9 +71,9 @@ class Attend(torch.autograd.Function):
     def forward(
         ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
     ) -> Any:
-        out, lse, top, norm = ready.saving(seed, largest, q, k, v, sinks, *values)
+        out, lse, top, softmax_stats = ready.saving(seed, largest, q, k, v, sinks, *values)
         ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
         ctx.set_materialize_grads(False)
         if top is not None:
             ctx.mark_non_differentiable(top)
@@ -88,11 +88,11 @@ class Attend(torch.autograd.Function):
         dout, dlse, _ = cotangents
         _refuse_changed(ctx)
         saved = ctx.saved_tensors
-        given = saved[:4] + saved[7:]  # q, k, v, sinks and values
+        inputs = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
-            return (None,) * (3 + len(given))
+            return (None,) * (3 + len(inputs))
         run = partial(gradients, ctx.ready, ctx.seed, saved, needed=ctx.needs_input_grad[3:])
-        return None, None, None, *_once(run, given, dout, dlse)
+        return None, None, None, *_once(run, inputs, dout, dlse)
 
 
 class AttendAgain(torch.autograd.Function):
@@ -101,9 +101,9 @@ class AttendAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out, lse, norm = repeat.forward(q, k, v, True)
+        out, lse, softmax_stats = repeat.forward(q, k, v, True)
         ctx.again, ctx.versions = (repeat, ready), _versions(ready)
-        ctx.save_for_backward(q, k, v, None, out, lse, norm)
+        ctx.save_for_backward(q, k, v, None, out, lse, softmax_stats)
         ctx.set_materialize_grads(False)
         return out
 
@@ -120,16 +120,16 @@ class AttendAgain(torch.autograd.Function):
         return None, None, *_once(run, saved[:4], dout, None)[:3]
 
 
-def _once(run: Callable[..., list[Any]], given: Any, dout: Any, dlse: Any) -> list[Any]:
+def _once(run: Callable[..., list[Any]], inputs: Any, dout: Any, dlse: Any) -> list[Any]:
     """The gradients `run(dout, dlse)`, which have none themselves; of mapped cotangents one after another."""
     if transformed(dout, dlse):
-        found = iter(mapped(lambda *both: [g for g in _once(run, given, *both) if g is not None], dout, dlse))
-        return [next(found) if need else None for need in run.keywords["needed"]]  # type: ignore[attr-defined]
+        results = iter(mapped(lambda *both: [g for g in _once(run, inputs, *both) if g is not None], dout, dlse))
+        return [next(results) if need else None for need in run.keywords["needed"]]  # type: ignore[attr-defined]
     if not torch.is_grad_enabled():
         return run(dout, dlse)
     with torch.no_grad():  # a graph of the backward is asked for
         grads = run(dout, dlse)
-    return list(_Once.apply(grads, dout, dlse, *given))  # type: ignore[no-untyped-call]
+    return list(_Once.apply(grads, dout, dlse, *inputs))  # type: ignore[no-untyped-call]
 
 
 def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
@@ -149,8 +149,8 @@ def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
         with below:
             whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(operands, where)]
             n = len(whole[where.index(0)])
-            found = each(partial(mapped, run), n, where, whole)
-        return [maps._add_batch_dim(x, 0, level) for x in found]
+            results = each(partial(mapped, run), n, where, whole)
+        return [maps._add_batch_dim(x, 0, level) for x in results]
     return run(*operands)
 
 
@@ -177,50 +177,52 @@ def _versions(ready: Ready) -> list[int]:
 
 def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
-    q, k, v, sinks, out, lse, norm, *values = saved
-    names, wanted = _wanted(ready.live, needed)
+    q, k, v, sinks, out, lse, softmax_stats, *values = saved
+    names, grad_names = _gradient_names(ready.kv_inputs, needed)
     if forward_ad._current_level >= 0:
         refuse_tangents(*saved, dout, dlse)
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
     dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
-    found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
+    grads = ready.gradients(seed, grad_names, saved, dout, dlse) if grad_names else {}
     if needed[3]:
-        found = {**found, "sinks": dsinks(share_of_sinks(ready, sinks, lse, norm), out, lse, dout, dlse)}
-    given = (q, k, v, sinks, *values)
-    return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
+        grads = {**grads, "sinks": dsinks(share_of_sinks(ready, sinks, lse, softmax_stats), out, lse, dout, dlse)}
+    inputs = (q, k, v, sinks, *values)
+    return [grads[n].to(x) if need else None for n, need, x in zip(names, needed, inputs, strict=True)]
 
 
 def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
-    q, k, v, _, out, lse, norm = saved
+    q, k, v, _, out, lse, softmax_stats = saved
     plain = dout is not None and dlse is None and forward_ad._current_level < 0
     plain = plain and not torch._C._is_torch_function_mode_enabled()
     if plain and not torch.compiler.is_compiling():  # compiled autograd would guard on addresses
-        found: list[Any] | None = repeat.gradients(q, k, v, out, lse, norm, dout, needed)
-        if found is not None:
-            return [*found, None]
+        grads: list[Any] | None = repeat.gradients(q, k, v, out, lse, softmax_stats, dout, needed)
+        if grads is not None:
+            return [*grads, None]
     return gradients(ready, None, saved, dout, dlse, needed)
 
 
 @memo(256, weigh=500)
-def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+def _gradient_names(
+    kv_inputs: tuple[tuple[str, str], ...], needed: tuple[bool, ...]
+) -> tuple[tuple[str, ...], frozenset[str]]:
     """The names of all gradients, and of those that the executor is asked for."""
-    names = ("q", "k", "v", "sinks", *(n for n, _ in live))
+    names = ("q", "k", "v", "sinks", *(n for n, _ in kv_inputs))
     return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
-def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tensor:
-    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `norm` knows of the row
-    where it does, since a float32 lse of 1e5 is off by 0.004."""
+def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, softmax_stats: Any) -> Tensor:
+    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `softmax_stats` knows of
+    the row where it does, since a float32 lse of 1e5 is off by 0.004."""
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
-    if norm is None:
+    if softmax_stats is None:
         share: Tensor = (sinks[:, None] - lse).exp()
-    elif ready.beside_lse == "offset":
-        share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
+    elif ready.stats_kind == "offset":
+        share = (sinks.double()[:, None] - lse_of(ready.plan, softmax_stats, lse)).exp().to(lse.dtype)
     else:  # the rounding error of lse; twice, where it comes from a graph
-        share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()
+        share = (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
     return share
 
 

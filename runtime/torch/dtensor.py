@@ -59,9 +59,9 @@ class RankPart:
 
 def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
     """The part of a call for this rank, from the placements of q. Raises `ShapeError` for splits that cannot work."""
-    given = {"q": q, "k": k, "v": v}
-    if any(not isinstance(x, DTensor) for x in given.values()):
-        kinds = ", ".join(f"{n} is a {type(x).__name__}" for n, x in given.items())
+    tensors = {"q": q, "k": k, "v": v}
+    if any(not isinstance(x, DTensor) for x in tensors.values()):
+        kinds = ", ".join(f"{n} is a {type(x).__name__}" for n, x in tensors.items())
         raise ShapeError(f"{kinds}\n  DTensors go with DTensors: distribute_tensor(x, mesh, placements)")
     if any(x.device_mesh != q.device_mesh for x in (k, v)):
         raise ShapeError("q, k and v are on different meshes; distribute them over one")
@@ -70,7 +70,7 @@ def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
             "q, k and v are DTensors, and keys are stored in 8 bits or pages\n"
             "  give every rank its own part: q.to_local(), and origin for its first batch entry and head"
         )
-    for name, x in given.items():
+    for name, x in tensors.items():
         if any(isinstance(p, Shard) and p.dim % 4 == 2 for p in x.placements):
             raise ShapeError(
                 f"{name} is split along its length: {x.placements}\n  ranks then need one another's keys: use "
@@ -90,15 +90,15 @@ def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
 
 def split(q: Any) -> Placements:
     """The placements of q that stay: batch and heads, as long as every rank has some."""
-    left, found = list(q.shape[:2]), []
+    left, placements = list(q.shape[:2]), []
     for i, p in enumerate(q.placements):
         axis, size = p.dim % 4 if type(p) is Shard else 4, q.device_mesh.size(i)
         even = axis < 2 and left[axis] % size == 0
         first = axis < 2 and left[axis] == q.shape[axis] and (size - 1) * -(-left[axis] // size) < left[axis]
-        found.append(p if even or first else Replicate())
+        placements.append(p if even or first else Replicate())
         if even or first:
             left[axis] = -(-left[axis] // size) if even else 1
-    return tuple(found)
+    return tuple(placements)
 
 
 def part(n: int, axis: int, mesh: Any, placements: Placements) -> tuple[int, int]:
@@ -125,10 +125,10 @@ def local(x: Any, mesh: Any, placements: Placements) -> Any:
 
 def dealt(x: Tensor, like: Any, place: RankPart, have: Placements, shape: Sequence[int]) -> Any:
     """The parts `x` of all ranks as one tensor, placed as `like` is; whole in every rank if `like` is no DTensor."""
-    made = _of_ranks(x.contiguous(), place, have, shape)
+    whole = _of_ranks(x.contiguous(), place, have, shape)
     if isinstance(like, DTensor):
-        return made.redistribute(place.mesh, like.placements)
-    return made.redistribute(place.mesh, (Replicate(),) * place.mesh.ndim).to_local()
+        return whole.redistribute(place.mesh, like.placements)
+    return whole.redistribute(place.mesh, (Replicate(),) * place.mesh.ndim).to_local()
 
 
 def placed(
@@ -145,7 +145,7 @@ def placed(
             seen[kind] += 1
     starts = [0, 0, 0, 0]
     if " origin0" in at:
-        starts = [held[i] for held, i in (at[f" origin{i}"] for i in range(4))]
+        starts = [entries[i] for entries, i in (at[f" origin{i}"] for i in range(4))]
     if " size0" not in at:  # of the whole problem, where nobody says more
         sizes = [s + n for s, n in zip(starts, (*q.shape[:3], kv_len), strict=True)]
         whole = [x if isinstance(x, int | torch.SymInt) else x.max() for x in sizes]
@@ -154,8 +154,8 @@ def placed(
             (tensors if isinstance(x, Tensor) else ints).append(x)
     if " origin0" in at:
         for i, more in enumerate(place.first):
-            held, j = at[f" origin{i}"]
-            held[j] = held[j] + more
+            entries, j = at[f" origin{i}"]
+            entries[j] = entries[j] + more
     else:
         names += "".join(f",number  origin{i}" for i in range(4))
         ints += [*place.first, 0, 0]
@@ -163,8 +163,8 @@ def placed(
 
 
 def keys_of(place: RankPart, x: Any) -> Any:
-    found: Any = local(x, place.mesh, place.kv)
-    return found if place.keys is None else found.index_select(1, place.keys)
+    keys: Any = local(x, place.mesh, place.kv)
+    return keys if place.keys is None else keys.index_select(1, place.keys)
 
 
 def attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,12 +172,12 @@ def attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, k, v, sinks, values, numbers, spec, names = args
     with torch.no_grad():
         place = place_of(q, k, v, names)
-        tensors, ints, said = placed(place, q, values, numbers, names, k.shape[2])
+        tensors, ints, rank_names = placed(place, q, values, numbers, names, k.shape[2])
         mine = local(q, place.mesh, place.q)
-        found = op(mine, keys_of(place, k), keys_of(place, v), place.heads(sinks), tensors, ints, spec, said)
+        results = op(mine, keys_of(place, k), keys_of(place, v), place.heads(sinks), tensors, ints, spec, rank_names)
         rows = q.shape[:3]
         shapes = (*rows, v.shape[3]), rows, rows if names_of(names)[0] else (), (*rows, 2)
-        return tuple(_of_ranks(x, place, place.q, s) if s else x for x, s in zip(found, shapes, strict=True))
+        return tuple(_of_ranks(x, place, place.q, s) if s else x for x, s in zip(results, shapes, strict=True))
 
 
 def _of_ranks(x: Tensor, place: RankPart, have: Placements, shape: Sequence[int]) -> Any:
@@ -187,16 +187,18 @@ def _of_ranks(x: Tensor, place: RankPart, have: Placements, shape: Sequence[int]
 
 def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`frisket::attend_backward`."""
-    dout, dlse, q, k, v, sinks, values, out, lse, norm, numbers, spec, names, needed = args
+    dout, dlse, q, k, v, sinks, values, out, lse, softmax_stats, numbers, spec, names, needed = args
     with torch.no_grad():
         place = place_of(q, k, v, names)
-        tensors, ints, said = placed(place, q, values, numbers, names, k.shape[2])
-        dout, dlse, mine, out, lse, norm = (local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, norm))
-        given = mine, keys_of(place, k), keys_of(place, v), place.heads(sinks)
-        found = op(dout, dlse, *given, tensors, out, lse, norm, ints, spec, said, needed)
-        wanted = [(i, x) for i, x in enumerate((q, k, v, sinks, *[x for x in values if x.is_floating_point()]))]
-        wanted = [(i, x) for (i, x), need in zip(wanted, needed, strict=True) if need]
-        return [_gradient(place, i, x, g) for (i, x), g in zip(wanted, found, strict=True)]
+        tensors, ints, rank_names = placed(place, q, values, numbers, names, k.shape[2])
+        dout, dlse, mine, out, lse, softmax_stats = (
+            local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, softmax_stats)
+        )
+        arrays = mine, keys_of(place, k), keys_of(place, v), place.heads(sinks)
+        grads = op(dout, dlse, *arrays, tensors, out, lse, softmax_stats, ints, spec, rank_names, needed)
+        inputs = [(i, x) for i, x in enumerate((q, k, v, sinks, *[x for x in values if x.is_floating_point()]))]
+        inputs = [(i, x) for (i, x), need in zip(inputs, needed, strict=True) if need]
+        return [_gradient(place, i, x, g) for (i, x), g in zip(inputs, grads, strict=True)]
 
 
 def _gradient(place: RankPart, which: int, like: Any, g: Tensor) -> Any:

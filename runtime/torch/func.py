@@ -24,7 +24,7 @@ from .running import names_of
 
 
 class FuncAttend(torch.autograd.Function):
-    """(out, lse, top, norm) of ((numbers, spec, names), q, k, v, sinks, *values)."""
+    """(out, lse, top, softmax_stats) of ((numbers, spec, names), q, k, v, sinks, *values)."""
 
     @staticmethod
     def forward(static: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
@@ -33,10 +33,10 @@ class FuncAttend(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.said, *given = inputs
-        out, lse, top, norm = output
-        ctx.save_for_backward(*given, out, lse, norm)
-        ctx.mark_non_differentiable(top, norm)
+        ctx.static, *arrays = inputs
+        out, lse, top, softmax_stats = output
+        ctx.save_for_backward(*arrays, out, lse, softmax_stats)
+        ctx.mark_non_differentiable(top, softmax_stats)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -44,34 +44,36 @@ class FuncAttend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
-        *given, out, lse, norm = ctx.saved_tensors
-        running.refuse_stored(given[0], given[1], ctx.said[2])
-        floating = [x is not None and x.is_floating_point() for x in given]
+        *arrays, out, lse, softmax_stats = ctx.saved_tensors
+        running.refuse_stored(arrays[0], arrays[1], ctx.static[2])
+        floating = [x is not None and x.is_floating_point() for x in arrays]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
-        found = iter(FuncBackward.forward(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))
-        return None, *(next(found) if need else None for need in needed)
+        grads = iter(FuncBackward.forward(ctx.static, tuple(needed), dout, dlse, out, lse, softmax_stats, *arrays))
+        return None, *(next(grads) if need else None for need in needed)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
-        said, q, k, v, sinks, *values = args
-        if _apart(said, dims[4:], values):
+        static, q, k, v, sinks, *values = args
+        if _separate_calls(static, dims[4:], values):
             return each(FuncAttend.forward, info.batch_size, dims, args), (0,) * 4
         n = info.batch_size
         arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
-        out, lse, top, norm = FuncAttend.forward(said, *arrays, sinks, *values)
-        asked = top.ndim > 1
-        found = _split(out, n), _split(lse, n), _split(top, n) if asked else top, _split(norm, n)
-        return found, (0, 0, 0 if asked else None, 0)
+        out, lse, top, softmax_stats = FuncAttend.forward(static, *arrays, sinks, *values)
+        has_top = top.ndim > 1
+        results = _split(out, n), _split(lse, n), _split(top, n) if has_top else top, _split(softmax_stats, n)
+        return results, (0, 0, 0 if has_top else None, 0)
 
 
 class FuncBackward(torch.autograd.Function):
     """The gradients that are needed."""
 
     @staticmethod
-    def forward(said: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, norm: Any, *given: Any) -> Any:
-        q, k, v, sinks, *values = given
-        asked = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
-        inputs = running.gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), said, asked)
+    def forward(
+        static: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, softmax_stats: Any, *arrays: Any
+    ) -> Any:
+        q, k, v, sinks, *values = arrays
+        flags = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
+        inputs = running.gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), static, flags)
         return tuple(torch.ops.frisket.attend_backward(*inputs))
 
     @staticmethod
@@ -86,14 +88,16 @@ class FuncBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
-        said, needed, *arrays = args
-        if any(needed[3:]) or _apart(said, dims[10:], arrays[9:]):  # every entry has a gradient of sinks and values
-            found = each(FuncBackward.forward, info.batch_size, dims, args)
-            return found, (0,) * len(found)
+        static, needed, *arrays = args
+        if any(needed[3:]) or _separate_calls(
+            static, dims[10:], arrays[9:]
+        ):  # every entry has a gradient of sinks and values
+            grads = each(FuncBackward.forward, info.batch_size, dims, args)
+            return grads, (0,) * len(grads)
         n = info.batch_size
         joined = (_joined(x, d, n) for x, d in zip(arrays[:8], dims[2:10]))
-        found = FuncBackward.forward(said, needed, *joined, *arrays[8:])
-        return tuple(_split(x, n) for x in found), (0,) * len(found)
+        grads = FuncBackward.forward(static, needed, *joined, *arrays[8:])
+        return tuple(_split(x, n) for x in grads), (0,) * len(grads)
 
 
 def transformed(name: str, *inputs: Any) -> Any:
@@ -105,8 +109,8 @@ def transformed(name: str, *inputs: Any) -> Any:
     api: Any = FunctorchFunctionalizeAPI(interpreter)
     inputs = api.unwrap_tensors(inputs)
     with api.redispatch_to_next():
-        found = getattr(torch.ops.frisket, name)(*inputs)
-    return api.wrap_tensors(found)
+        results = getattr(torch.ops.frisket, name)(*inputs)
+    return api.wrap_tensors(results)
 
 
 def _in_one_level(kind: Any, *operands: Any) -> Any:
@@ -121,8 +125,8 @@ def _in_one_level(kind: Any, *operands: Any) -> Any:
         alive = torch._C._functorch.unwrap_if_dead  # what vjp saved outlives its level
         plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(alive(x), level), operands)
         with torch.enable_grad(), interpreter.lower():
-            found = kind.forward(*plain)
-        return tuple(_wrap_for_grad(x, level) for x in found)
+            results = kind.forward(*plain)
+        return tuple(_wrap_for_grad(x, level) for x in results)
 
     function: Any = generate_single_level_function(interpreter, kind)
     function.forward = staticmethod(forward)
@@ -140,20 +144,30 @@ def _transformed_attend_alone(*inputs: Any) -> Any:
 
 
 def _transformed_attend_backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, values: Any, out: Any, lse: Any, norm: Any, *rest: Any
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+    softmax_stats: Any,
+    *rest: Any,
 ) -> Any:
     """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
     numbers, spec, names, needed = rest
     floats = iter(needed[4:])
     needed = (*needed[:4], *(x.is_floating_point() and next(floats) for x in values))
-    given = dout, dlse, out, lse, norm, q, k, v, sinks
-    return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *given, *values))
+    arrays = dout, dlse, out, lse, softmax_stats, q, k, v, sinks
+    return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *arrays, *values))
 
 
-def _apart(said: Any, dims: Any, values: Any) -> bool:
+def _separate_calls(static: Any, dims: Any, values: Any) -> bool:
     """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
     positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""
-    numbers, spec, names = said
+    numbers, spec, names = static
     if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
         return True
     att, _ = running.call_of(values, numbers, spec, names)

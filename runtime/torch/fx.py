@@ -26,11 +26,11 @@ def record(att: Any, request: Request, lse: bool) -> Any:
         "origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None, "seed": seed,
         "sinks": att.options.sinks if sinks is None else sinks, "return_max": top or None,
     }  # fmt: skip
-    given = {n: x for n, x in att.inputs.items() if n not in params}
-    given |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
-    given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    tracer = next(x.tracer for x in (q, k, v, *given.values()) if isinstance(x, Proxy))
-    return tracer.create_proxy("call_function", attend, (att.spec, q, k, v), given)
+    keywords = {n: x for n, x in att.inputs.items() if n not in params}
+    keywords |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
+    keywords = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in keywords.items()}
+    tracer = next(x.tracer for x in (q, k, v, *keywords.values()) if isinstance(x, Proxy))
+    return tracer.create_proxy("call_function", attend, (att.spec, q, k, v), keywords)
 
 
 def attend(spec: str, q: Any, k: Any, v: Any, /, **options: Any) -> Any:

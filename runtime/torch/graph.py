@@ -42,7 +42,7 @@ def by_plan(att: Any, request: Request, rows: bool) -> Results:
     att.check_planned(request)
     plan: Any = request.plan
     same = type(att)(plan.host_program.stored_as(None), att.options)
-    values = {**plan.given, **request.params}
+    values = {**plan.device_values, **request.params}
     return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values), rows)
 
 
@@ -92,15 +92,15 @@ def written(
     for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    asked = ""  # is_exporting() is True in all of Dynamo 2.11
+    grad_names = ""  # is_exporting() is True in all of Dynamo 2.11
     compiled = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
     if compiled and torch.is_grad_enabled():
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
-            asked = ":" + ":".join(learned)
+            grad_names = ":" + ":".join(learned)
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, sinks, *(x for _, x in items))
-    tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + asked)
+    tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + grad_names)
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
@@ -117,5 +117,5 @@ def written(
 def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[str, Any]) -> Tensor:
     """uint8 [B, H, rows, columns]: the tiles of a mask, on the device of `like`. `sizes` are q_len, kv_len, B, H."""
     tensors, numbers, names = sorted_out(list(params.items()), "")
-    found: Tensor = torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)
-    return found
+    kinds: Tensor = torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)
+    return kinds

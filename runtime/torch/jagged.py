@@ -107,25 +107,25 @@ class Ragged:
         return tuple(None if t is None else min(j for j in range(i + 1) if x[j] is t) for i, t in enumerate(x))
 
 
-def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> JaggedTables:
+def names_for(pattern: Pattern, reserved: Iterable[str], sequences: Expr) -> JaggedTables:
     """Names that are free, one for every tensor."""
-    used = set(taken)
-    found: list[str | None] = []
+    used = set(reserved)
+    names: list[str | None] = []
     for name, first in zip(NAMES, pattern, strict=True):
-        if first is None or first < len(found):
-            found.append(None if first is None else found[first])
+        if first is None or first < len(names):
+            names.append(None if first is None else names[first])
         else:
-            found.append(fresh(name, used))
-            used.add(str(found[-1]))
-    q, kv, q_len, kv_len = found
+            names.append(fresh(name, used))
+            used.add(str(names[-1]))
+    q, kv, q_len, kv_len = names
     assert q is not None
     assert kv is not None
     return JaggedTables(q, kv, q_len, kv_len, sequences)
 
 
-def fresh(name: str, taken: Iterable[str]) -> str:
+def fresh(name: str, used: Iterable[str]) -> str:
     """The name, with a number behind it where it is taken."""
-    return next(new for i in count() if (new := f"{name}_{i}" if i else name) not in taken)
+    return next(new for i in count() if (new := f"{name}_{i}" if i else name) not in used)
 
 
 def is_jagged(x: Any) -> bool:
@@ -215,19 +215,19 @@ def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, Jagg
     tables, and that of the number of sequences where it is read."""
     number = fresh("sequences", program.names)
     names = names_for(pattern, {*program.names, number}, ir.param(number))
-    own, inner, outer = names.own_sequence(), names.places(True), names.places(False)
+    same_sequence, inner, outer = names.own_sequence(), names.places(True), names.places(False)
 
     def put(p: BoundExpr) -> Any:
         if isinstance(p, Mask):
-            return Mask(conj(own, ir.substitute(p.expr, outer)), p.params, p.origin.names)
+            return Mask(conj(same_sequence, ir.substitute(p.expr, outer)), p.params, p.origin.names)
         return type(p)(ir.substitute(p.expr, inner), p.params, p.origin.names)
 
     places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
-    made = replace(program, places=places).changed(put)
-    if made.mask is None:
-        made = replace(made, mask=Mask(own))
-    return made, names, number if number in made.names else None
+    packed = replace(program, places=places).changed(put)
+    if packed.mask is None:
+        packed = replace(packed, mask=Mask(same_sequence))
+    return packed, names, number if number in packed.names else None
 
 
 def _check_tables(program: CallProgram, ragged: Ragged, heads: int, params: Mapping[str, Any]) -> None:
@@ -283,12 +283,12 @@ def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
         rest = {n: x for n, x in att.constants.items() if n not in params}
         sinks = att.options.sinks if request.sinks is None else request.sinks
         packed_request = Request(*packed, seed=request.seed, top=request.top)
-        found = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
+        results = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
     else:
         _check_tables(att.program, ragged, packed[0].shape[1], {**att.constants, **params})
         inside: Any = att.jagged(ragged.pattern)[0]
-        found = inside(
+        results = inside(
             *packed, seed=request.seed, sinks=request.sinks, return_lse=True, return_max=True, **values, **params
         )
-    out, lse, largest = closed_all(found, q)
+    out, lse, largest = closed_all(results, q)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest

@@ -33,13 +33,13 @@ from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
-from frisket.grammar.memo import beside, remember
-from frisket.lowering.plan import LIVE, RATE, SEED, Spans
+from frisket.grammar.memo import cached_on, remember
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import COPIED, NATURAL, Rows, arrays, turned, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, TokenPermutation, arrays, transpose_to, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
@@ -53,7 +53,7 @@ from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, refuse_tangents, written_out
 from .ready import ChangingTables, EngineReady, Ready, engine_call, readable
-from .take import around, gradients_around
+from .take import gradients_with_permutation, with_permutation
 
 Tensor = Any
 NUMBERS = (bool, int, float)
@@ -63,7 +63,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
-    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
+    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, softmax_stats too: see
+    `Ready.saving`."""
     if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
@@ -76,16 +77,16 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     if getattr(plan, "on_device", False):
         refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
-    kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _remembered(att, key, tables, request, kept)
+    ready_calls = att.ready if plan is None else getattr(plan, "ready", att.ready)
+    ready = _remembered(att, key, tables, request, ready_calls)
     if ready is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
-        values = att.learned if plan is None else plan.given
-        found = [params[n] if n in params else values[n] for _, n in ready.live]
+        values = att.learned if plan is None else plan.device_values
+        inputs = [params[n] if n in params else values[n] for _, n in ready.kv_inputs]
         if ready.bshd:
-            found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
-        return ready.again(q, k, v, found, request.seed, att.options, request.sinks, request.top, saving)
+            inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
+        return ready.again(q, k, v, inputs, request.seed, att.options, request.sinks, request.top, saving)
     began, _ = perf_counter(), kernel_step.set("")
     call = att.call(request._replace(q=q, k=k, v=v))
     if call.geometry.vacant:
@@ -97,7 +98,7 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _prepare_and_keep(call, att, request, key, kept, tables)
+    ready = _prepare_and_keep(call, att, request, key, ready_calls, tables)
     result = run(call, ready, saving)
     record(att, call, began, ready.target.backend)  # after the run, which loads Triton's kernels
     return result
@@ -124,65 +125,65 @@ def repeated(
     if q.is_nested or k.is_nested or v.is_nested:  # not jagged: an error of `attend`
         return None
     bare = plan is sinks is origin is sizes is layout is None and not params
-    if (beside := () if bare else _beside(att, plan, sinks, origin, sizes, layout, params)) is None:
+    if (extra := () if bare else _extra_key(att, plan, sinks, origin, sizes, layout, params)) is None:
         return None
     learning = _learning(q, k, v)
-    found = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, beside)
-    if found is None:
+    earlier = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, extra)
+    if earlier is None:
         return None
-    _, run, ready = found
-    if not beside and not lse:
+    _, run, ready = earlier
+    if not extra and not lse:
         if learning:
             return AttendAgain.apply(run, ready, q, k, v) if run.fits(q, k, v) else None  # type: ignore[no-untyped-call]
         return run.forward(q, k, v, False)
     if ready.bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not learning:
-        found = run.forward(q, k, v, lse, sinks, [params[n] for _, n in ready.live])
+        results = run.forward(q, k, v, lse, sinks, [params[n] for _, n in ready.kv_inputs])
     elif not lse and sinks is None and run.fits(q, k, v):
-        found = AttendAgain.apply(run, ready, q, k, v)  # type: ignore[no-untyped-call]
+        results = AttendAgain.apply(run, ready, q, k, v)  # type: ignore[no-untyped-call]
     else:
         return None
-    if found is None:
+    if results is None:
         return None
-    out = found[0] if lse else found
+    out = results[0] if lse else results
     out = out.transpose(1, 2) if ready.bshd else out
-    return (out, found[1]) if lse else out
+    return (out, results[1]) if lse else out
 
 
 def earlier_call(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, beside: tuple[Any, ...] = ()
+    att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, extra: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
     """(settings, what runs it, its `Ready`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
-    kept = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
-    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *beside
-    found = kept.get(kinds)
-    if found is None or torch._C._is_any_autocast_enabled():
+    repeats = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
+    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra
+    earlier = repeats.get(kinds)
+    if earlier is None or torch._C._is_any_autocast_enabled():
         return None
-    if (settings := Settings.read()) is not found[0] and settings != found[0]:
+    if (settings := Settings.read()) is not earlier[0] and settings != earlier[0]:
         return None
     if forward_ad._current_level >= 0 or torch._C._is_torch_function_mode_enabled():
         return None
-    return found if q.is_cpu and k.is_cpu and v.is_cpu and not (q.is_neg() or k.is_neg() or v.is_neg()) else None
+    return earlier if q.is_cpu and k.is_cpu and v.is_cpu and not (q.is_neg() or k.is_neg() or v.is_neg()) else None
 
 
-def _beside(
+def _extra_key(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """The part of a key of `repeated` beside q, k and v; () for a call of these alone. None where a call is not to be
     repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
-    said: list[Any] = []
+    parts: list[Any] = []
     if sinks is not None:
         if not (_readable(sinks) and sinks.is_contiguous()):
             return None
-        said.append((sinks.shape, sinks.dtype))
+        parts.append((sinks.shape, sinks.dtype))
     for name, x in params.items():
         if type(x) in NUMBERS:
-            said.append((name, kind_of(x), x))
-        elif name in LIVE and _readable(x):
-            said.append((name, x.shape, x.dtype))
+            parts.append((name, kind_of(x), x))
+        elif name in KV_INPUTS and _readable(x):
+            parts.append((name, x.shape, x.dtype))
         else:
             return None
     for place in (origin, sizes):
@@ -191,9 +192,9 @@ def _beside(
     if not (layout is None or type(layout) is str):
         return None
     turned = layout if layout != NATURAL["torch"] else None
-    if plan is None and not said and origin is sizes is turned is None:
+    if plan is None and not parts and origin is sizes is turned is None:
         return ()
-    return None if plan is None else ref(att), origin, sizes, turned, *said
+    return None if plan is None else ref(att), origin, sizes, turned, *parts
 
 
 def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -204,8 +205,8 @@ def _readable(x: Any) -> bool:
     """Whether a kernel can read a tensor where it is; strides may be any."""
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested or x.layout is not torch.strided:
         return False
-    here = x.is_cpu and not x.is_neg() and x.data_ptr() != 0
-    return here and not (x.requires_grad and torch.is_grad_enabled())
+    addressable = x.is_cpu and not x.is_neg() and x.data_ptr() != 0
+    return addressable and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
@@ -216,42 +217,44 @@ def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, k
         return
     if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
         return
-    if ready.live and (ready.bshd or any(source not in params or source not in LIVE for _, source in ready.live)):
+    if ready.kv_inputs and (
+        ready.bshd or any(source not in params or source not in KV_INPUTS for _, source in ready.kv_inputs)
+    ):
         return
-    beside = _beside(att, plan, sinks, origin, sizes, layout, params)
-    if beside is None or not (plan is None or isinstance(plan, Plan)):
+    extra = _extra_key(att, plan, sinks, origin, sizes, layout, params)
+    if extra is None or not (plan is None or isinstance(plan, Plan)):
         return
     real = torch.float64 if ready.double else torch.float32
     if sinks is not None and (sinks.shape != (ready.geometry.heads,) or sinks.dtype != real):
         return
-    kept = att.repeats if plan is None else plan.ready
-    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *beside
-    if kinds not in kept:
-        live = [name for name, _ in ready.live]
-        given = ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.tables, live
-        remember(kept, kinds, (settings, repeat(*given, ready.target), ready), 3 * KEPT)
+    repeats = att.repeats if plan is None else plan.ready
+    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra
+    if kinds not in repeats:
+        input_names = [name for name, _ in ready.kv_inputs]
+        arguments = ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.tables, input_names
+        remember(repeats, kinds, (settings, repeat(*arguments, ready.target), ready), 3 * KEPT)
 
 
 def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
-    found = _remembered(att, key, tables, request, att.ready)
-    return found or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
+    ready = _remembered(att, key, tables, request, att.ready)
+    return ready or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _remembered(att: Any, key: Any, tables: list[Any], request: Request, kept: dict[Any, Any]) -> Ready | None:
+def _remembered(att: Any, key: Any, tables: list[Any], request: Request, ready_calls: dict[Any, Any]) -> Ready | None:
     """The `Ready` of an earlier call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
-        return _remembered_by_key(att, key, request.plan, request.params, kept)
+        return _remembered_by_key(att, key, request.plan, request.params, ready_calls)
     ready: Ready | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
             return ready
-    if type(changing := kept.get(key)) is not ChangingTables:
+    if type(changing := ready_calls.get(key)) is not ChangingTables:
         return None
     return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
@@ -271,24 +274,32 @@ def _bits(x: Any) -> Any:
     return None
 
 
-def _remembered_by_key(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
+def _remembered_by_key(
+    att: Any, key: Any, plan: Any, params: Mapping[str, Any], ready_calls: dict[Any, Any]
+) -> Ready | None:
     """The `Ready` of an earlier call of a key, with the plan of this call if the mask reads tables of a device."""
-    ready: Ready | None = kept.get(key)
+    ready: Ready | None = ready_calls.get(key)
     if plan is None:
         if ready is None or ready.template is None:
             return ready
-        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.given}
-        return ready.for_step(ready.template.again(given))
+        tables = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.device_specs}
+        return ready.for_step(ready.template.with_tables(tables))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
-            own = plan.stored_as(first.template.host_program.stored)
-            ready = kept[key] = first.for_step(own).with_plan(None)  # for the layers to come
+            step_plan = plan.stored_as(first.template.host_program.stored)
+            ready = ready_calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
     return ready.with_plan(plan) if ready is not None and ready.loads else ready
 
 
 def _prepare_and_keep(
-    call: Call, att: Any, request: Request, key: Any, kept: dict[Any, Any], tables: list[Any], defers: bool = True
+    call: Call,
+    att: Any,
+    request: Request,
+    key: Any,
+    ready_calls: dict[Any, Any],
+    tables: list[Any],
+    defers: bool = True,
 ) -> Ready:
     plan = request.plan
     ready = prepare(call, att.options, defers)
@@ -297,17 +308,17 @@ def _prepare_and_keep(
     if tables and not ready.loads:
         entries = [x.tobytes() for x in tables]
         _keep_by_tables(att, key, entries, ready)
-        if type(changing := kept.get(key)) is not ChangingTables:
-            remember(kept, key, changing := ChangingTables(call.plan, request.params), KEPT)
+        if type(changing := ready_calls.get(key)) is not ChangingTables:
+            remember(ready_calls, key, changing := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
-            made = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
-            changing.host_planned(att, call, request.params, ready, made, entries)
+            builder = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
+            changing.host_planned(att, call, request.params, ready, builder, entries)
     if key is None or tables:
         return ready
     if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
-        ready = ready.with_plan(call.plan.again({}))  # later calls bring their own values; these are not held
+        ready = ready.with_plan(call.plan.with_tables({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(kept, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
+        remember(ready_calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
     if ready.loads and call.plan.common is not None:
         remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
     return ready
@@ -319,9 +330,9 @@ def execute(call: Call, att: Any) -> tuple[Any, ...]:
 
 
 def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
-    given = {**call.plan.given, **call.live}
-    values = tuple(given[n] for _, n in ready.live)
-    return ready(*call.given.qkv, values, call.seed, call.sinks, call.top, saving)
+    sources = {**call.plan.device_values, **call.kv_inputs}
+    values = tuple(sources[n] for _, n in ready.kv_inputs)
+    return ready(*call.arrays.qkv, values, call.seed, call.sinks, call.top, saving)
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
@@ -330,24 +341,24 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
         return None, []
     tables: list[Any] = []
     plan, origin, sizes = request.plan, request.origin, request.sizes
-    said: list[Any] = []
+    parts: list[Any] = []
     for name, x in request.params.items():
         if type(x) in NUMBERS:
-            said.append((name, kind_of(x), x))
-        elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
-            said.append((name, x.shape, x.dtype, x.device))
+            parts.append((name, kind_of(x), x))
+        elif (name in KV_INPUTS and hasattr(x, "shape")) or _learned(att, name, x):
+            parts.append((name, x.shape, x.dtype, x.device))
         elif plan is None and _on_accelerator(x, qkv[0].device):
-            said.append((name, x.shape, x.dtype, "planned there"))
+            parts.append((name, x.shape, x.dtype, "planned there"))
         elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
             tables.append(bits)
-            said.append((name, x.shape, x.dtype, "by its entries"))
+            parts.append((name, x.shape, x.dtype, "by its entries"))
         else:
             return None, []
     if origin is not None or sizes is not None:
         if not all(x is None or isinstance(x, tuple | list) for x in (origin, sizes)):
             return None, []
-        said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
-        if any(type(x) is not int for place in said[-1] if place for x in place):
+        parts.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
+        if any(type(x) is not int for place in parts[-1] if place for x in place):
             return None, []
     q, k, v = qkv
     key = (
@@ -355,7 +366,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settin
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, request.layout,
         settings.backend, settings.engines, settings.show,
         *(x.shape for x in att.learned.values()),  # whose `.data` may be another
-        None if plan is None else (att.options, att.program.exprs), *said,
+        None if plan is None else (att.options, att.program.exprs), *parts,
     )  # fmt: skip
     return key, tables
 
@@ -379,10 +390,10 @@ def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
     proof = engine_call(call, options)
     if proof is not None:
         named = call.backend == proof.backend
-        other = replace(call, backend=automatic("torch", call.given.device)) if named else call
+        other = replace(call, backend=automatic("torch", call.arrays.device)) if named else call
         return EngineReady.of_call(other, options, proof, named, _built)
-    if call.given.device != "cpu":
-        call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.given.dtype, options))
+    if call.arrays.device != "cpu":
+        call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.arrays.dtype, options))
     return _built(call, options, defers)
 
 
@@ -394,53 +405,53 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
     rows: dict[str, Any] = {"rows": options.rows} if run.rows and options.rows is not None else {}
     try:
         with deferring(defers):
-            run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype, **rows)
+            run.build(ready.plan, ready.geometry, ready.target, call.arrays.q.dtype, call.arrays.k.dtype, **rows)
     except BuildError as error:
         fall_back(error)
-        made = _prepared(replace(call, backend=library("torch")), options)
-        return replace(made, awaits=True) if isinstance(error, LaterError) else made
-    made = object.__new__(Ready)
-    made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward, options.rows))
-    return made
+        fallback = _prepared(replace(call, backend=library("torch")), options)
+        return replace(fallback, awaits=True) if isinstance(error, LaterError) else fallback
+    copy = object.__new__(Ready)
+    copy.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward, options.rows))
+    return copy
 
 
 def _or_library(
-    backward: Callable[..., Any], rows: Rows | None, *given: Any, norm: Any = None, **more: Any
+    backward: Callable[..., Any], rows: TokenPermutation | None, *arguments: Any, softmax_stats: Any = None, **more: Any
 ) -> dict[str, Tensor]:
     """The gradients of a native backward, or of library calls where the native one cannot be built."""
     try:
         with deferring("share" not in more):
-            found: dict[str, Tensor] = backward(*given, norm=norm, **more)
+            grads: dict[str, Tensor] = backward(*arguments, softmax_stats=softmax_stats, **more)
     except BuildError as error:
         fall_back(error)
         other = RECORDS[library("torch")].executor("torch", gradients=True)
-        found = (other if rows is None else partial(gradients_around, other, rows))(*given, **more)
-    return found
+        grads = (other if rows is None else partial(gradients_with_permutation, other, rows))(*arguments, **more)
+    return grads
 
 
 def _prepared(call: Call, options: Options) -> Ready:
-    """The prepared call of a backend; live are the Float tables and scalars that were given to a flat plan."""
-    given, geometry, plan = call.given, call.geometry, call.plan
+    """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
+    inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreted:
         warn_slow(call.backend, geometry)
-    found = compiled(call, options, given.q.device)
-    target, made = found.target, found.work
-    named = {n for n, x in plan.given.items() if x.is_floating_point()}
-    real = torch.float64 if given.dtype == "float64" else torch.float32
-    wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
-    uses = [x for x in wanted if x.source in LIVE or (x.type is FLOAT and x.source in named)]
-    live = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
-    tables = {n: t for n, t in _on_device(made, given.q.device, real).items() if n not in live}
-    slots = {n: x for n, x in made.slots.items() if n not in live}
-    source = {s.source: s.name for s in made.plan.slots}
+    program = compiled(call, options, inputs.q.device)
+    target, work = program.target, program.work
+    named = {n for n, x in plan.device_values.items() if x.is_floating_point()}
+    real = torch.float64 if inputs.dtype == "float64" else torch.float32
+    operands: list[Any] = [*work.plan.tables, *work.plan.slots]
+    uses = [x for x in operands if x.source in KV_INPUTS or (x.type is FLOAT and x.source in named)]
+    input_names = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
+    tables = {n: t for n, t in _on_device(work, inputs.q.device, real).items() if n not in input_names}
+    slots = {n: x for n, x in work.slots.items() if n not in input_names}
+    source = {s.source: s.name for s in work.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = plan if backend.loads else on_host(made.spans)
+    spans = plan if backend.loads else on_host(work.spans)
     return Ready(
-        made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
+        work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(backend, options), backend.beside_lse,
+        inputs.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
         _gradient_check(backend, options.deterministic),
     )  # fmt: skip
 
@@ -457,17 +468,18 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
     if rows is not None and run.rows:
         forward, backward = partial(forward, rows=rows), partial(backward, rows=rows)
     elif rows is not None:
-        forward, backward = partial(around, forward, rows), partial(gradients_around, backward, rows)
+        forward = partial(with_permutation, forward, rows)
+        backward = partial(gradients_with_permutation, backward, rows)
     return forward, backward
 
 
 def _gradient_check(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
     """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
-    found = backend.executors["torch"].checks_gradients
-    return None if found is None else partial(found.function, deterministic=deterministic)
+    check = backend.executors["torch"].checks_gradients
+    return None if check is None else partial(check.function, deterministic=deterministic)
 
 
-def _refused(name: str, *given: Any, **more: Any) -> Any:
+def _refused(name: str, *arguments: Any, **more: Any) -> Any:
     raise no_gradients(name)
 
 
@@ -504,7 +516,7 @@ def _on_device(work: Work | DeviceWork, device: Any, real: Any) -> Mapping[str, 
         return readable(work.tables, device, real)
     tables = work.tables
 
-    def made() -> dict[str, Tensor]:
+    def tensors() -> dict[str, Tensor]:
         return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
 
-    return beside(work.inputs, (device, real), made)
+    return cached_on(work.inputs, (device, real), tensors)

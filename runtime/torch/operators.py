@@ -31,10 +31,10 @@ for _schema in (
 def _late(name: str, *first: str) -> Callable[..., Any]:
     """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
 
-    def run(*given: Any, **named: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         from . import func
 
-        return getattr(func if name == "transformed" else func.running, name)(*first, *given, **named)
+        return getattr(func if name == "transformed" else func.running, name)(*first, *arguments, **named)
 
     return run
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
-from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend
 from frisket.runtime.backends.cpp.torch import lse_of
@@ -57,14 +57,14 @@ class Ready:
     target: Target
     slots: Mapping[str, Any]  # numbers of the plan; read-only, as `tables` is: executors keep what they make of them
     tables: Mapping[str, Tensor]
-    live: tuple[tuple[str, str], ...]  # slots and tables whose values come with every call: (name in the plan, source)
-    loads: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
+    kv_inputs: tuple[tuple[str, str], ...]  # (name in the plan, source) of slots and tables that come with every call
+    loads: bool  # whether kernels load these values themselves, in any dtype: nothing waits for the device
     seed: str | None  # the slot of dropout's seed
     bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    beside_lse: str  # see `Backend.beside_lse`; the tensor of these numbers is called `norm`
+    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `softmax_stats`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
@@ -84,74 +84,75 @@ class Ready:
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
         saving: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. All get gradients."""
+        """(out, lse, top), with `saving` softmax_stats too; `values`: of `kv_inputs`, sinks [heads]. All get
+        gradients."""
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
                 return self(q, k, v, values, seed, sinks, top, saving)
         if self.bshd:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        given = q, k, v, sinks, *values
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        arrays = q, k, v, sinks, *values
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays):
             if self.stored:
-                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
+                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.kv_inputs})
             if self.check is not None:
-                wanted = frozenset(n for (n, _), x in zip(self.live, values, strict=True) if x.requires_grad)
-                self.check_gradients(q.device, seed, values, wanted)
-            out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
+                grad_names = frozenset(n for (n, _), x in zip(self.kv_inputs, values, strict=True) if x.requires_grad)
+                self.check_gradients(q.device, seed, values, grad_names)
+            out, *rest = Attend.apply(self, seed, top, *arrays)  # type: ignore[no-untyped-call]
         else:
-            out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
+            out, *rest = self.saving(seed, top, *arrays) if saving else self.run(seed, top, *arrays)
         return out.transpose(1, 2) if self.bshd else out, *rest
 
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
         slots, tables = self.inputs(q.device, seed, values)
-        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
+        arguments = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*arguments, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         """The results of `run`, and what the backward knows of each row in addition to lse; None where that is nothing,
         and where in a graph the backward may be the native one, which counts rows another way."""
-        if self.awaits or (not self.beside_lse and sinks is None):
+        if self.awaits or (not self.stats_kind and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.inputs(q.device, seed, values)
-        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*given, sinks=sinks, top=top, norm=True)
+        arguments = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*arguments, sinks=sinks, top=top, softmax_stats=True)
 
     def run_part(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
         slots, tables = self.inputs(values[0].device, seed, values[4:])
         common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
-        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
-        if self.beside_lse != "offset":
-            return out, lse.double() + norm, None
-        return out, lse_of(self.plan, norm, lse), norm
+        out, lse, _, softmax_stats = self.forward(*common, sinks=values[3], top=False, softmax_stats=True)
+        if self.stats_kind != "offset":
+            return out, lse.double() + softmax_stats, None
+        return out, lse_of(self.plan, softmax_stats, lse), softmax_stats
 
     def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
         `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
         of each row's weights."""
-        q, k, v, sinks, out, lse, norm, *values = saved
+        q, k, v, sinks, out, lse, softmax_stats, *values = saved
         slots, tables = self.inputs(q.device, seed, values)
-        more = {"norm": norm} if self.beside_lse else {}
-        if share is not None and self.beside_lse != "low":  # there lse and norm say all
+        more = {"softmax_stats": softmax_stats} if self.stats_kind else {}
+        if share is not None and self.stats_kind != "low":  # there lse and softmax_stats say all
             more["share"] = share
-        found: dict[str, Tensor] = self.backward(
+        grads: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
-            wanted=wanted, sinks=sinks, **more,
+            grad_names=grad_names, sinks=sinks, **more,
         )  # fmt: skip
-        return found
+        return grads
 
     def inputs(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         """Slots and tables, as kernels take them."""
         slots, tables = self.slots, self.tables
         if self.seed is not None:
             slots = {**slots, self.seed: seed}
-        if self.live:
+        if self.kv_inputs:
             slots, tables = dict(slots), dict(tables)
-            for (name, source), x in zip(self.live, values, strict=True):
-                if source in LIVE:
+            for (name, source), x in zip(self.kv_inputs, values, strict=True):
+                if source in KV_INPUTS:
                     tables[name] = x
                 elif self.loads:
                     (tables if x.ndim else slots)[name] = x.to(device)
@@ -161,11 +162,11 @@ class Ready:
                     slots[name] = float(x)
         return slots, tables
 
-    def check_gradients(self, device: Any, seed: Any, values: Any, wanted: frozenset[str]) -> None:
+    def check_gradients(self, device: Any, seed: Any, values: Any, grad_names: frozenset[str]) -> None:
         """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
         if self.check is not None:
             slots, tables = self.inputs(device, seed, values)
-            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, wanted=wanted)
+            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, grad_names=grad_names)
 
     @property
     def double(self) -> bool:
@@ -175,7 +176,7 @@ class Ready:
     def stored(self) -> bool:
         """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
         plan = self.plan
-        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
+        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
 
     @property
     def generated(self) -> Ready:
@@ -193,16 +194,16 @@ class Ready:
 
     def for_any_step(self, plan: Any) -> Ready:
         """A prepared call without the values of one step: `for_step` adds them."""
-        return self._with(None, dict.fromkeys(self.tables), plan.again({}))
+        return self._with(None, dict.fromkeys(self.tables), plan.with_tables({}))
 
     def with_plan(self, plan: Any) -> Ready:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
         return self._with(plan, self.tables, None)
 
     def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> Ready:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
-        return made
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
+        return copy
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
@@ -252,22 +253,22 @@ class ChangingTables:
     ) -> None:  # fmt: skip
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
-        if not self.possible or host.generated is not host or host.live or call.live:
+        if not self.possible or host.generated is not host or host.kv_inputs or call.kv_inputs:
             return
         order = self._order(tables := self._tables(entries))
-        found = self._planner(order)
-        if found is not None and not _pays(found, tables, host):
-            self.planners = {n: x for n, x in self.planners.items() if x is not found}
-        if found is None or found.order != order:
+        planner = self._planner(order)
+        if planner is not None and not _pays(planner, tables, host):
+            self.planners = {n: x for n, x in self.planners.items() if x is not planner}
+        if planner is None or planner.order != order:
             due = self.seen[order] in CHANGES
-            made = _planner_for(att, call, params, host, prepare, tables, order) if due else None
+            candidate = _planner_for(att, call, params, host, prepare, tables, order) if due else None
             self.seen[order] += 1
-            if made is not None and _pays(made, tables, host):
-                self.planners = {**self.planners, order: made}
+            if candidate is not None and _pays(candidate, tables, host):
+                self.planners = {**self.planners, order: candidate}
 
     def _tables(self, entries: list[bytes]) -> dict[str, Array]:
-        given = zip(self.kinds.items(), entries, strict=True)
-        return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in given}
+        pairs = zip(self.kinds.items(), entries, strict=True)
+        return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in pairs}
 
     def _order(self, tables: Mapping[str, Array]) -> frozenset[str]:
         """The tables that ascend along their last axis."""
@@ -305,8 +306,8 @@ class TablePlanner:
         run({n: x.ctypes.data for n, x in wide.items()})
         spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
-        found = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
-        return self.ready._with(spans, MappingProxyType(found), None)
+        kernel_arrays = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
+        return self.ready._with(spans, MappingProxyType(kernel_arrays), None)
 
 
 def _planner_for(
@@ -314,18 +315,26 @@ def _planner_for(
     tables: Mapping[str, Array], order: frozenset[str],
 ) -> TablePlanner | None:  # fmt: skip
     """The planner for tables like these; None where there is none for kernels as `host` has."""
-    given = {n: torch.as_tensor(params[n]) for n in tables}
+    values = {n: torch.as_tensor(params[n]) for n in tables}
     if RECORDS[host.target.backend].plans != "host":
         return None
-    g, own = call.geometry, call.plan
-    rest = {n: x for n, x in params.items() if n not in given}
+    g, host_plan = call.geometry, call.plan
+    rest = {n: x for n, x in params.items() if n not in values}
     try:
         plan = att.plan(
-            g.q_len, g.kv_len, g.batch, g.heads, origin=own.origin, sizes=own.sizes, flat=True, **rest, **given
+            g.q_len,
+            g.kv_len,
+            g.batch,
+            g.heads,
+            origin=host_plan.origin,
+            sizes=host_plan.sizes,
+            flat=True,
+            **rest,
+            **values,
         )
-        if plan.given.keys() != given.keys() or plan.static.planner is None:
+        if plan.device_values.keys() != values.keys() or plan.static.planner is None:
             return None
-        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.given, {})
+        plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.device_values, {})
         planner = plan.static.planner
         assert planner is not None
         run, ready = function(planner), prepare(replace(call, plan=plan), att.options)
@@ -340,11 +349,11 @@ def _planner_for(
 
 def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: Ready) -> bool:
     """Whether a planner reads few more tiles than the host's plan, or tiles that take less time than such a plan."""
-    if (found := planner(tables)) is None:
+    if (ready := planner(tables)) is None:
         return True  # the host plans for such entries
     g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _tiles_read(host.spans)
     spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
-    return _tiles_read(found.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    return _tiles_read(ready.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
 
 
 def _tiles_read(spans: Spans) -> int:
@@ -368,14 +377,14 @@ class EngineReady(Ready):
         cls, call: Call, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[[Call, Options], Ready]
     ) -> EngineReady:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
-        given, record = call.given, RECORDS[proof.backend]
+        arrays, record = call.arrays, RECORDS[proof.backend]
         bare = replace(
-            call, given=replace(given, q=given.q.new_empty(0), k=given.k.new_empty(0), v=given.v.new_empty(0))
+            call, arrays=replace(arrays, q=arrays.q.new_empty(0), k=arrays.k.new_empty(0), v=arrays.v.new_empty(0))
         )
-        real = torch.float64 if given.dtype == "float64" else torch.float32
+        real = torch.float64 if arrays.dtype == "float64" else torch.float32
         return cls(
             None, None, call.geometry, Target(proof.backend, 0, 0), MappingProxyType({}), MappingProxyType({}), (),  # type: ignore[arg-type]
-            False, None, given.layout != NATURAL["torch"], real,
+            False, None, arrays.layout != NATURAL["torch"], real,
             *_by_plan(prepare(replace(bare, backend=record.name), options)) if record.engine is None else
             _by_arguments(record), "", None, False, None, proof, named, lambda: prepare(bare, options),
         )  # fmt: skip
@@ -408,18 +417,18 @@ class EngineReady(Ready):
         return self.saving(seed, top, q, k, v, sinks)[:3]
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        found = self.forward(self.proof.arguments, q, k, v, *(() if sinks is None else (sinks,)))
-        return *found, None, None
+        results = self.forward(self.proof.arguments, q, k, v, *(() if sinks is None else (sinks,)))
+        return *results, None, None
 
     def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         if not self.proof.gradients:
-            return self.generated.gradients(seed, wanted, saved, dout, dlse, share)
+            return self.generated.gradients(seed, grad_names, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
-        found: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
-        return found
+        grads: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
+        return grads
 
 
 def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -441,7 +450,7 @@ def _by_plan(ready: Ready) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-def _refused(*given: Any) -> Any:
+def _refused(*arguments: Any) -> Any:
     raise AssertionError("an engine without gradients says so in its arguments")
 
 
@@ -449,18 +458,18 @@ def engine_call(call: Call, options: Options) -> proofs.Proof | None:
     """The proof of the engine that runs a call; None where generated kernels do. Raises where a named one cannot."""
     named = RECORDS[call.backend]
     if named.engine is not None:
-        found = proofs.prove(named, facts_of(call, options))
-        if isinstance(found, str):
-            raise BackendError(f"backend {named.name!r} does not run this call: {found}\n  leave out the backend")
-        return found
+        proof = proofs.prove(named, facts_of(call, options))
+        if isinstance(proof, str):
+            raise BackendError(f"backend {named.name!r} does not run this call: {proof}\n  leave out the backend")
+        return proof
     return None if proofs.asked_for(options) else proofs.choose_engine(facts_of(call, options), explain=False).proof
 
 
 def facts_of(call: Call, options: Options) -> proofs.EngineCall:
-    plan, device = call.plan, call.given.device
+    plan, device = call.plan, call.arrays.device
     return proofs.EngineCall(
-        plan.host_program, call.geometry, call.given.dtype, "torch",
-        "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.given),
-        bool(call.live or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
+        plan.host_program, call.geometry, call.arrays.dtype, "torch",
+        "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.device_values),
+        bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
         call.sinks is not None, call.top, options.deterministic, call.backend, proofs.allowed(options), plan,
     )  # fmt: skip

@@ -35,11 +35,11 @@ def call_of(
     values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str, *qkv: Tensor, sinks: Any = None
 ) -> tuple[Any, Request]:
     """The attention and the keywords of a call of it."""
-    top, said = names_of(names)
+    top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
     literal = {"True": True, "False": False}
     params: dict[str, Any] = {}
-    for kind, name in said:
+    for kind, name in entries:
         if kind == "tensor":
             params[name] = next(tensors)
         elif kind == "number":
@@ -72,25 +72,27 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     bare = sinks is None and names in BARE
     like = earlier_call(attention_of(spec, ()), q, k, v, "saving") if bare else None
-    if like is not None and (found := like[1].forward(q, k, v, True)) is not None:
-        out, lse, norm = found
-        return out, lse, lse.new_empty(0), norm
+    if like is not None and (results := like[1].forward(q, k, v, True)) is not None:
+        out, lse, softmax_stats = results
+        return out, lse, lse.new_empty(0), softmax_stats
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
-    wanted, record = wanted_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
+    grad_names, record = grad_names_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
     with torch.no_grad():
-        if checks and wanted is not None and q.numel() and k.numel():
+        if checks and grad_names is not None and q.numel() and k.numel():
             ready = kept_ready(att, request)
-            learned = frozenset(n for n, source in ready.live if source in wanted)
-            ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.live], learned)
-        out, lse, top, norm = attend_op(att, request, saving=True)
+            learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
+            ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.kv_inputs], learned)
+        out, lse, top, softmax_stats = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     width = norm_width(q.dtype, v.shape[3], q.device.type)
-    if norm is None:
-        norm = lse.new_zeros((*lse.shape, width))
-    elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
-        norm = torch.stack([norm, norm, *[torch.zeros_like(norm)] * (width - 2)], -1)
-    return out.contiguous(), lse.contiguous(), top, norm
+    if softmax_stats is None:
+        softmax_stats = lse.new_zeros((*lse.shape, width))
+    elif softmax_stats.ndim == 3:  # a graph has one shape for all that executors know of rows
+        softmax_stats = torch.stack(
+            [softmax_stats, softmax_stats, *[torch.zeros_like(softmax_stats)] * (width - 2)], -1
+        )
+    return out.contiguous(), lse.contiguous(), top, softmax_stats
 
 
 def attend_alone(
@@ -99,8 +101,8 @@ def attend_alone(
 ) -> Tensor:  # fmt: skip
     bare = sinks is None and names in BARE
     like = earlier_call(attention_of(spec, ()), q, k, v, "plain") if bare else None
-    if like is not None and (found := like[1].forward(q, k, v, False)) is not None:
-        return found  # type: ignore[no-any-return]
+    if like is not None and (result := like[1].forward(q, k, v, False)) is not None:
+        return result  # type: ignore[no-any-return]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
         out: Tensor = attend_op(att, request)[0]
@@ -120,8 +122,8 @@ def tiles(
 
 def attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
-    needed: Sequence[bool],
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
+    spec: str, names: str, needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     if not (q.numel() and k.numel()):  # lse is the sink, and every other gradient is 0
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
@@ -131,22 +133,22 @@ def attend_backward(
     bare = sinks is None and names in BARE
     if bare and (like := earlier_call(attention_of(spec, ()), q, k, v, "saving")) is not None:
         with torch.no_grad():
-            saved = q, k, v, None, out, lse, norm
-            found = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))
-        return [g.contiguous() for g in found if g is not None]
+            saved = q, k, v, None, out, lse, softmax_stats
+            results = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))
+        return [g.contiguous() for g in results if g is not None]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
         ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
-        live = [request.params[n] for _, n in ready.live]
-        saved = (q, k, v, sinks, out, lse, norm, *live)
-        learned = {n for _, n in ready.live}
-        wanted = dict(zip(learnable(values, names), needed[4:], strict=True))
-        asked = (*needed[:4], *(wanted[n] for _, n in ready.live))
-        found = gradients(ready, request.seed, saved, dout, dlse, asked)
-        by_name = {n: g for (_, n), g in zip(ready.live, found[4:], strict=True) if n in learned}
-    grads = [g for g, need in zip(found[:4], needed[:4], strict=True) if need]
+        inputs = [request.params[n] for _, n in ready.kv_inputs]
+        saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
+        learned = {n for _, n in ready.kv_inputs}
+        needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
+        flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
+        results = gradients(ready, request.seed, saved, dout, dlse, flags)
+        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True) if n in learned}
+    grads = [g for g, need in zip(results[:4], needed[:4], strict=True) if need]
     named = dict(zip(learnable(values, names), floats(values), strict=True))
-    for name, need in wanted.items():
+    for name, need in needed_by_name.items():
         if need:  # a table the score mod reads through no derivative, or the mask alone, has none
             grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
     return [g.contiguous() for g in grads]
@@ -175,8 +177,8 @@ def fake_attend(
     check_devices(q, k, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
-    norm = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, norm
+    softmax_stats = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, softmax_stats
 
 
 def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -186,25 +188,25 @@ def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 def fake_attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
-    needed: Sequence[bool],
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
+    spec: str, names: str, needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    given = (q, k, v, sinks, *floats(values))
-    return [x.new_empty(x.shape) for x, need in zip(given, needed, strict=True) if need and x is not None]
+    inputs = (q, k, v, sinks, *floats(values))
+    return [x.new_empty(x.shape) for x, need in zip(inputs, needed, strict=True) if need and x is not None]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sinks, values, numbers, spec, names = inputs
-    out, lse, top, norm = output
-    ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
-    ctx.mark_non_differentiable(top, norm)
+    out, lse, top, softmax_stats = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
+    ctx.mark_non_differentiable(top, softmax_stats)
     ctx.set_materialize_grads(False)
-    ctx.said = numbers, spec, names
+    ctx.static = numbers, spec, names
 
 
 def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
-    q, k, v, sinks, out, lse, norm, *values = ctx.saved_tensors
-    numbers, _, names = ctx.said
+    q, k, v, sinks, out, lse, softmax_stats, *values = ctx.saved_tensors
+    numbers, _, names = ctx.static
     refuse_stored(q, k, names)
     floating = [x.is_floating_point() for x in values]
     need_values = ctx.needs_input_grad[4]
@@ -213,9 +215,9 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
     if (dout is None and dlse is None) or not any(needed):
         return None, None, None, None, [None] * len(values), None if numbers else [], None, None
-    given = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), ctx.said, needed)
-    found = iter(torch.ops.frisket.attend_backward(*given))
-    grads = [next(found) if need else None for need in needed]
+    inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), ctx.static, needed)
+    results = iter(torch.ops.frisket.attend_backward(*inputs))
+    grads = [next(results) if need else None for need in needed]
     rest = iter(grads[4:])
     return *grads[:4], [next(rest) if f else None for f in floating], None if numbers else [], None, None
 
@@ -223,16 +225,16 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
 def gradient_inputs(
     dout: Any, dlse: Any, arrays: tuple[Any, ...], values: Any, results: tuple[Any, ...], static: Any, needed: Any
 ) -> tuple[Any, ...]:
-    """The arguments of the backward operator; `results` are out, lse and norm."""
+    """The arguments of the backward operator; `results` are out, lse and softmax_stats."""
     numbers, spec, names = static
     return dout, dlse, *arrays, list(values), *results, numbers, spec, names, list(needed)
 
 
 def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:
     """Raise where keys and values are stored: such calls have no gradients."""
-    live = [n for _, n in names_of(names)[1] if reserved(n)]
-    if live or q.dtype != k.dtype:
-        refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), live)
+    stored = [n for _, n in names_of(names)[1] if reserved(n)]
+    if stored or q.dtype != k.dtype:
+        refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), stored)
 
 
 def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
@@ -258,10 +260,10 @@ def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
     return top.startswith("max"), tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
 
 
-def wanted_of(text: str) -> frozenset[str] | None:
+def grad_names_of(text: str) -> frozenset[str] | None:
     """The names of the values that a graph may ask gradients of; None where it asks for none at all."""
-    _, asked, names = text.partition(",")[0].partition(":")
-    return frozenset(names.split(":")) if asked else None
+    _, colon, names = text.partition(",")[0].partition(":")
+    return frozenset(names.split(":")) if colon else None
 
 
 def reserved(name: str) -> bool:

@@ -40,7 +40,8 @@ def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     tile = None if o.tile is None else tuple(map(int, o.tile))
     scale = float(o.scale) if isinstance(o.scale, np.generic) else o.scale
     options = (
-        scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.given, o.deterministic, o.engines, program.unwritten,
+        scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.choices, o.deterministic, o.engines,
+        program.unwritten,
     )  # fmt: skip
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
@@ -51,8 +52,8 @@ def text_of(program: CallProgram, learned: Collection[str]) -> str:
     """A program: tables and what is learned are declared, scalars have their values."""
     lines, names = declarations(program, learned)
     parts = {"mask": program.mask, "score": program.score}
-    said = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
-    return lines + "\n".join(said)
+    definitions = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
+    return lines + "\n".join(definitions)
 
 
 def declarations(program: CallProgram, learned: Collection[str]) -> tuple[str, Collection[str]]:
@@ -79,11 +80,11 @@ def _cut(text: str, lengths: tuple[int, ...]) -> list[str]:
 
 def _place(lines: str, text: str) -> BoundExpr:
     """A position, of names that these lines declare."""
-    found = read(lines + text)
-    assert found.expr is not None
-    names = names_of(found.expr)
-    known = {n: x for n, x in found.defaults.items() if n in names}
-    return BoundExpr(found.expr, known, Origin(declared=found.declared))
+    definition = read(lines + text)
+    assert definition.expr is not None
+    names = names_of(definition.expr)
+    known = {n: x for n, x in definition.defaults.items() if n in names}
+    return BoundExpr(definition.expr, known, Origin(declared=definition.declared))
 
 
 @memo(256)
@@ -96,19 +97,19 @@ def history_of(spec: str) -> dict[Any, Any]:
 def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     first, _, text = spec.partition("\n")
-    said: dict[str, Any] = ast.literal_eval(first)
-    scale = None if said["scale"] == "None" else float(said["scale"])
+    header: dict[str, Any] = ast.literal_eval(first)
+    scale = None if header["scale"] == "None" else float(header["scale"])
     options = Options(
-        scale, said["gqa"], said["backend"], said["tile"], said["dropout"], tuning=Tuning.of(said["tuning"]),
-        deterministic=said["deterministic"], engines=said["engines"],
+        scale, header["gqa"], header["backend"], header["tile"], header["dropout"], tuning=Tuning.of(header["tuning"]),
+        deterministic=header["deterministic"], engines=header["engines"],
     )  # fmt: skip
-    at = said["score"]
+    at = header["score"]
     if at < 0:
-        text, *others = _cut(text, said["at"])
+        text, *others = _cut(text, header["at"])
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
-        made = program(text) if len("".join(lines)) < len(text) else Program()
-        moved = tuple(_place("".join(lines), x) for x in others) or None
-        whole = replace(joined(made.mask, made.score), places=moved, unwritten=said["unwritten"])
+        parts = program(text) if len("".join(lines)) < len(text) else Program()
+        places = tuple(_place("".join(lines), x) for x in others) or None
+        whole = replace(joined(parts.mask, parts.score), places=places, unwritten=header["unwritten"])
         att = attention_by("program")(whole, options)
         att.history = history_of(spec)
         return att

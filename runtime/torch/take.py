@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
-from frisket.runtime.calls.arrays import Rows, in_graph
+from frisket.runtime.calls.arrays import TokenPermutation, in_graph
 
 Index = NDArray[np.int64]
 APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call of its own
@@ -28,8 +28,8 @@ def take(x: Tensor, index: Index, axis: int, inverse: Index | None = None, scrat
         return gathered(x, index, axis, scratch)
     if inverse is None:
         return x.index_select(axis, torch.as_tensor(index))
-    moved: Tensor = Moved.apply(x, index, inverse, axis, scratch)  # type: ignore[no-untyped-call]
-    return moved
+    permuted: Tensor = Moved.apply(x, index, inverse, axis, scratch)  # type: ignore[no-untyped-call]
+    return permuted
 
 
 class Moved(torch.autograd.Function):
@@ -51,10 +51,10 @@ def gathered(x: Tensor, index: Index, axis: int, scratch: bool) -> Tensor:
     size = torch.Size((*lead, len(index), *x.shape[axis + 1 :]))
     if x.nbytes < APART * prod(lead):
         return x.index_select(axis, places)
-    found = empty(size, x.dtype, scratch)
+    rows = empty(size, x.dtype, scratch)
     for at in np.ndindex(*lead):
-        torch.index_select(x[at], 0, places, out=found[at])
-    return found
+        torch.index_select(x[at], 0, places, out=rows[at])
+    return rows
 
 
 def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
@@ -65,35 +65,38 @@ def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
         memory = memory[-memory.data_ptr() % HUGE :][:n]
         huge(memory)
         return memory.view(dtype).view(size)
-    found = torch.empty(size, dtype=dtype)
+    tensor = torch.empty(size, dtype=dtype)
     if n >= LARGE:
-        huge(found)
-    return found
+        huge(tensor)
+    return tensor
 
 
 # -- around executors that do not read rows by tables ----------------------------------------------
 
 
-def around(
-    forward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
-    *rest: Any, **more: Any,
+def with_permutation(
+    forward: Callable[..., Any], rows: TokenPermutation, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor,
+    v: Tensor, *rest: Any, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of a forward, whose arrays are put in order, and its results back."""
     q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
     return tuple(_at(x, rows.back) for x in forward(plan, spans, geometry, q, k, v, *rest, **more))
 
 
-def gradients_around(
-    backward: Callable[..., Any], rows: Rows, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, norm: Any = None, share: Any = None, **more: Any,
+def gradients_with_permutation(
+    backward: Callable[..., Any], rows: TokenPermutation, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, softmax_stats: Any = None,
+    share: Any = None, **more: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of a backward, whose arrays are put in order, and its gradients back."""
-    q, out, lse, dout, dlse, norm, share = (_at(x, rows.queries) for x in (q, out, lse, dout, dlse, norm, share))
+    q, out, lse, dout, dlse, softmax_stats, share = (
+        _at(x, rows.queries) for x in (q, out, lse, dout, dlse, softmax_stats, share)
+    )
     k, v = (_at(x, rows.keys) for x in (k, v))
-    more |= {n: x for n, x in (("norm", norm), ("share", share)) if x is not None}
-    found: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)
+    more |= {n: x for n, x in (("softmax_stats", softmax_stats), ("share", share)) if x is not None}
+    grads: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)
     back = {"q": rows.back, "k": rows.keys_back, "v": rows.keys_back}
-    return {n: _at(x, back[n]) if n in back else x for n, x in found.items()}
+    return {n: _at(x, back[n]) if n in back else x for n, x in grads.items()}
 
 
 def _at(x: Any, index: NDArray[Any]) -> Any:

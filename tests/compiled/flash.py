@@ -151,7 +151,7 @@ def compiled(
             rows = q, k, v, torch.empty_like(q), lse, torch.empty_like(q), lse
             flags = flags_for(work.plan, plan, g, work.slots)
             exact = arch != "sm_90" or not isinstance(flags, str)  # deterministic
-            executors.backward(work.plan, plan, g, *rows, *common, wanted=frozenset("qkv"), deterministic=exact)
+            executors.backward(work.plan, plan, g, *rows, *common, grad_names=frozenset("qkv"), deterministic=exact)
 
 
 def entries(length: int) -> dict[str, tuple[dict[str, Any], Any]]:

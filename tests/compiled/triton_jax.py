@@ -125,7 +125,7 @@ def backward(case: Case, platform: str = "cuda") -> str:
     def run(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Any) -> Any:
         return triton_jax.backward(
             made, spans.traced(numbers["spans"]), g, q, k, v, out, lse, out, lse, numbers["slots"], numbers["tables"],
-            target, wanted=wanted, platform=platform,
+            target, grad_names=wanted, platform=platform,
         )  # fmt: skip
 
     return lowered(run, *cases.arrays(case), out, jnp.zeros(rows), spans.numbers(case, made), platform=platform)

@@ -107,7 +107,7 @@ def stores(text: str) -> str:
     """Plain, paged and ring caches of torch and JAX, float32 and int8, under the operations that the model draws."""
     framework, kind, dtype, seed, steps = text.split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "FEW", 0)  # no planner is compiled for the steps
+        patch.setattr(decode, "MAX_STEP_QUERIES", 0)  # no planner is compiled for the steps
         run({"torch": OfTorch, "jax": OfJax}[framework], kind, dtype, int(seed), int(steps))
     return text
 

@@ -17,7 +17,7 @@ from support.torch.dense import dense
 
 import frisket as fk
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 
 from . import scores
 from .attention import number_of
@@ -305,7 +305,7 @@ def orders(s: Setting, p: Problem, backend: str) -> Iterator[tuple[str, Any]]:
     plain, places = s.compiled(backend), np.random.default_rng(s.number)
     queries, keys = (places.permutation(n).astype(np.int32) for n in p.lengths)
     made = plain.at(q="pq[q]", k="pk[k]", pq=queries, pk=keys)
-    yield "permutation", Attention(made.program, replace(made.options, rows=Rows(queries, keys)))
+    yield "permutation", Attention(made.program, replace(made.options, rows=TokenPermutation(queries, keys)))
     m = fk.mask(p.text, **p.bound)
     order = fk.reorder(m, *p.lengths, block=p.block, moving=0.0)
     if order.rows is not None:

@@ -23,7 +23,7 @@ from frisket.dsl.from_python import numpy_functions
 from frisket.dsl.from_torch import callables as torch_callables
 from frisket.dsl.ir import lit
 from frisket.lowering.simplify import RULES, Simplifier, affine, rules_division
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 
 from . import caches, campaign, corpus, front, hostile, kernels, scores, simplified, smaller, targets
 
@@ -186,7 +186,7 @@ def test_wrong_mask_of_a_cache_fails_the_fuzz_target(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_wrong_rows_of_an_order_are_found(monkeypatch):
-    monkeypatch.setattr(kernels, "Rows", lambda queries, keys: Rows(queries, keys[::-1].copy()))
+    monkeypatch.setattr(kernels, "TokenPermutation", lambda queries, keys: TokenPermutation(queries, keys[::-1].copy()))
     with pytest.raises(AssertionError, match="native permutation out: off by"):
         TARGETS["rows"](Problem("q >= k", {}, np.tri(9, dtype=bool)[None, None]))
 

@@ -40,7 +40,7 @@ def case(seed: int = 0) -> dict:
 def options(c: dict) -> dict:
     return {
         "scale": 0.6, "params": c["params"], "tables": c["tables"], "origin": ORIGIN, "sizes": SIZES,
-        "sinks": c["sinks"], "kept": KEPT, "rate": RATE,
+        "sinks": c["sinks"], "keep_mask": KEPT, "rate": RATE,
     }  # fmt: skip
 
 
@@ -86,7 +86,14 @@ def test_dense_gradients_equal_torch_autograd(dropped):
     torch = pytest.importorskip("torch")
     c = case(1)
     grads = dense.gradients(
-        c["q"], c["k"], c["v"], mask(), MOD, c["dout"], c["dlse"], **options(c) | ({} if dropped else {"kept": None})
+        c["q"],
+        c["k"],
+        c["v"],
+        mask(),
+        MOD,
+        c["dout"],
+        c["dlse"],
+        **options(c) | ({} if dropped else {"keep_mask": None}),
     )
     t = {n: torch.tensor(c[n], requires_grad=True) for n in ("q", "k", "v", "sinks")}
     t |= {n: torch.tensor(x, requires_grad=True) for n, x in c["tables"].items()}
@@ -111,7 +118,7 @@ def test_dense_gradients_equal_torch_autograd(dropped):
 
 def test_rows_without_a_key_give_no_gradient_and_no_nan():
     c = case(2)
-    bare = options(c) | {"sinks": None, "kept": None}
+    bare = options(c) | {"sinks": None, "keep_mask": None}
     out, lse = dense.attention(c["q"], c["k"], c["v"], mask(), MOD, **bare)
     assert np.isneginf(lse[:, :, 2]).all()
     assert not out[:, :, 2].any()

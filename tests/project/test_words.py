@@ -17,10 +17,7 @@ SHARED = {
     "PagedKVCache": "frisket.caches.jax and frisket.caches.torch",
     "RingKVCache": "frisket.caches.jax and frisket.caches.torch",
 }
-# public parameters, and an argument of lowering.dense that is passed on by its name
-PUBLIC = {
-    "Attention.__call__ given", "attention given", "mask what", "score what", "compared kept"
-}  # fmt: skip
+PUBLIC = {"mask what", "score what"}  # public parameters
 
 VAGUE = {"what", "given", "found", "made", "kept", "said", "held"}
 # a report of pytest shows the name of a test without its file, and these are no subject there

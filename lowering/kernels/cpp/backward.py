@@ -31,11 +31,11 @@ class BackwardKernel(CppKernel):
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, named: bool = True,
-        moved: bool = False,
+        permuted: bool = False,
     ) -> None:  # fmt: skip
         if plan.weight is not None or plan.pages is not None:
             raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
-        super().__init__(plan, target, head_dim, v_dim, dtype, named=named, moved=moved)
+        super().__init__(plan, target, head_dim, v_dim, dtype, named=named, permuted=permuted)
 
     def source_roots(self) -> dict[str, Expr | None]:
         derived = backward_of(self.plan)

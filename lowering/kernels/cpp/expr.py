@@ -108,7 +108,7 @@ def _prepared(e: Expr, paged: Collection[str]) -> Expr:
 
 def _one(e: Expr, inside: bool) -> bool:
     """Whether all keys of a vector give one value; `inside` one page, its number and values looked up by it do."""
-    if "k" not in _held(e):
+    if "k" not in _level(e):
         return True
     return inside and (_paged(e, "shr", "floordiv") or (e.op == "lookup" and all(_one(a, True) for a in e.args)))
 
@@ -122,10 +122,10 @@ def _paged(e: Expr, by_bits: str, divided: str) -> bool:
     return e.op in (by_bits, divided) and _step(e.args[0]) == 1 and e.args[1].op == "lit"
 
 
-def _held(e: Expr) -> frozenset[str]:
+def _level(e: Expr) -> frozenset[str]:
     """The level of a node: `k` where the value is a vector, because it depends on the key or the score."""
-    found = uses(e)
-    wide = bool(found & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
+    variables = uses(e)
+    wide = bool(variables & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
     return frozenset({"k"}) if wide else frozenset()
 
 
@@ -137,7 +137,7 @@ def _step(e: Expr) -> int:
         return -_step(e.args[0])
     if e.op not in ("add", "sub"):
         return 0
-    left, right = (bool(_held(a)) for a in e.args)
+    left, right = (bool(_level(a)) for a in e.args)
     if (left and right) or not (left or right):
         return 0
     sign = -1 if right and e.op == "sub" else 1
@@ -155,8 +155,8 @@ class Forms:
         self.level = exprs.levels(*roots, when=WHEN)
         self.wide: dict[Expr, bool] = {}
         for node in walk(*roots):
-            own = node.op in ("ahead", "behind") or (node.op == "var" and node.name in ("k", "score"))
-            self.wide[node] = own or any(self.wide[a] for a in node.args)
+            varies = node.op in ("ahead", "behind") or (node.op == "var" and node.name in ("k", "score"))
+            self.wide[node] = varies or any(self.wide[a] for a in node.args)
 
     def type(self, node: Expr) -> str:
         """The C++ type of a value."""

@@ -56,7 +56,7 @@ class CppKernel:
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "",
-        named: bool = True, moved: bool = False,
+        named: bool = True, permuted: bool = False,
     ) -> None:  # fmt: skip
         if dtype not in DTYPES:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
@@ -71,7 +71,7 @@ class CppKernel:
                 f"{target.block_k} keys; take 64 by 64"
             )
         self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
-        self.head_dim, self.v_dim, self.named, self.moved = head_dim, v_dim, named, moved
+        self.head_dim, self.v_dim, self.named, self.permuted = head_dim, v_dim, named, permuted
         self.double = dtype == "float64"
         self.roots = self.source_roots()
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
@@ -88,7 +88,7 @@ class CppKernel:
         self.lifted = {e: names.new(f"c{i}") for i, e in enumerate(lifted)}
         self.literals = tuple(e.name for e in lifted)
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64, self.lifted)
-        self.taken = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
+        self.locals = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
@@ -101,7 +101,7 @@ class CppKernel:
         """The Exprs that become functions of positions, by the function's name; None: a trivial function."""
         mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
         plan = self.plan
-        roots = {"visible": mask, "modified": plan.score, "kept": plan.kept, "scale_of_value": plan.weight}
+        roots = {"visible": mask, "modified": plan.score, "kept": plan.keep_mask, "scale_of_value": plan.weight}
         return roots | self.interval_roots()
 
     def interval_roots(self) -> dict[str, Expr | None]:
@@ -119,14 +119,14 @@ class CppKernel:
         def wish(use: Slot | TableUse) -> str:
             return WISHES.get(use.source or "", (self.named and use.source) or use.name)
 
-        found = {s.name: names.new(wish(s)) for s in self.plan.slots}
-        return found | {t.name: names.new(wish(t) + ("_by_index" if t.derived else "")) for t in self.plan.tables}
+        slots = {s.name: names.new(wish(s)) for s in self.plan.slots}
+        return slots | {t.name: names.new(wish(t) + ("_by_index" if t.derived else "")) for t in self.plan.tables}
 
     def _name(self, node: Expr, level: int) -> str:
         if level == POSITION:
-            return self.taken.numbered("x")
+            return self.locals.numbered("x")
         where = {SCALAR: "fixed", ROW: "row", COLUMN: "column"}[level]
-        return f"{where}.{self.taken.new(self._called(node)) if node.op in LOOKUPS else self.taken.numbered('x')}"
+        return f"{where}.{self.locals.new(self._called(node)) if node.op in LOOKUPS else self.locals.numbered('x')}"
 
     def _called(self, node: Expr) -> str:
         if node.op == "var":
@@ -156,9 +156,9 @@ class CppKernel:
         size = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
         page.line("// Attention in C++, written by frisket for", "//")
         page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
-        kept = "" if self.stored == self.dtype else f" beside keys and values of {self.stored}"
+        note = "" if self.stored == self.dtype else f" beside keys and values of {self.stored}"
         page.line(
-            f"// Head size {size}, {self.dtype}{kept}; tiles of {t.block_k} keys by as many queries as the call says."
+            f"// Head size {size}, {self.dtype}{note}; tiles of {t.block_k} keys by as many queries as the call says."
         )
         page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
         page.line(f"#define REAL_BYTES {8 if self.double else 4}")
@@ -177,7 +177,7 @@ class CppKernel:
         for name, root in flags.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
-        page.line(f"const bool MOVED = {'true' if self.moved else 'false'};  // rows are in the order of tables")
+        page.line(f"const bool MOVED = {'true' if self.permuted else 'false'};  // rows are in the order of tables")
         page.line("// Tiles without a predicate look at positions too.")
         page.line("const bool POSITIONS = SCORED || DROPPED || SCALED;", "")
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
@@ -257,26 +257,26 @@ class CppKernel:
 
     def _interval(self, page: Page) -> None:
         """Write the keys of a tile that a row sees, where they are one interval."""
-        line, told = page.line, {name: self.printed.values[e] for name, e in self.ready.items()}
-        asked, first, last = map(told.get, ("asked", "first_key", "last_key"))
+        line, texts = page.line, {name: self.printed.values[e] for name, e in self.ready.items()}
+        condition, first, last = map(texts.get, ("asked", "first_key", "last_key"))
         line("// Whether the keys that a query sees are one interval, and its part of a tile: from begin, before end.")
         line(f"const bool INTERVAL = {'false' if first is last is None else 'true'};")
         arguments = "const Fixed &fixed, const Row &row, int64_t tile, int64_t keys, int64_t &begin, int64_t &end"
         with page.block(f"INLINE void interval({arguments}) {{", "}"):
-            if asked is not None:
-                line(f"if (!{asked}) return;")
+            if condition is not None:
+                line(f"if (!{condition}) return;")
             line("end = keys;" if last is None else f"end = between(0, (int64_t){last} + 1 - tile, keys);")
             line("begin = 0;" if first is None else f"begin = between(0, (int64_t){first} - tile, end);")
 
     def _sharing(self) -> int:
         """The number n where the head is read as h // n and in no other way, otherwise 0."""
-        found = {1}
+        divisors = {1}
         for root in self.roots.values():
             nodes = list(walk(root)) if root is not None else []
             for e in nodes:
                 shared = e.op == "floordiv" and e.args[1].op == "lit" and e.args[1].name > 0
-                found |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
-        sizes = found - {1}
+                divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
+        sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0
 
     def _function(self, name: str, head: str, otherwise: str) -> None:
@@ -340,10 +340,12 @@ class CppKernel:
         known = levels(root, when=expr_cpp.WHEN) if root is not None else {}
         above = {a for node in known if known[node] == POSITION for a in node.args}
         read = [node for node in known if known[node] == ROW and (node in above or node is root)]
-        apart = root is None or any(_tells_apart(node) for node in read)
+        distinct = root is None or any(_tells_apart(node) for node in read)
         same = " & ".join(f"(a.{x} == b.{x})" for x in (self.printed.texts[n].removeprefix("row.") for n in read))
-        line(f"const bool REPEATED = {'false' if apart else 'true'};  // rows that see the same keys are neighbours")
-        line(f"INLINE bool alike(const Row &a, const Row &b) {{ return {'false' if apart else same or 'true'}; }}", "")
+        line(f"const bool REPEATED = {'false' if distinct else 'true'};  // rows that see the same keys are neighbours")
+        line(
+            f"INLINE bool alike(const Row &a, const Row &b) {{ return {'false' if distinct else same or 'true'}; }}", ""
+        )
 
     def _column(self) -> None:
         line = self.page.line
@@ -369,15 +371,17 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
     """Prepared roots without their costly functions of `q - k` alone, and these by names of their own: a tile has fewer
     diagonals than positions, so a kernel tabulates them for each tile."""
     slopes: dict[Expr, tuple[int, int] | None] = {}  # of q and k, where a node is an affine function of these
-    held: dict[Expr, bool] = {}  # whether a node is a function of q - k
+    on_distance: dict[Expr, bool] = {}  # whether a node is a function of q - k
     costly: dict[Expr, bool] = {}
     for e in walk(*roots.values()):
-        own = [slopes[a] for a in e.args]
-        slopes[e], free = _slopes(e, own), not uses(e) & {"q", "k", "first", "score"}
-        between = _slopes(make("sub", e.args), own) if e.op in COMPARISONS else slopes[e]
-        held[e] = free or (sum(between) == 0 if between else bool(e.args) and all(held[a] for a in e.args))
+        arg_slopes = [slopes[a] for a in e.args]
+        slopes[e], free = _slopes(e, arg_slopes), not uses(e) & {"q", "k", "first", "score"}
+        between = _slopes(make("sub", e.args), arg_slopes) if e.op in COMPARISONS else slopes[e]
+        on_distance[e] = free or (
+            sum(between) == 0 if between else bool(e.args) and all(on_distance[a] for a in e.args)
+        )
         costly[e] = (not free and e.op in COSTLY) or any(costly[a] for a in e.args)
-    tabled = [e for e in held if e.type is FLOAT and held[e] and costly[e] and {"q", "k"} <= uses(e)]
+    tabled = [e for e in on_distance if e.type is FLOAT and on_distance[e] and costly[e] and {"q", "k"} <= uses(e)]
     below = {a for e in tabled for a in walk(e) if a is not e}
     tabled = [e for e in tabled if e not in below]
     leaves = {e: make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}

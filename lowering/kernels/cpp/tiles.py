@@ -28,7 +28,7 @@ from frisket.lowering.simplify.affine import is_int_comparison, relation
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
 SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matrix unit multiplies, at least
-FEW = 16  # queries of a call that decodes: read once, in small steps
+MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
 
 
 def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
@@ -69,11 +69,11 @@ def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int
         return next((n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192), 64), 64
     entry = 8 if dtype == "float64" else 4
     keys = 128 if dtype in ("bfloat16", "float16") or max(g.head_dim, g.v_dim) > 128 else 64
-    keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > FEW and g.kv_len >= 1024 else keys
+    keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > MAX_DECODE_QUERIES and g.kv_len >= 1024 else keys
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
     queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
-    if 0 < g.q_len <= FEW:  # a tile full of queries needs no mask where they see all of its keys
+    if 0 < g.q_len <= MAX_DECODE_QUERIES:  # a tile full of queries needs no mask where they see all of its keys
         return g.q_len, keys
     while queries > 32 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:
         queries = 64 if queries == 96 and dtype == "bfloat16" else queries // 2  # 32 at once on matrix units

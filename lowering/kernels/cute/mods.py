@@ -80,7 +80,7 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
 
 def refusal(plan: LoopPlan) -> str:
     """A reason why no function of a position says what a plan computes; "" where one does."""
-    if plan.kept is not None:
+    if plan.keep_mask is not None:
         return "drop no weights: FlashAttention 4 has no dropout"
     if plan.weight is not None:
         return "scale no stored keys and values"

@@ -76,8 +76,8 @@ def emit(
         tile = f"{target.block_q} x {target.block_k}"
         raise LoweringError(f"the Gluon kernel tiles {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
     kernel = BlackwellForward if target.arch == "sm_100" else GluonForward
-    made = kernel(plan, target, dims, sinks, top, low)
-    return translated(module("Attention forward", plan, dims, [made.kernel()], MODULE))
+    writer = kernel(plan, target, dims, sinks, top, low)
+    return translated(module("Attention forward", plan, dims, [writer.kernel()], MODULE))
 
 
 def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
@@ -107,14 +107,14 @@ def refusal(plan: LoopPlan, dims: Dims) -> str:
 
 def translated(text: str) -> str:
     """A kernel's text with Triton's names turned into Gluon's."""
-    found = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
-    found = found.replace("gl.sigmoid(", "sigmoid(")
-    head, gap, rest = found.partition("\n\n\n@gluon.jit")
+    source = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
+    source = source.replace("gl.sigmoid(", "sigmoid(")
+    head, gap, rest = source.partition("\n\n\n@gluon.jit")
     used = [text for name, text in FUNCTIONS.items() if re.search(rf"\b{name}\(", rest)]
-    found = gap.join([head, *(f"\n{text}" for text in used)]) + gap + rest
+    source = gap.join([head, *(f"\n{text}" for text in used)]) + gap + rest
     for line, use in OF_USE.items():
-        found = found if use in found else found.replace(f"{line}\n", "")
-    return found
+        source = source if use in source else source.replace(f"{line}\n", "")
+    return source
 
 
 class GluonForward(RowKernel):
@@ -126,20 +126,20 @@ class GluonForward(RowKernel):
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
         self.target, self.sinks, self.top, self.low = target, sinks, top, low
-        self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
+        self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         self.groups, self.queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
-        super().__init__(plan, dims, target, self.kept)
+        super().__init__(plan, dims, target, self.keep_mask)
         self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
     def kernel(self) -> TritonKernel:
         launch = (
             f"attention_forward: grid (q tiles, heads, batch), tiles of {self.target.block_q} queries by "
             f"{self.target.block_k} keys in {self.target.num_stages} stages, "
-            f"num_warps=4 beside {self.beside()} of its own."
+            f"num_warps=4 beside {self.extra_warps()} of its own."
         )
         return TritonKernel("attention_forward", self.filled(self.skeleton), launch)
 
-    def beside(self) -> int:
+    def extra_warps(self) -> int:
         """The number of warps beside the four of the first group: four of the second, and one that loads."""
         return 5
 
@@ -175,12 +175,12 @@ class GluonForward(RowKernel):
 
     def _passed(self, common: dict[str, Any]) -> list[str]:
         """The arguments of `consume` that its expressions read."""
-        made = arguments(self.plan)
+        by_name = arguments(self.plan)
         origins = [n for n in self.parameters.origins() if n in "qk"]
         names = ["b"] * common["by_batch"] + ["h"] * common["by_head"]
         names += [f"{n}_origin" for n in origins] + self.parameters.sizes()
-        names += [made[s.name].name for s in self.plan.slots]
-        names += [n for t in self.plan.every_table for n in made[t.name].all]
+        names += [by_name[s.name].name for s in self.plan.slots]
+        names += [n for t in self.plan.every_table for n in by_name[t.name].all]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 
     def tiles(self) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ class GluonForward(RowKernel):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.kept]
-        kept = next(iter(self.kept), None)
+        roots = self.positions if inside else [*self.score, *self.keep_mask]
+        keep_mask = next(iter(self.keep_mask), None)
         column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
         visible = self.visible(written) if inside else []
         return {
@@ -216,7 +216,7 @@ class GluonForward(RowKernel):
             "bounded": any("inside" in line for line in visible),  # the ends of rows already stop at the last key
             "visible": visible,
             "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
+            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
         }
 
 
@@ -226,7 +226,7 @@ class BlackwellForward(GluonForward):
     skeleton = BLACKWELL
     of_group = ("q_full", "s_full", "p_full", "o_full")
 
-    def beside(self) -> int:
+    def extra_warps(self) -> int:
         """The number of warps beside the four of the first group: four of the second, if there is one, one that
         multiplies, and one that loads."""
         return 4 * self.groups - 2
@@ -247,7 +247,7 @@ class BlackwellForward(GluonForward):
     def tiles(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
         _, edge, full = super().tiles()
-        inside = [*self.score, *self.kept]
+        inside = [*self.score, *self.keep_mask]
         ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
         return [
             {**edge, "range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))},

@@ -41,45 +41,45 @@ def tiles(geometry: Geometry) -> tuple[tuple[int, int], tuple[int, int]]:
     return (128, walked), (walked, 128)
 
 
-def check_tile(target: Target, own: int, walked: int, geometry: Geometry) -> None:
+def check_tile(target: Target, owned: int, walked: int, geometry: Geometry) -> None:
     """Raise where a backward kernel for Hopper does not support a tile."""
-    if own not in (128, 256) or walked not in (32, 64, 128):
+    if owned not in (128, 256) or walked not in (32, 64, 128):
         raise LoweringError(
             f"of {target.block_q} x {target.block_k}, a program of the backward for Hopper owns 128 or 256 positions "
             "and walks 32, 64 or 128; pass tile=(128, 64)"
         )
-    if stages(geometry, own, walked) < 2:
+    if stages(geometry, owned, walked) < 2:
         raise LoweringError(
             f"a tile of {target.block_q} x {target.block_k} with head dims of {dims(geometry.head_dim)} leaves no "
             "shared memory of a Hopper to read ahead; pass a smaller tile"
         )
 
 
-def stages(geometry: Geometry, own: int, walked: int) -> int:
+def stages(geometry: Geometry, owned: int, walked: int) -> int:
     """The number of tiles of `walked` positions read ahead beside a tile of `own`."""
     wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
-    return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 12)))
+    return min(MOST, (SHARED - BARRIERS - owned * (wide + 16)) // (walked * (wide + 12)))
 
 
-def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
+def parts(geometry: Geometry, grad_names: Collection[str]) -> list[frozenset[str]]:
     """The outputs of each kernel: dk and dv in one, or apart where registers do not hold both."""
-    both = frozenset(wanted) & {"k", "v"}
+    both = frozenset(grad_names) & {"k", "v"}
     if len(both) == 2 and dims(geometry.head_dim) + dims(geometry.v_dim) > 256:
         return [frozenset("k"), frozenset("v")]
     return [both] if both else []
 
 
 def refused(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: Collection[str]
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: Collection[str]
 ) -> str:
-    """The reason why no kernels for Hopper compute the gradients of `wanted`, or nothing. `shapes` are the shapes of
-    the plan's tables."""
+    """The reason why no kernels for Hopper compute the gradients of `grad_names`, or nothing. `shapes` are the shapes
+    of the plan's tables."""
     if why := pallas_gpu.refused(plan, geometry, dtype, shapes):
         return why
     if geometry.batch > GRID:
         return f"the backward for Hopper has at most {GRID} batch entries, not {geometry.batch}; give it parts of them"
     for gradient in backward_of(plan).gradients:
-        if gradient.source in wanted and gradient.over not in ("head", "row"):
+        if gradient.source in grad_names and gradient.over not in ("head", "row"):
             sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
             values = sources[gradient.source]
             return (
@@ -90,51 +90,52 @@ def refused(
 
 
 def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, wanted: Collection[str], *, interpretable: bool = False
+    plan: LoopPlan, target: Target, geometry: Geometry, grad_names: Collection[str], *, interpretable: bool = False
 ) -> str:
     """The text of one kernel, for the members of "q", tables and slots (`attention_dq`), or of "k" and "v"
-    (`attention_dkv`), that are in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
-    kind = _GpuKeyGradients if {"k", "v"} & set(wanted) else _GpuQueryGradients
-    return kind(plan, target, geometry, frozenset(wanted), interpretable).text()
+    (`attention_dkv`), that are in `grad_names`. `interpretable` text runs in Mosaic GPU's interpreter, which has
+    less."""
+    kind = _GpuKeyGradients if {"k", "v"} & set(grad_names) else _GpuQueryGradients
+    return kind(plan, target, geometry, frozenset(grad_names), interpretable).text()
 
 
 class _GpuKernel:
     """The common base of both backward kernels. The program's own tile lies down, the other axis across."""
 
-    own: Literal["q", "k"]
+    owned: Literal["q", "k"]
     what: str
 
     def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
+        self, plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
     ) -> None:
         derived = backward_of(plan)
-        self.plan, self.target, self.geometry, self.wanted = plan, target, geometry, wanted
+        self.plan, self.target, self.geometry, self.grad_names = plan, target, geometry, grad_names
         self.interpretable = interpretable
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
-        self.slope = derived.slope if {"q", "k"} & wanted else None
-        self.sums = sums(plan, wanted) if self.own == "q" else []
-        asked = [plan.mask, plan.score, plan.kept, self.slope, *(s.gradient.weight for s in self.sums)]
-        used = [e for e in asked if e is not None]
+        self.slope = derived.slope if {"q", "k"} & grad_names else None
+        self.sums = sums(plan, grad_names) if self.owned == "q" else []
+        roots = [plan.mask, plan.score, plan.keep_mask, self.slope, *(s.gradient.weight for s in self.sums)]
+        used = [e for e in roots if e is not None]
         self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
-        self.e = Expressions(used, down=self.own, tanh="exact" if self.exact else target.tanh)
-        self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
+        self.e = Expressions(used, down=self.owned, tanh="exact" if self.exact else target.tanh)
+        self.inner = bool({"q", "k"} & grad_names) or bool(self.sums)
         # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.
-        self.starts = self.own == "k" and plan.score is None and plan.kept is None and geometry.scale > 0
+        self.starts = self.owned == "k" and plan.score is None and plan.keep_mask is None and geometry.scale > 0
 
     # -- scores ---------------------------------------------------------------------------------------
 
     def vector(self, name: str) -> str:
         """The text of a value per query, over a tile."""
-        return f"down({name})" if self.own == "q" else f"across({name})"
+        return f"down({name})" if self.owned == "q" else f"across({name})"
 
     def weights(self) -> list[str]:
         """The lines of the weights `p`, from the product `s`."""
         lines = self.e.each(self.plan)
         score, unit = "s", "SCALE * LOG2E"
         if self.plan.score is not None:
-            found, value = self.e.written(self.plan.score, "y")
-            lines += ["s = s * SCALE", *found, f"modified = {value}"]
+            assignments, value = self.e.written(self.plan.score, "y")
+            lines += ["s = s * SCALE", *assignments, f"modified = {value}"]
             score, unit = "modified", "LOG2E"
         elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
             score, unit = "s * SCALE", "LOG2E"
@@ -142,29 +143,29 @@ class _GpuKernel:
         lines.append(f"p = jnp.exp2(exponent({score}, {unit}, {base}) - {low})")
         hidden = []
         if self.plan.mask is not None:
-            found, value = self.e.written(self.plan.mask, "x")
-            hidden = [*found, f"p = jnp.where({value}, p, 0.0)"]
-        block = "BLOCK_K" if self.own == "q" else "BLOCK_Q"
+            assignments, value = self.e.written(self.plan.mask, "x")
+            hidden = [*assignments, f"p = jnp.where({value}, p, 0.0)"]
+        block = "BLOCK_K" if self.owned == "q" else "BLOCK_Q"
         lines += ["if border:", *(f"    {line}" for line in hidden), f"    if length % {block}:",
                   f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]  # fmt: skip
-        if self.plan.kept is not None:
-            found, value = self.e.written(self.plan.kept, "r")
-            lines += [*found, f"kept = jnp.where({value}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"]
+        if self.plan.keep_mask is not None:
+            assignments, value = self.e.written(self.plan.keep_mask, "r")
+            lines += [*assignments, f"kept = jnp.where({value}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"]
         return lines
 
     def cotangents(self) -> list[str]:
         """The lines of `ds` and sums, from `p` and `dp`."""
         if not self.inner:
             return []
-        dp = "dp" if self.plan.kept is None else "dp * kept"
+        dp = "dp" if self.plan.keep_mask is None else "dp * kept"
         lines = ["dm = p * dp" if self.starts else f"dm = p * ({dp} - {self.vector('delta')})"]
         for i, s in enumerate(self.sums):
-            found, value = self.times(s.gradient.weight, f"w{i}_")
-            lines += [*found, f"{s.total}_here = ({value}).sum(axis=1)"]
+            assignments, value = self.times(s.gradient.weight, f"w{i}_")
+            lines += [*assignments, f"{s.total}_here = ({value}).sum(axis=1)"]
         if self.slope is not None:
-            found, value = self.times(self.slope, "z")
-            lines += [*found, f"ds = {value}"]
-        elif {"q", "k"} & self.wanted:
+            assignments, value = self.times(self.slope, "z")
+            lines += [*assignments, f"ds = {value}"]
+        elif {"q", "k"} & self.grad_names:
             lines.append("ds = dm")
         return lines
 
@@ -172,36 +173,36 @@ class _GpuKernel:
         """The text of `dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
         if factor is lit(1.0):
             return [], "dm"
-        found, value = self.e.written(factor, temporary)
-        return found, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
+        assignments, value = self.e.written(factor, temporary)
+        return assignments, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
 
     # -- the module -----------------------------------------------------------------------------------
 
     def filled(self, skeleton: str, **holes: Any) -> str:
         t, g, plan, e = self.target, self.geometry, self.plan, self.e
         sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
-        own, across = sides if self.own == "q" else reversed(sides)
-        check_tile(t, sides[own], sides[across], g)
+        owned, across = sides if self.owned == "q" else reversed(sides)
+        check_tile(t, sides[owned], sides[across], g)
         shared = pallas_gpu.TEXT
         narrow = [NARROW] if sides[across] == 32 else []
-        pairs = shared["pairs"] if self.own == "q" else TEXT["pairs_turned"]
-        distances = filled(shared["distances"], down=self.own, across="k" if self.own == "q" else "q")
+        pairs = shared["pairs"] if self.owned == "q" else TEXT["pairs_turned"]
+        distances = filled(shared["distances"], down=self.owned, across="k" if self.owned == "q" else "q")
         head = filled(
             TEXT["head"],
             what=self.what,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=t.block_q, block_k=t.block_k, own=own, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
-            group=g.heads // g.kv_heads, stages=stages(g, sides[own], sides[across]), scale=repr(float(g.scale)),
+            block_q=t.block_q, block_k=t.block_k, own=owned, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
+            group=g.heads // g.kv_heads, stages=stages(g, sides[owned], sides[across]), scale=repr(float(g.scale)),
             narrow=narrow,
             shared=(shared["shared"] + (shared["interpreted"] if self.interpretable else shared["on_device"])
             + pairs * bool(e.inputs.pairs) + f"\n\n{distances}" * bool(e.inputs.distances)).strip("\n").splitlines(),
         )  # fmt: skip
         products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
-        holes["walk"] = "GpuWalk.in_order" if own == "q" else "pallas_gpu.walked"
+        holes["walk"] = "GpuWalk.in_order" if owned == "q" else "pallas_gpu.walked"
         body = filled(skeleton + TEXT["call"], once=e.once(plan), before=before, fast=str(not self.exact), **holes)
-        found = [head, products, "\n".join(e.definitions(plan)), body]
-        return "\n\n".join(part.strip("\n") + "\n" for part in found if part)
+        sections = [head, products, "\n".join(e.definitions(plan)), body]
+        return "\n\n".join(part.strip("\n") + "\n" for part in sections if part)
 
     def operands(self) -> list[str]:
         return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
@@ -210,10 +211,10 @@ class _GpuKernel:
 class _GpuQueryGradients(_GpuKernel):
     """The kernel of dq, and of sums of captured gradients over keys."""
 
-    own, what = "q", "dq"
+    owned, what = "q", "dq"
 
     def text(self) -> str:
-        dq = "q" in self.wanted
+        dq = "q" in self.grad_names
         totals = ["dq"] * dq + [s.total for s in self.sums]
         parts = [f"{s.total}_here" for s in self.sums]
         buffers = [s.buffer for s in self.sums]
@@ -232,7 +233,7 @@ class _GpuQueryGradients(_GpuKernel):
             sums=_tuple(totals),
             accumulate=[
                 *["(dq,) = added((dq,), (ds, key.at[slot]))"] * dq,
-                *(f"{s.total} = {s.total} + {here}" for s, here in zip(self.sums, parts, strict=True)),
+                *(f"{s.total} = {s.total} + {part}" for s, part in zip(self.sums, parts, strict=True)),
             ],
             zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
             results=[
@@ -271,16 +272,16 @@ class _GpuKeyGradients(_GpuKernel):
     """The kernel of dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is
     multiplied."""
 
-    own, what = "k", "dk and dv"
+    owned, what = "k", "dk and dv"
 
     def text(self) -> str:
-        dk, dv = "k" in self.wanted, "v" in self.wanted
-        weight = "p" if self.plan.kept is None else "(p * kept)"
+        dk, dv = "k" in self.grad_names, "v" in self.grad_names
+        weight = "p" if self.plan.keep_mask is None else "(p * kept)"
         arrays = ["query", "key", *["value"] * dk, "dout", "lse", "low", *["delta"] * dk]
         refs = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
         outs = ["dv_ref"] * dv + ["dk_ref"] * dk
         scratch = ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk, "own_ready", "ready", "free"]
-        own = [("k_ref", "key"), *[("v_ref", "value")] * dk]
+        loaded = [("k_ref", "key"), *[("v_ref", "value")] * dk]
         fetched = [
             ("q_ref", "line, head", "query"),
             ("dout_ref", "line, head", "dout"),
@@ -301,7 +302,7 @@ class _GpuKeyGradients(_GpuKernel):
             refs=", ".join(
                 [*self.operands(), *(refs.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
             ),
-            own=[f"plgpu.copy_gmem_to_smem({ref}.at[here], {to}.at[wg], own_ready.at[wg])" for ref, to in own],
+            own=[f"plgpu.copy_gmem_to_smem({ref}.at[here], {to}.at[wg], own_ready.at[wg])" for ref, to in loaded],
             products=", ".join(["scores"] + ["inner"] * dk),
             pairs=", ".join(pairs),
             weights=self.weights(),
@@ -338,7 +339,7 @@ class _GpuKeyGradients(_GpuKernel):
                 "tiles(STAGES, BLOCK_Q, DIM),",
                 "tiles(STAGES, BLOCK_Q, DIM_V),",
                 *["plgpu.SMEM((STAGES, BLOCK_Q), Float),"] * (2 + dk),
-                f"signals(2, {len(own)}),",
+                f"signals(2, {len(loaded)}),",
                 f"signals(STAGES, {len(fetched)}),",
                 "signals(STAGES, 2),",
             ],

@@ -42,9 +42,9 @@ def prelude(source: str) -> list[str]:
     """The lines that define the functions `source` calls."""
     needed: set[str] = set()
     words = _words(source)
-    while found := {n for n in PRELUDE if n in words} - needed:
-        needed |= found
-        words = _words("".join(PRELUDE[n] for n in found))
+    while called := {n for n in PRELUDE if n in words} - needed:
+        needed |= called
+        words = _words("".join(PRELUDE[n] for n in called))
     constants = ["WIDTH = 32"] if needed & {"shl", "shr", "wrapped"} else []
     if needed & {"to_int", "whole"}:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
@@ -67,8 +67,8 @@ class Expressions:
         self.inputs = pallas_inputs.place(roots, down)
         self.tanh = tanh
         self.down = down
-        own, other = (ROW, COLUMN) if down == "q" else (COLUMN, ROW)
-        self.spread = {own: "down", other: "across"}
+        owned, other = (ROW, COLUMN) if down == "q" else (COLUMN, ROW)
+        self.spread = {owned: "down", other: "across"}
         self.names: dict[Expr, Expr] = {}
         self.when = dict(LEVELS)
         at = {"heads": 0, "queries": ROW, "keys": COLUMN, "distances": POSITION, "pairs": POSITION}
@@ -96,8 +96,8 @@ class Expressions:
         """The lines that define the functions these expressions call, in the kernel and before it."""
         lines = pallas_inputs.before(plan, self.inputs)
         for root in self.inputs.roots:
-            found, value = self.written(root, "x")
-            lines += [*found, value]
+            assignments, value = self.written(root, "x")
+            lines += [*assignments, value]
         return prelude("\n".join(lines))
 
     # -- what it starts from ----------------------------------------------------------------------------
@@ -116,21 +116,21 @@ class Expressions:
             wholes, floats = wholes + (s.type is not FLOAT), floats + (s.type is FLOAT)
         lines[self.down] = f"{self.down} = {self.down}_origin[batch] + start + steps_along(0)"
         used = self._used(plan)
-        made = [text for n, text in lines.items() if n in used]
-        made += [f"{n}_at = {_stored(f'{n}[batch, head]', e.type)}" for e, n in self.inputs.heads.items()]
-        reads = {n: f"of_line({n}, batch, head, line, 0)" for n in self.inputs.kept.values()}
-        return made + [f"{n}_at = {_stored(reads[n], e.type)}" for e, n in self.inputs.kept.items()]
+        assignments = [text for n, text in lines.items() if n in used]
+        assignments += [f"{n}_at = {_stored(f'{n}[batch, head]', e.type)}" for e, n in self.inputs.heads.items()]
+        reads = {n: f"of_line({n}, batch, head, line, 0)" for n in self.inputs.scratch_values.values()}
+        return assignments + [f"{n}_at = {_stored(reads[n], e.type)}" for e, n in self.inputs.scratch_values.items()]
 
     def each(self, plan: LoopPlan, *roots: Expr | None) -> list[str]:
         """The lines of one tile, before these expressions or all: values of its positions along the other axis, and of
         pairs. A vector that nothing reads has no layout, and Mosaic GPU looks for one without an end."""
         i = self.inputs
-        other, block, kept = ("k", "BLOCK_K", i.keys) if self.down == "q" else ("q", "BLOCK_Q", i.queries)
-        own = "BLOCK_Q" if self.down == "q" else "BLOCK_K"
+        other, block, vectors = ("k", "BLOCK_K", i.keys) if self.down == "q" else ("q", "BLOCK_Q", i.queries)
+        width = "BLOCK_Q" if self.down == "q" else "BLOCK_K"
         line = f"pl.ds(tile * {block}, {block})"
         forms = (
-            (kept, f"of_line({{}}, batch, head, {line}, 1)"),
-            (i.distances, f"of_distance({{}}, batch, head, tile * {block} - start + order.shape[1] * {own} - HALF)"),
+            (vectors, f"of_line({{}}, batch, head, {line}, 1)"),
+            (i.distances, f"of_distance({{}}, batch, head, tile * {block} - start + order.shape[1] * {width} - HALF)"),
             (i.pairs, "of_pair({}, batch, head, start, tile)"),
         )
         meant = [pallas_inputs.mosaic(e) for e in roots if e is not None] if roots else i.roots

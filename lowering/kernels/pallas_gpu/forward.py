@@ -72,12 +72,12 @@ def dims(dim: int) -> int:
 
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     """The number of tiles of keys and values that fit beside the queries."""
-    taken = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
-    return min(MOST, (SHARED - taken) // (2 * block_k * (dim + v_dim)))
+    used = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
+    return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
 
 
 def roots(plan: LoopPlan) -> list[Expr]:
-    return [e for e in (plan.mask, plan.score, plan.kept) if e is not None]
+    return [e for e in (plan.mask, plan.score, plan.keep_mask) if e is not None]
 
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -110,9 +110,9 @@ def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
 
 def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
     inputs = pallas_inputs.place(roots(plan))
-    found = next((n for n in inputs.left() if n.op == "lookup"), None)
-    if found is not None:
-        source = next(t.source for t in plan.tables if t.name == found.name)
+    lookup = next((n for n in inputs.left() if n.op == "lookup"), None)
+    if lookup is not None:
+        source = next(t.source for t in plan.tables if t.name == lookup.name)
         return (
             f"`{source}` is indexed by q and k together, and kernels for Hopper have no gather; index it by q, by k "
             'or by q - k alone, or use backend="triton"'
@@ -120,10 +120,10 @@ def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
     for e in inputs.distances:
         used = {v for n in walk(e) for v in uses(n)}
         copies = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1)
-        taken = copies * SWIZZLE * 4 * (g.q_len + g.kv_len)
-        if taken > SKEWED:
+        size = copies * SWIZZLE * 4 * (g.q_len + g.kv_len)
+        if size > SKEWED:
             return (
-                f"values by q - k take {taken >> 20} MiB in kernels for Hopper, for {g.q_len} queries by {g.kv_len} "
+                f"values by q - k take {size >> 20} MiB in kernels for Hopper, for {g.q_len} queries by {g.kv_len} "
                 f'keys, at most {SKEWED >> 20}; use backend="triton"'
             )
     return ""
@@ -179,7 +179,7 @@ def emit(
         once=e.once(plan),
         score=([] if folded else ["s *= SCALE"]) + _written(plan, e, plan.score, "y", "s = {}"),
         seen=_written(plan, e, plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
-        kept=_written(plan, e, plan.kept, "z", "weights = jnp.where({}, p, 0.0)"),
+        kept=_written(plan, e, plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
         finish=_finish(plan, sinks, low),
         ends=["ends[wg, 2] = low"] if low else [],
         stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if low else [],
@@ -199,9 +199,9 @@ def _lines(*texts: str) -> list[str]:
 
 
 def _readers(e: Expressions) -> list[str]:
-    made = [TEXT["pairs"]] if e.inputs.pairs else []
+    readers = [TEXT["pairs"]] if e.inputs.pairs else []
     down, across = ("q", "k") if e.down == "q" else ("k", "q")
-    return [*made, "\n" + filled(TEXT["distances"], down=down, across=across)] if e.inputs.distances else made
+    return [*readers, "\n" + filled(TEXT["distances"], down=down, across=across)] if e.inputs.distances else readers
 
 
 def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, use: str) -> list[str]:
@@ -229,12 +229,12 @@ def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
     if plan.guard:
         lines += ["empty = total == 0.0  # a row without a visible key gives 0, and lse -inf"]
         lines += ["total = jnp.where(empty, 1.0, total)"]
-    found = "(top + jnp.log2(total)) * LN2"
-    lines.append(f"lse = jnp.where(empty, -jnp.inf, {found})" if plan.guard else f"lse = {found}")
+    formula = "(top + jnp.log2(total)) * LN2"
+    lines.append(f"lse = jnp.where(empty, -jnp.inf, {formula})" if plan.guard else f"lse = {formula}")
     if low:
-        found = "(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2"
+        formula = "(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2"
         lines += ["# by the product that the backward begins with, rounded, so that no compiler joins it to the sum"]
-        lines.append(f"low = jnp.where(empty, 0.0, {found})" if plan.guard else f"low = {found}")
+        lines.append(f"low = jnp.where(empty, 0.0, {formula})" if plan.guard else f"low = {formula}")
     rate = "" if plan.rate is None else f" * (1.0 - {plan.rate})"
     lines.append(f"weight = weight / {f'(total{rate})' if rate else 'total'}")
     return lines

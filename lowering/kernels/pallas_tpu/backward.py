@@ -53,31 +53,31 @@ class Source:
     results: tuple[str | int, ...]
 
 
-def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> str:
+def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str]) -> str:
     """The text of all backward kernels, to read: for the gradients of "q", "k", "v" and of the plan's names in
-    `wanted`."""
+    `grad_names`."""
     target = with_tiles(target)
-    found = [dq(plan, target, geometry, dtype, wanted), dkv(plan, target, geometry, dtype, wanted)]
-    numbers = [i for i, g in captured(plan, wanted) if g.over == "scatter"]
-    found += [terms(plan, target, geometry, dtype, i) for i in numbers]
-    return "\n\n".join(s.text for s in found if s is not None)
+    sources = [dq(plan, target, geometry, dtype, grad_names), dkv(plan, target, geometry, dtype, grad_names)]
+    numbers = [i for i, g in captured(plan, grad_names) if g.over == "scatter"]
+    sources += [terms(plan, target, geometry, dtype, i) for i in numbers]
+    return "\n\n".join(s.text for s in sources if s is not None)
 
 
 def with_tiles(target: Target) -> Target:
     """The target with tiles for each kernel: the forward's, as far as a backward's fit beside one another, where no
     tiles are given; a backward holds three times as many."""
     block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
-    own = replace(target, block_q=block_q, block_k=block_k, dq=None, dkv=None, decode=None)
-    return replace(target, dq=target.dq or own, dkv=target.dkv or own)
+    defaults = replace(target, block_q=block_q, block_k=block_k, dq=None, dkv=None, decode=None)
+    return replace(target, dq=target.dq or defaults, dkv=target.dkv or defaults)
 
 
 def dq(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
     together: int = 1, search: bool = False,
 ) -> Source | None:  # fmt: skip
     """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
-    arrays = {"q"} & set(wanted)
+    mine = {i: g for i, g in captured(plan, grad_names) if g.over in ("head", "row", "diagonal")}
+    arrays = {"q"} & set(grad_names)
     if not mine and not arrays:
         return None
     return _TpuQueryGradients(
@@ -86,12 +86,12 @@ def dq(
 
 
 def dkv(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True,
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
     search: bool = False,
 ) -> Source | None:  # fmt: skip
     """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
-    arrays = {"k", "v"} & set(wanted)
+    mine = {i: g for i, g in captured(plan, grad_names) if g.over == "column"}
+    arrays = {"k", "v"} & set(grad_names)
     if not mine and not arrays:
         return None
     return _TpuKeyGradients(
@@ -108,9 +108,9 @@ def terms(
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
 
 
-def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
-    """The captured gradients of the tables and slots in `wanted`, with their numbers."""
-    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in wanted]
+def captured(plan: LoopPlan, grad_names: Collection[str]) -> list[tuple[int, Gradient]]:
+    """The captured gradients of the tables and slots in `grad_names`, with their numbers."""
+    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in grad_names]
 
 
 class _TpuKernel:
@@ -137,7 +137,14 @@ class _TpuKernel:
         keys = self.down == "k"
         self.program = TpuProgram(self.group if keys else together, self.group, keys)
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
-        roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
+        roots = [
+            plan.mask,
+            plan.score,
+            self.slope,
+            plan.keep_mask,
+            self.survivor,
+            *(g.weight for g in gradients.values()),
+        ]
         self.inputs: TableInputs = place([e for e in roots if e is not None], self.down, strided, together)
         self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
@@ -151,7 +158,7 @@ class _TpuKernel:
         self.out_specs: list[str] = []
         self.out_shapes: list[str] = []
         self.shown: list[str] = []
-        self.said: list[str] = []
+        self.descriptions: list[str] = []
 
     # -- what its kinds are made of --
 
@@ -163,14 +170,14 @@ class _TpuKernel:
         zeros = f"jnp.zeros({name}.{holes['shape']}, Float)"
         self.start.append(f"{name}[{holes['own']}] = {value or zeros}")
 
-    def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, said: str) -> None:
+    def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, description: str) -> None:
         """Declare a result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for
         {}."""
         self.outputs.append(f"{name}_ref")
         self.out_specs.append(f"{spec},")
         self.out_shapes.append(f"jax.ShapeDtypeStruct({shape}),")
         self.shown.append(shown.format(f"found[{len(self.results)}]"))
-        self.said.append(said)
+        self.descriptions.append(description)
         self.results.append(result)
 
     def needs(self, *functions: str) -> None:
@@ -190,20 +197,23 @@ class _TpuKernel:
         down = self.down == "q"
         one, two = ("q", "k") if down else ("k", "q")
         names = ("lse", "delta")
-        own, part = (self.program.holes[n] for n in ("own", "part"))
+        index, part = (self.program.holes[n] for n in ("own", "part"))
         lse, delta = (
-            f"wide({n}[{own}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
+            f"wide({n}[{index}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
         )
         refs = {n: f"{n}_ref[0, {part if n in ('q', 'dout') else 0}]" for n in ("q", "k", "v", "dout")}
-        lines = [*pallas_inputs.here(self.plan, self.inputs), f"s = rows_by_rows({refs[one]}, {refs[two]}) * SCALE"]
+        lines = [
+            *pallas_inputs.coordinate_lines(self.plan, self.inputs),
+            f"s = rows_by_rows({refs[one]}, {refs[two]}) * SCALE",
+        ]
         lines += self._named("m", "s" if self.plan.score is None else self.plan.score, "y")
         lines += ["if partial:  # the mask", *_indented(self._hide())]
         lines.append(f"p = jnp.exp(m - {lse})")
         select = "p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN"
         lines += [select] if self.careful else ["if partial:", f"    {select}"]
-        if self.plan.kept is not None and self.survivor is not None:
-            (made, kept), (_, survivor) = self._value(self.plan.kept, "w"), self._value(self.survivor, "u")
-            lines += [*made, f"kept = jnp.where({kept}, {survivor}, 0.0)"]
+        if self.plan.keep_mask is not None and self.survivor is not None:
+            (draws, survives), (_, survivor) = self._value(self.plan.keep_mask, "w"), self._value(self.survivor, "u")
+            lines += [*draws, f"kept = jnp.where({survives}, {survivor}, 0.0)"]
         lines += after_p
         if self.inner:
             one, two = ("dout", "v") if down else ("v", "dout")
@@ -221,15 +231,15 @@ class _TpuKernel:
     def _product(self, name: str, one: str, two: str) -> list[str]:
         """A product that is 0 at hidden positions: 0 times NaN or infinity is NaN."""
         select = f"{name} = jnp.where(p == 0, 0, {name})"
-        made = f"{name} = {one} * {two if re.fullmatch(ATOMS, two) else f'({two})'}"
-        return [made, select] if self.careful else [made, "if partial:", f"    {select}"]
+        assignment = f"{name} = {one} * {two if re.fullmatch(ATOMS, two) else f'({two})'}"
+        return [assignment, select] if self.careful else [assignment, "if partial:", f"    {select}"]
 
     def _hide(self) -> list[str]:
         """The lines that set m to -inf at hidden positions, positions past the last key or query among them."""
         lines = []
         if self.plan.mask is not None:
-            made, mask = self._value(self.plan.mask, "x")
-            lines += [*made, f"m = jnp.where({mask}, m, -jnp.inf)"]
+            assignments, mask = self._value(self.plan.mask, "x")
+            lines += [*assignments, f"m = jnp.where({mask}, m, -jnp.inf)"]
         length, block, along = ("kv_len", "BLOCK_K", "k") if self.down == "q" else ("q_len", "BLOCK_Q", "q")
         return [
             *lines,
@@ -275,7 +285,7 @@ class _TpuKernel:
             tables=len(walk),
             refs=wrap(f"{', '.join(refs)},", 112),
             outputs=", ".join(self.outputs),
-            scratch=", ".join([*inputs.kept.values(), *self.scratch]),
+            scratch=", ".join([*inputs.scratch_values.values(), *self.scratch]),
             static=", ".join(static),
             given=", ".join(f"{n}={x}" for n, x in static.items()),
             sizes=static_arguments(self.search, not down, holes["programs"], *tiles),
@@ -286,7 +296,7 @@ class _TpuKernel:
             finish=["", "@pl.when(ends)", "def finish():", *_indented(self.finish)] if self.finish else [],
             entry=self.entry,
             arguments=", ".join([*(f"*, {n}" for n in self.zeros), *["fold=1"] * (not down), "interpret=False"]),
-            said=self.said,
+            said=self.descriptions,
             cast=CAST if self.dtype == "float16" else [],
             before=[*pallas_inputs.before(plan, inputs), *[LINES] * bool(self.clear)],
             passed=", ".join(
@@ -334,7 +344,7 @@ class _TpuQueryGradients(_TpuQueryRows):
     def build(self) -> list[str]:
         self.numbers()
         lines = self.tile()
-        own, part, together = (self.program.holes[n] for n in ("own", "part", "together"))
+        index, part, together = (self.program.holes[n] for n in ("own", "part", "together"))
         if "q" in self.arrays:
             self.keeps("dq", "(BLOCK_Q, dim)")
             spec, shape = (
@@ -342,14 +352,14 @@ class _TpuQueryGradients(_TpuQueryRows):
                 "(batch, heads, q_len, dim), query.dtype",
             )
             self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
-            self.finish.append(f"dq_ref[0, {part}] = (dq[{own}] * SCALE).astype(dq_ref.dtype)")
+            self.finish.append(f"dq_ref[0, {part}] = (dq[{index}] * SCALE).astype(dq_ref.dtype)")
             self.needs(TEXT["finite"])
-            made, ds = self.times("ds", self.slope)
+            assignments, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
-            lines += [*made, keys, f"dq[{own}] += rows_by_columns({ds}, keys)"]
+            lines += [*assignments, keys, f"dq[{index}] += rows_by_columns({ds}, keys)"]
         for i, g in self.gradients.items():
-            made, added = self.times(f"d{i}", g.weight, f"g{i}_")
-            lines += [*made, *(self._distance(i, added) if g.over == "diagonal" else self._sum(i, added))]
+            assignments, added = self.times(f"d{i}", g.weight, f"g{i}_")
+            lines += [*assignments, *(self._distance(i, added) if g.over == "diagonal" else self._sum(i, added))]
         return lines
 
     def _sum(self, i: int, added: str) -> list[str]:
@@ -357,8 +367,8 @@ class _TpuQueryGradients(_TpuQueryRows):
         self.keeps(f"sum{i}", "(BLOCK_Q, 1)")
         spec, shape = "pl.BlockSpec((1, 1, 1, BLOCK_Q), along(at_query))", "(batch, heads, 1, q_len), Float"
         over = "queries and keys [batch, heads]" if by_head else "keys [batch, heads, q_len]"
-        said = f"that of {what} summed over {over}"
-        self.gives(i, f"sum{i}", spec, shape, "{}[:, :, 0].sum(-1)" if by_head else "{}[:, :, 0]", said)
+        description = f"that of {what} summed over {over}"
+        self.gives(i, f"sum{i}", spec, shape, "{}[:, :, 0].sum(-1)" if by_head else "{}[:, :, 0]", description)
         self.finish.append(f"sum{i}_ref[0, 0] = laid(sum{i}[...])")
         self.needs(TEXT["laid"])
         return [f"sum{i}[...] += {added}.sum(axis=1, keepdims=True)"]
@@ -367,8 +377,8 @@ class _TpuQueryGradients(_TpuQueryRows):
         what = self.read(self.gradients[i])
         spec = "pl.BlockSpec((1, 1, lines, 128), lambda b, h, *_: (b, h, 0, 0))"
         shown = "by_difference({}, q_len, kv_len)"
-        said = f"that of {what} summed by distance [batch, heads, q_len + kv_len - 1]"
-        self.gives(i, f"sum{i}", spec, "(batch, heads, lines, 128), Float", shown, said)
+        description = f"that of {what} summed by distance [batch, heads, q_len + kv_len - 1]"
+        self.gives(i, f"sum{i}", spec, "(batch, heads, lines, 128), Float", shown, description)
         self.clear.append(f"sum{i}_ref[0, 0] = jnp.zeros(sum{i}_ref.shape[2:], Float)")
         self.needs(TEXT["by_distance"], TEXT["by_difference"])
         return [
@@ -395,8 +405,8 @@ class _Terms(_TpuQueryRows):
             f"what positions add to that of {self.read(g)}, in whole tiles [batch, heads, .., ..]",
         )  # fmt: skip
         self.start.append("terms_ref[0, 0] = jnp.zeros((BLOCK_Q, BLOCK_K), Float)")  # where the row visits nothing
-        made, added = self.times("ds", g.weight)
-        return [*self.tile(), *made, *self.present(added), "terms_ref[0, 0] = present"]
+        assignments, added = self.times("ds", g.weight)
+        return [*self.tile(), *assignments, *self.present(added), "terms_ref[0, 0] = present"]
 
 
 class _TpuKeyGradients(_TpuKernel):
@@ -419,9 +429,9 @@ class _TpuKeyGradients(_TpuKernel):
         lines += self.tile(self._dv() if "v" in self.arrays else [])  # p is done with before dp is computed
         if "k" in self.arrays:
             self.needs(TEXT["finite"])
-            made, ds = self.times("ds", self.slope)
+            assignments, ds = self.times("ds", self.slope)
             queries = "queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]"
-            lines += [*made, queries, f"dk[...] += rows_by_columns({ds}, queries)"]
+            lines += [*assignments, queries, f"dk[...] += rows_by_columns({ds}, queries)"]
             self.finish.append("dk_ref[0, 0] = (dk[...] * SCALE).astype(dk_ref.dtype)")
         for i, g in self.gradients.items():
             lines += self._sum(i, g)
@@ -440,14 +450,14 @@ class _TpuKeyGradients(_TpuKernel):
     def _sum(self, i: int, gradient: Gradient) -> list[str]:
         self.keeps(f"sum{i}", "(GROUP, BLOCK_K, 1)")
         spec = "pl.BlockSpec((1, 1, GROUP, BLOCK_K), along(at_key))"
-        said = f"that of {self.read(gradient)} summed over queries [batch, heads, kv_len]"
+        description = f"that of {self.read(gradient)} summed over queries [batch, heads, kv_len]"
         shown = "{}.reshape(batch, heads, kv_len)"
-        self.gives(i, f"sum{i}", spec, "(batch, kv_heads, GROUP, kv_len), Float", shown, said)
+        self.gives(i, f"sum{i}", spec, "(batch, kv_heads, GROUP, kv_len), Float", shown, description)
         self.finish += ["for i in range(GROUP):", f"    sum{i}_ref[0, 0, i : i + 1] = laid(sum{i}[i])"]
         self.needs(TEXT["laid"])
-        made, added = self.times(f"d{i}", gradient.weight, f"g{i}_")
+        assignments, added = self.times(f"d{i}", gradient.weight, f"g{i}_")
         head = self.program.holes["of_group"]
-        return [*made, f"sum{i}[{head}] += {added}.sum(axis=1, keepdims=True)"]
+        return [*assignments, f"sum{i}[{head}] += {added}.sum(axis=1, keepdims=True)"]
 
 
 def _indented(lines: list[str]) -> list[str]:

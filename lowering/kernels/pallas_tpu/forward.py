@@ -28,7 +28,7 @@ CAST_QUERY = [*CAST, "query = query.astype(Float)"]
 
 def roots(plan: LoopPlan) -> list[Expr]:
     """The expressions that a forward kernel computes."""
-    return [e for e in (plan.mask, plan.score, plan.kept, plan.weight) if e is not None]
+    return [e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None]
 
 
 def refused(plan: LoopPlan, dtype: str) -> str:
@@ -139,15 +139,15 @@ def emit(
         sizes=pallas_walk.static_arguments(search, False, words["programs"], "q_tiles", "k_tiles"),
         head=program.head,
         refs=wrap(f"{', '.join([*refs, *(f'{n}_ref' for n in blocks)])},", 116),
-        kept="".join(f"{n}, " for n in inputs.kept.values()),
+        kept="".join(f"{n}, " for n in inputs.scratch_values.values()),
         static=", ".join(["at", *lengths, *shapes]),
         turned=pallas_inputs.turned(inputs),
-        here=pallas_inputs.here(plan, inputs),
+        here=pallas_inputs.coordinate_lines(plan, inputs),
         score=_assigned(plan.score, inputs, "y", "s = jnp.broadcast_to({}, s.shape)"),
         stored=[f"v = {_together(value, narrow)}"],
         keys=_together(key, narrow),
         seen=_seen(plan, inputs, unwritten),
-        drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
+        drop=_assigned(plan.keep_mask, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         # in a tile with the mask a weight may be the scale of a value that was never written
         weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
         sink=TEXT["sink"].strip().splitlines() if sinks else [],
@@ -230,8 +230,8 @@ def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: s
     return [*lines, form.format(value)]
 
 
-def _out(plan: LoopPlan, sinks: bool, own: str) -> str:
-    out = f"acc[{own}] * wide(shrink, acc.shape[-1])" if sinks else f"acc[{own}]"
+def _out(plan: LoopPlan, sinks: bool, index: str) -> str:
+    out = f"acc[{index}] * wide(shrink, acc.shape[-1])" if sinks else f"acc[{index}]"
     return out if plan.rate is None else f"{out} / (1.0 - {_rate(plan)})"
 
 

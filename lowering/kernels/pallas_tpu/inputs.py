@@ -71,7 +71,7 @@ class TableInputs:
     picked: dict[str, str] = field(default_factory=dict)  # table -> its entries, flat
 
     @property
-    def own(self) -> str:
+    def scratch_index(self) -> str:
         """The index of a head's share of scratch."""
         return "..." if self.together == 1 else "part"
 
@@ -82,17 +82,17 @@ class TableInputs:
     def left(self) -> list[Expr]:
         """The nodes that the kernel computes."""
         at_hand = self.outside()
-        found: dict[Expr, None] = {}
+        nodes: dict[Expr, None] = {}
         stack = list(reversed(self.roots))
         while stack:
             e = stack.pop()
-            if e not in found and e not in at_hand:
-                found[e] = None
+            if e not in nodes and e not in at_hand:
+                nodes[e] = None
                 stack.extend(e.args)
-        return list(found)
+        return list(nodes)
 
     @property
-    def kept(self) -> dict[Expr, str]:
+    def scratch_values(self) -> dict[Expr, str]:
         """Values of the positions down, turned once per row of tiles and kept in scratch."""
         return self.queries if self.down == "q" else self.keys
 
@@ -213,12 +213,12 @@ def literal(value: bool | int | float) -> Text:
 
 def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str], str]:
     """The text of `root`, one of the Exprs the inputs were made for, in the kernel: (assignments, text of the value),
-    which broadcasts to a tile. The kernel has `batch`, `head`, the lines of `here`, and the scores as `s`."""
+    which broadcasts to a tile. The kernel has `batch`, `head`, those of `coordinate_lines`, and the scores as `s`."""
     forms = {"heads": "{}_ref[batch, head]", "pairs": "{}_ref[0, 0]", "distances": "skewed({}_ref[0, 0, 0])"}
     forms |= {
         "queries": "{}_ref[0, 0]",
         "keys": "{}_ref[0, 0]",
-        ("queries" if inputs.down == "q" else "keys"): f"{{}}[{inputs.own}]",
+        ("queries" if inputs.down == "q" else "keys"): f"{{}}[{inputs.scratch_index}]",
     }
     if inputs.down == "k":
         forms["pairs"] += ".T"
@@ -254,14 +254,14 @@ def memory(type: Type) -> str:
 def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
     """The constants and functions that the kernel and the code before it need, above the kernel; with `turns` the
     kernel has use for `turned` itself."""
-    constants, made = prelude(*inputs.roots)
-    own = (
-        (TEXT["look"], inputs.outside()), (TEXT["turn"], inputs.kept or turns), (TEXT["pick"], inputs.picked),
+    constants, functions = prelude(*inputs.roots)
+    optional = (
+        (TEXT["look"], inputs.outside()), (TEXT["turn"], inputs.scratch_values or turns), (TEXT["pick"], inputs.picked),
         (TEXT["share"], inputs.blocks), (TEXT["per_query"], inputs.queries), (TEXT["per_key"], inputs.keys),
         (TEXT["per_pair"], inputs.pairs), (_distances(inputs), inputs.distances),
     )  # fmt: skip
-    made += [what for what, needed in own if needed]
-    return constants + [line for what in made for line in f"\n\n{what.strip()}".splitlines()]
+    functions += [what for what, needed in optional if needed]
+    return constants + [line for what in functions for line in f"\n\n{what.strip()}".splitlines()]
 
 
 def _distances(inputs: TableInputs) -> str:
@@ -270,7 +270,7 @@ def _distances(inputs: TableInputs) -> str:
     return filled(TEXT["distances"] + (TEXT["skewed"] if inputs.strided else TEXT["skewed_by_bits"]), **names)
 
 
-def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
+def coordinate_lines(plan: LoopPlan, inputs: TableInputs) -> list[str]:
     """The lines of the coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`, `q_tile`,
     `k_tile`."""
     used = {n.name for n in inputs.left() if n.op in ("var", "param")}
@@ -293,13 +293,13 @@ def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
 
 def turned(inputs: TableInputs) -> list[str]:
     """The lines that fill the scratch of a row of tiles, at its start."""
-    return [f"{n}[{inputs.own}] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
+    return [f"{n}[{inputs.scratch_index}] = turned({n}_ref[0, 0])" for n in inputs.scratch_values.values()]
 
 
 def scratch(inputs: TableInputs) -> list[str]:
     """The scratch arrays of a row of tiles."""
     size = ("" if inputs.together == 1 else "HEADS, ") + ("BLOCK_Q" if inputs.down == "q" else "BLOCK_K")
-    return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.kept]
+    return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.scratch_values]
 
 
 def specs(inputs: TableInputs) -> list[str]:

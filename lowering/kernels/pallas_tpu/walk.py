@@ -125,20 +125,20 @@ def _listed(
     length = xp.where(seen[..., None], length, xp.arange(number) == 0) * parts  # a row that sees nothing has a step
     ends = xp.cumsum(length.reshape(slices, -1), -1)
     begins, total = ends - length.reshape(slices, -1), ends[:, -1:]
-    here = xp.minimum(xp.arange(room), total - 1)  # a shorter sequence stays at its last tile
+    steps = xp.minimum(xp.arange(room), total - 1)  # a shorter sequence stays at its last tile
 
     def of(values: Any, at: Any) -> Any:
         return xp.take_along_axis(values, at, 1)
 
-    record = of(_counted(xp, begins, room).cumsum(-1) - 1, here)  # the last that begins at or before a step
+    record = of(_counted(xp, begins, room).cumsum(-1) - 1, steps)  # the last that begins at or before a step
     row, lo = record // number, of(bounds[..., 0].reshape(slices, -1), record)
-    part = (here - of(begins, record)) % parts + record % number // (number // group)
+    part = (steps - of(begins, record)) % parts + record % number // (number // group)
     sees = of(seen, row)
-    tile = xp.where(sees, lo + (here - of(begins, record)) // parts, 0)
+    tile = xp.where(sees, lo + (steps - of(begins, record)) // parts, 0)
     full = sees & (tile >= of(bounds[..., 1].reshape(slices, -1), record))
     full &= tile < of(bounds[..., 2].reshape(slices, -1), record)
-    starts = here - of(begins[:, ::number], row) < parts
-    finish = of(ends[:, number - 1 :: number], row) - here <= parts
+    starts = steps - of(begins[:, ::number], row) < parts
+    finish = of(ends[:, number - 1 :: number], row) - steps <= parts
     flags = xp.where(xp.arange(room) < total, VISITS * sees + FULL * full + STARTS * starts + ENDS * finish, 0)
     words = (((row << bits[1]) + part << bits[2]) + tile << FLAGS) + flags
     return TpuWalk(*(xp.asarray(x, np.int32) for x in (total.max(), slice_of, words)))

@@ -27,20 +27,20 @@ DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole 
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], *, dlse: bool = True,
     listed: Collection[str] = (),
 ) -> str:  # fmt: skip
     """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
-    compute the gradients of the arrays, tables and slots in `wanted` (plan names), with or without a cotangent of lse;
-    the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which several
-    share a long row of tiles; `attention_dq_sums` and `attention_dkv_sums` add up what these write."""
+    compute the gradients of the arrays, tables and slots in `grad_names` (plan names), with or without a cotangent of
+    lse; the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which
+    several share a long row of tiles; `attention_dq_sums` and `attention_dkv_sums` add up what these write."""
     return writer.module(
-        "Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse, listed=listed)
+        "Attention backward", plan, dims, kernels(plan, target, dims, grad_names, dlse=dlse, listed=listed)
     )
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], *, dlse: bool = True,
     listed: Collection[str] = (),
 ) -> list[writer.TritonKernel]:  # fmt: skip
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
@@ -49,22 +49,22 @@ def kernels(
         raise LoweringError(
             f"gradients need q, k and v of one dtype, not {dims.dtype} and {dims.kv_dtype}; convert k and v before"
         )
-    along = {s.along for s in sums(plan, wanted)}
-    found = [delta_kernel(plan, dims, dlse)]
-    if "q" in wanted or "q" in along:
-        found += _DqKernel(plan, target.dq or target, dims, wanted, "attention_dq" in listed).kernels()
-    apart = target.dv if {"k", "v"} <= set(wanted) else None
-    if {"k", "v"} & set(wanted) or "k" in along:
-        both = set(wanted) - {"v"} if apart else wanted
-        found += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
-    if apart:
-        found += _DkvKernel(plan, apart, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
-    return found
+    along = {s.along for s in sums(plan, grad_names)}
+    emitted = [delta_kernel(plan, dims, dlse)]
+    if "q" in grad_names or "q" in along:
+        emitted += _DqKernel(plan, target.dq or target, dims, grad_names, "attention_dq" in listed).kernels()
+    dv_target = target.dv if {"k", "v"} <= set(grad_names) else None
+    if {"k", "v"} & set(grad_names) or "k" in along:
+        both = set(grad_names) - {"v"} if dv_target else grad_names
+        emitted += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
+    if dv_target:
+        emitted += _DkvKernel(plan, dv_target, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
+    return emitted
 
 
 def bare(plan: LoopPlan) -> LoopPlan:
     """The plan of `attention_delta`: rows without mask, score mod or weights."""
-    none: dict[str, Any] = dict.fromkeys(("mask", "score", "bounds", "kept", "by_query", "by_key"))
+    none: dict[str, Any] = dict.fromkeys(("mask", "score", "bounds", "keep_mask", "by_query", "by_key"))
     return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
@@ -86,17 +86,17 @@ class _DqKernel(GradientKernel):
     longest = writer.LINE + 1
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], listed: bool = False
+        self, plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], listed: bool = False
     ) -> None:
-        self.dq = "q" in wanted
+        self.dq = "q" in grad_names
         self.listed = self.parted = listed
-        summed = [s for s in sums(plan, wanted) if s.along == "q"]
+        summed = [s for s in sums(plan, grad_names) if s.along == "q"]
         super().__init__(plan, target, dims, summed, slope=self.dq, gradients="q" * self.dq)
         self.described = target.descriptors and describable(plan, dims)
 
     def kernels(self) -> list[writer.TritonKernel]:
-        found = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
-        return [found, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
+        kernel = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
+        return [kernel, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
@@ -112,17 +112,17 @@ class _DkvKernel(GradientKernel):
     """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: writer.Dims, wanted: Collection[str], listed: bool = False,
+        self, plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], listed: bool = False,
         name: str = "attention_dkv",
     ) -> None:  # fmt: skip
         self.name = name
-        self.dk, self.dv = "k" in wanted, "v" in wanted
+        self.dk, self.dv = "k" in grad_names, "v" in grad_names
         self.listed = self.parted = listed
         known = writer.arguments(plan)
         self.rows_of_tables = {known[n].name: axis for n, axis in writer.rows_of_tables(plan).items()}
         self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
-        summed = [s for s in sums(plan, wanted) if s.along == "k"]
-        written = [n for n in "kv" if n in wanted]
+        summed = [s for s in sums(plan, grad_names) if s.along == "k"]
+        written = [n for n in "kv" if n in grad_names]
         super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True, gradients=written)
         self.described = target.descriptors and describable(plan, dims)
 
@@ -133,15 +133,15 @@ class _DkvKernel(GradientKernel):
         if axis is None:
             return super().address(table, args)
         self.near, first = True, f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
-        own = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
+        row_step = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
         *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
         steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
-        return f"{' + '.join([table.name, *steps])} + ({own} + {self.clamped(index, size)} * {stride})"
+        return f"{' + '.join([table.name, *steps])} + ({row_step} + {self.clamped(index, size)} * {stride})"
 
     def kernels(self) -> list[writer.TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
-        found = writer.launched(self.name, text, grid, self.target, swapped=True)
-        return [found, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
+        kernel = writer.launched(self.name, text, grid, self.target, swapped=True)
+        return [kernel, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
 
     def holes(self) -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from .forward import PartSums
 from .rows import RowKernel
 from .units import machine
-from .writer import Dims, TritonKernel, arguments, check_tile, launched, masked, module, taken
+from .writer import Dims, TritonKernel, arguments, check_tile, launched, masked, module, reserved_names
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Sum:
         return "k" if self.gradient.over == "column" else "q"
 
 
-def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
-    """The sums of the tables and slots in `wanted`, in the order of `backward_of(plan).gradients`; "diagonal" and
+def sums(plan: LoopPlan, grad_names: Collection[str]) -> list[Sum]:
+    """The sums of the tables and slots in `grad_names`, in the order of `backward_of(plan).gradients`; "diagonal" and
     "scatter" are not among them."""
-    names, known = taken(plan), arguments(plan)
+    names, known = reserved_names(plan), arguments(plan)
     return [
         Sum(g, names.new(f"D{known[g.source].name}"), names.new(f"d{known[g.source].name}"))
         for g in backward_of(plan).gradients
-        if g.source in wanted and g.over in ("head", "row", "column")
+        if g.source in grad_names and g.over in ("head", "row", "column")
     ]
 
 
@@ -62,20 +62,20 @@ class GradientKernel(RowKernel):
     ones.
 
     `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
-    `asked` are other expressions that it uses per position, `gradients` those among "qkv" that it writes."""
+    `others` are other expressions that it uses per position, `gradients` those among "qkv" that it writes."""
 
     selects = True
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
-        asked: Iterable[Expr] = (), gradients: Iterable[str] = (),
+        others: Iterable[Expr] = (), gradients: Iterable[str] = (),
     ) -> None:  # fmt: skip
         check_tile(target)
         self.target = target
         derived = backward_of(plan)
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
         self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
-        self.kept = None if plan.kept is None else expr.machine(plan.kept)
+        self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
         self.inner = slope or bool(self.sums)
         arrays = [
@@ -83,27 +83,27 @@ class GradientKernel(RowKernel):
         ]
         totals = [(s.buffer, s.total) for s, _ in self.sums]
         self.part = PartSums(dims, arrays, totals, dims.group if swapped else 1)
-        more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums), *asked) if e is not None]
+        more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
 
     def holes(self) -> dict[str, Any]:
-        own, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
+        axis, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
         ds = "ds" if self.slope is not None or not self.sums else "dm"
-        found = super().holes()
+        common = super().holes()
         return {
-            **found,
+            **common,
             "apart": self.e == "e",
             "e": self.e,
-            "dropped": self.kept is not None,
-            "rate": "" if self.kept is None else self.arguments[str(self.plan.rate)].name,
+            "dropped": self.keep_mask is not None,
+            "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
             "inner": self.inner,
             "by_length": self.dims.by_length,
             "own_d": self.tile_mask("d", "present"),
             "own_e": self.tile_mask("e", "present"),
             "store_d": self.tile_mask("d", "present", other=""),
             "store_e": self.tile_mask("e", "present", other=""),
-            "exponent": f"{'modified' if self.score else 'score'} * {found['unit']}",  # the forward's own product
+            "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
             "ds": ds,
             "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
             "buffers": self.buffers(),
@@ -113,14 +113,14 @@ class GradientKernel(RowKernel):
             "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if self.dims.group > 1 else "place",
             "partial": self.part.stores({n: self.tile_mask(n, "present", other="") for n in "de"}),
             "partial_totals": self.part.stores_of_totals(),
-            "stores": [f"tl.store({s.buffer} + at_{own} + {index}, {s.total}, mask=present)" for s, _ in self.sums],
+            "stores": [f"tl.store({s.buffer} + at_{axis} + {index}, {s.total}, mask=present)" for s, _ in self.sums],
         }
 
     def before_loops(self) -> dict[str, Any]:
         """The lines before the loop over tiles, beside origins and slots."""
-        own, index = ("k", "columns") if self.swapped else ("q", "rows")
+        axis, index = ("k", "columns") if self.swapped else ("q", "rows")
         return {
-            "own": self.coordinate(own, f"start + {index}") if own in self.used else [],
+            "own": self.coordinate(axis, f"start + {index}") if axis in self.used else [],
             **self.closed_form(),
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
@@ -151,7 +151,9 @@ class GradientKernel(RowKernel):
         """The modified score, and with dropout `kept`, the factor of the weights."""
         return {
             "score_mod": self.score_mod("modified", written, visible),
-            "dropout": self.quoted(self.plan.kept, self.kept, "kept = tl.where({}, survivor, 0.0)", written, visible),
+            "dropout": self.quoted(
+                self.plan.keep_mask, self.keep_mask, "kept = tl.where({}, survivor, 0.0)", written, visible
+            ),
         }
 
     def _summed(self, s: Sum, weight: Expr, written: set[str], visible: str) -> list[str]:
@@ -211,9 +213,14 @@ class CapturedKernel(GradientKernel):
         self.gradients = gradients
         self.factors = [machine(w, dims) for w in weights(gradients)]
         self.index = [expr.machine(e) for e in index]
-        asked = [*self.factors, *self.index]
-        super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, asked=asked)
-        self.tile_roots = [*self.mask, *self.score, *([] if self.kept is None else [self.kept]), *self.factors]
+        others = [*self.factors, *self.index]
+        super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, others=others)
+        self.tile_roots = [
+            *self.mask,
+            *self.score,
+            *([] if self.keep_mask is None else [self.keep_mask]),
+            *self.factors,
+        ]
 
     def kernel(self) -> TritonKernel:
         return launched(self.name, self.filled(self.skeleton), self.grid, self.target)
@@ -269,9 +276,9 @@ NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_
 def square(target: Target) -> Target:
     """The target of the kernels of captured gradients, from the `target` of the whole backward: 64 x 64 or what 8 warps
     carry without a spill, or about as much as a tile of dq where that has fewer queries."""
-    own = target.dq or target
-    side = target.square if own.block_q >= 64 else 1 << ((own.block_q * own.block_k).bit_length() - 1) // 2
-    return replace(own, block_q=side, block_k=side, num_warps=8, num_stages=1, descriptors=False, dq=None, dkv=None)
+    tile = target.dq or target
+    side = target.square if tile.block_q >= 64 else 1 << ((tile.block_q * tile.block_k).bit_length() - 1) // 2
+    return replace(tile, block_q=side, block_k=side, num_warps=8, num_stages=1, descriptors=False, dq=None, dkv=None)
 
 
 def diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> str:
@@ -287,28 +294,28 @@ def plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, shared
 
 def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, *, fixed: bool) -> str:
     """The module of `attention_scatter`, in fixed point with `attention_total` or in float32 without."""
-    made = [_Total(plan, target, dims, gradient), _Scatter(plan, target, dims, gradient, fixed=fixed)]
-    return module(TITLE, plan, dims, [k.kernel() for k in (made if fixed else made[1:])])
+    writers = [_Total(plan, target, dims, gradient), _Scatter(plan, target, dims, gradient, fixed=fixed)]
+    return module(TITLE, plan, dims, [k.kernel() for k in (writers if fixed else writers[1:])])
 
 
-def kernels(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> list[TritonKernel]:
-    """The kernels for the tables in `wanted`, to read: as if no index were clamped, and of tables that take kernels of
-    one name the kernels of the first. Executors print a module for each table read by position."""
-    gradients = [g for g in backward_of(plan).gradients if g.source in wanted]
+def kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str]) -> list[TritonKernel]:
+    """The kernels for the tables in `grad_names`, to read: as if no index were clamped, and of tables that take kernels
+    of one name the kernels of the first. Executors print a module for each table read by position."""
+    gradients = [g for g in backward_of(plan).gradients if g.source in grad_names]
     by_distance = [g for g in gradients if g.over == "diagonal"]
-    found: list[CapturedKernel] = [_Diagonal(plan, target, dims, by_distance)] if by_distance else []
+    writers: list[CapturedKernel] = [_Diagonal(plan, target, dims, by_distance)] if by_distance else []
     for g in gradients:
         if g.over != "scatter":
             continue
-        apart, moving = {alone(e) for e in g.index}, frozenset[str]().union(*map(uses, g.index))
-        if {"q", "k"} <= apart and not moving & {"b", "h"} - apart:
-            found.append(_Plane(plan, target, dims, g, "".join(n for n in "bh" if n not in moving)))
+        single, moving = {alone(e) for e in g.index}, frozenset[str]().union(*map(uses, g.index))
+        if {"q", "k"} <= single and not moving & {"b", "h"} - single:
+            writers.append(_Plane(plan, target, dims, g, "".join(n for n in "bh" if n not in moving)))
         else:
-            found += [_Total(plan, target, dims, g), _Scatter(plan, target, dims, g, fixed=True)]
+            writers += [_Total(plan, target, dims, g), _Scatter(plan, target, dims, g, fixed=True)]
     first: dict[str, CapturedKernel] = {}
-    for made in found:
-        first.setdefault(made.name, made)
-    return [made.kernel() for made in first.values()]
+    for writer in writers:
+        first.setdefault(writer.name, writer)
+    return [writer.kernel() for writer in first.values()]
 
 
 class _Diagonal(CapturedKernel):
@@ -325,11 +332,11 @@ class _Diagonal(CapturedKernel):
 
     def holes(self) -> dict[str, Any]:
         n = len(self.factors)
-        found = {**super().holes(), "hoisted": self.lines(self.tile_roots, SCALAR), **self.seen()}
+        common = {**super().holes(), "hoisted": self.lines(self.tile_roots, SCALAR), **self.seen()}
         written = set(self.hoisted)
         totals = [{"total": self.names.numbered("sum")} for _ in self.factors]
         return {
-            **found,
+            **common,
             "coordinates": self.positioned(frozenset[str]().union(*map(uses, self.tile_roots))),
             **self.one_tile(self.tile_roots, (ROW, COLUMN), written),
             "totals": [
@@ -368,15 +375,15 @@ class _Plane(_Placed):
         return [f"Into,  # float32, contiguous: the gradient of {self.read(self.gradients[0])}"]
 
     def holes(self) -> dict[str, Any]:
-        found = super().holes()
+        common = super().holes()
         entries = [line for level in (SCALAR, ROW, COLUMN) for line in self.lines(self.index, level)]
         entries += self.into(self.hoisted)
         written = set(self.hoisted)
         return {
-            **found,
+            **common,
             "all_heads": self.all_heads,
             "all_batches": self.all_batches,
-            "vectors": [] if self.all_batches else found["vectors"],
+            "vectors": [] if self.all_batches else common["vectors"],
             "coordinates": self.positioned(frozenset("qk")),
             "into": entries,
             **self.seen(),
@@ -393,15 +400,15 @@ class _Walk(_Placed):
 
     def holes(self) -> dict[str, Any]:
         roots = [*self.tile_roots, *self.index]
-        own = self.coordinate("q", "start + rows") if "q" in self.used else []
-        found = {**super().holes(), "own": own, **self.closed_form()}
+        coordinate = self.coordinate("q", "start + rows") if "q" in self.used else []
+        common = {**super().holes(), "own": coordinate, **self.closed_form()}
         hoisted = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
         written = set(self.hoisted)
         walked = self.one_tile(roots, (COLUMN,), written)
         walked["row_and_column"][:0] = self.positioned(self.used & {"k"})
         share = self.shared(self.factors[0], written)
         return {
-            **found,
+            **common,
             "hoisted": hoisted,
             **walked,
             **share,

@@ -31,8 +31,8 @@ def emit(
     `packs`, a tile holds the queries of one head. Where `target.splits` is 1 there are no parts: `attention_decode`
     writes the results. With `balanced`, each row has parts in proportion to the tiles that it sees. The kernel reads
     their number from the table of spans, so the host need not know it."""
-    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced)
-    return module("Attention of few queries", plan, dims, given)
+    emitted = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced)
+    return module("Attention of few queries", plan, dims, emitted)
 
 
 def kernels(
@@ -93,10 +93,10 @@ class DecodeKernel(ForwardKernel):
         return TritonKernel(self.name, self.filled(self.skeleton), launch)
 
     def holes(self) -> dict[str, Any]:
-        found = super().holes()
+        common = super().holes()
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
         first_head = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
-        return found | {
+        return common | {
             "balanced": self.balanced,
             "tiles_seen": [
                 "of_sequences = tiles_seen(",

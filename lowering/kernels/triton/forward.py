@@ -116,10 +116,10 @@ class ForwardKernel(RowKernel):
         token = "at" if self.numbered else f"(tile * BLOCK_K % {plan.page} + columns)"
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
-        self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
+        self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         levels = {**levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
         self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
-        super().__init__(plan, dims, target, [*self.kept, *self.weight], when=levels)
+        super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], when=levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
@@ -222,10 +222,10 @@ class ForwardKernel(RowKernel):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.kept, *self.weight]
+        roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]
         row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
         first, last = self.head[0], self.head[-1]
-        kept, weight = (next(iter(roots), None) for roots in (self.kept, self.weight))
+        keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
             "head": [
                 {"mark": p.mark, "mask": masked(row, p.pad("[:, None]")), "sum": ", score" * (p is not first),
@@ -238,7 +238,7 @@ class ForwardKernel(RowKernel):
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
+            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
             "weight": self.quoted(self.plan.weight, weight, "", written),
         }  # fmt: skip
 

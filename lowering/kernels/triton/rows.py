@@ -96,9 +96,9 @@ class RowKernel(TritonWriter):
 
     def holes(self) -> dict[str, Any]:
         """The holes of every skeleton with rows of tiles: flags, and the lines that read scalars."""
-        given = self.parameters.holes(self.numbers)
+        common = self.parameters.holes(self.numbers)
         return {
-            **given,
+            **common,
             "blank": [""],
             "of_row": str(self.axes[0]),
             "of_head": str(self.axes[1]),
@@ -119,7 +119,7 @@ class RowKernel(TritonWriter):
             "wide": self.wide,
             "open": "(" if self.wide else "",
             "close": f"){self.wide}" if self.wide else "",
-            "vectors": [f"{n}_origin = tl.load({n}_origin + batch)" for n in given["moved"]],
+            "vectors": [f"{n}_origin = tl.load({n}_origin + batch)" for n in common["moved"]],
             "conversions": self.conversions(),
             "by_batch": "b" in self.used,
             "by_head": "h" in self.used,
@@ -177,24 +177,24 @@ class RowKernel(TritonWriter):
         if self.ends is None:
             return {}
         asks = None if self.ends.asks is TRUE else self.ends.asks
-        made = {"least": self.ends.first, "most": self.ends.last, "asks": asks}
-        return {name: expr.machine(e) for name, e in made.items() if e is not None}
+        ends = {"least": self.ends.first, "most": self.ends.last, "asks": asks}
+        return {name: expr.machine(e) for name, e in ends.items() if e is not None}
 
     def before_tiles(self) -> list[str]:
         """The lines before the loops: values that are known once a program or once a row, and the ends of each row."""
         roots = [*self.positions, *self.rows.values()]
-        found = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
+        lines = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
         if not self.rows:
-            return found
+            return lines
         axis, length = ("q", "q_len") if self.swapped else ("k", "kv_len")
         row, others = ("key", "queries") if self.swapped else ("query", "keys")
         least, most, asks = (self.value(self.rows[n]) if n in self.rows else "" for n in ("least", "most", "asks"))
         most = f"placed({most}, {axis}_origin, -1, {length} - 1)" if most else f"{length} - 1"
         most = f"tl.where({asks}, {most}, -1)" if asks else most
         if not least:
-            return [*found, f"# The last of the call's {others} that a {row} may see.", f"most = {most}"]
+            return [*lines, f"# The last of the call's {others} that a {row} may see.", f"most = {most}"]
         return [
-            *found,
+            *lines,
             f"# The first of the call's {others} that a {row} may see, and the number of those up to the last.",
             f"least = placed({least}, {axis}_origin, 0, {length})",
             f"many = tl.maximum({most} + 1 - least, 0)",
@@ -202,26 +202,26 @@ class RowKernel(TritonWriter):
 
     def visible(self, written: set[str]) -> list[str]:
         """The condition that positions of a border tile are visible."""
-        found = self.lines(self.mask, POSITION, written)
+        lines = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
-            found += self.quote(self.plan.mask)
+            lines += self.quote(self.plan.mask)
         along, start = ("rows", "tile * BLOCK_Q") if self.swapped else ("columns", "tile * BLOCK_K")
         shown = self.shown
         if self.rows:
             shown = f"up_to({along}[None, :], most - {start})"
         if "least" in self.rows:
             shown = f"{self.one_of}({along}[None, :], least - {start}, many)"
-        found += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
+        lines += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
         if self.spread:
-            found.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
-        return found
+            lines.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
+        return lines
 
     def quoted(self, e: Expr | None, root: Expr | None, line: str, written: set[str], mask: str = "") -> list[str]:
         """An Expr of the plan as a comment, and the lines that compute and apply it."""
         if e is None or root is None:
             return []
-        found = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
-        return [*found, *[line.format(self.value(root))] * bool(line)]
+        lines = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
+        return [*lines, *[line.format(self.value(root))] * bool(line)]
 
     def score_mod(self, name: str, written: set[str], mask: str = "") -> list[str]:
         """The lines of the modified score, which has the shape of a tile also where it is one number for all keys."""

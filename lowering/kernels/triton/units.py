@@ -72,12 +72,12 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
     deciding = decisive([scaled])
     done: dict[Expr, Expr] = {}
     for node in walk(scaled):
-        made = rebuild(node, tuple(done[a] for a in node.args))
-        done[node] = made if node.type is not FLOAT or node in deciding else _moved(made, when)
+        rebuilt = rebuild(node, tuple(done[a] for a in node.args))
+        done[node] = rebuilt if node.type is not FLOAT or node in deciding else _merged(rebuilt, when)
     return done[scaled]
 
 
-def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
+def _merged(e: Expr, when: Mapping[str, int]) -> Expr:
     """An Expr with its constant factors merged; those of its arguments already are."""
     if e.op == "exp":
         return build("exp2", _times(e.args[0], lit(LOG2E), when))
@@ -89,7 +89,7 @@ def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
     if e.op == "mul" and _level(x, when) < _level(y, when):
         x, y = y, x
     if e.op == "mul" and _level(x, when) == POSITION and _level(y, when) in (ROW, COLUMN):
-        return _taken(e, x, y, when)
+        return _times_line(e, x, y, when)
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
     if e.op == "div":
@@ -100,19 +100,19 @@ def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
 def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
     """`x * factor`; where x is itself a product with a factor, the two factors become one."""
     if x.op == "mul":
-        for rest, own in (x.args, x.args[::-1]):
-            if _level(own, when) == SCALAR and _level(rest, when) != SCALAR:
-                both = _common(own) and _common(factor)
-                return build("mul", rest, lit(own.name * factor.name) if both else build("mul", own, factor))
+        for rest, inner in (x.args, x.args[::-1]):
+            if _level(inner, when) == SCALAR and _level(rest, when) != SCALAR:
+                both = _common(inner) and _common(factor)
+                return build("mul", rest, lit(inner.name * factor.name) if both else build("mul", inner, factor))
     return build("mul", x, factor)
 
 
-def _taken(e: Expr, x: Expr, line: Expr, when: Mapping[str, int]) -> Expr:
+def _times_line(e: Expr, x: Expr, line: Expr, when: Mapping[str, int]) -> Expr:
     """`e`, which is `x * line`, where `line` has a value for each key or query: it takes a constant factor of x."""
     if x.op == "mul":
-        for rest, own in (x.args, x.args[::-1]):
-            if _level(own, when) == SCALAR and _level(rest, when) == POSITION:
-                return build("mul", rest, build("mul", own, line))
+        for rest, inner in (x.args, x.args[::-1]):
+            if _level(inner, when) == SCALAR and _level(rest, when) == POSITION:
+                return build("mul", rest, build("mul", inner, line))
     return e
 
 
@@ -124,7 +124,7 @@ def _distance(e: Expr, when: Mapping[str, int]) -> Expr:
     """`float(k - q)` with one conversion for each key and each query, instead of one for each pair."""
     (inner,) = e.args
     if inner.op == "abs":
-        return build("abs", moved) if (moved := _distance(build("float", inner.args[0]), when)).op == "sub" else e
+        return build("abs", gap) if (gap := _distance(build("float", inner.args[0]), when)).op == "sub" else e
     if inner.op != "sub" or {x.name for x in inner.args if x.op == "var"} != {"q", "k"}:
         return e
     if {_level(x, when) for x in inner.args} != {ROW, COLUMN}:
@@ -161,10 +161,10 @@ def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
     """
     lookups = [n for n in walk(root) if n.op == "lookup" and _along(n, when)]
     below = {x for n in lookups for a in n.args for x in walk(a)}
-    taken = {n: _gathered(n) for n in lookups if n not in below}
+    gathered = {n: _gathered(n) for n in lookups if n not in below}
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        done[node] = taken[node] if node in taken else rebuild(node, tuple(done[a] for a in node.args))
+        done[node] = gathered[node] if node in gathered else rebuild(node, tuple(done[a] for a in node.args))
     return done[root]
 
 

@@ -77,25 +77,25 @@ class Argument:
 def arguments(plan: LoopPlan) -> dict[str, Argument]:
     """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
     names = Names({*OWN, *SIZES, *expr_triton.all_names()})
-    found = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
+    by_name = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
     for t in plan.every_table:
         wish = NAMED.get(t.source, t.source)
         name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
-        found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
-    return found
+        by_name[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
+    return by_name
 
 
 def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
     """The axis of each table, before its last, that counts queries: the 1 of `bias[h, q, k]`, by `TableUse.name`."""
     roots = [e for e in (plan.mask, plan.score, plan.weight) if e is not None]
-    found: dict[str, set[int]] = {}
+    query_axes: dict[str, set[int]] = {}
     for node in walk(*roots):
         if node.op == "lookup":
             axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
-            found.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
-    return {n: axes.pop() for n, axes in found.items() if len(axes) == 1 and -1 not in axes}
+            query_axes.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
+    return {n: axes.pop() for n, axes in query_axes.items() if len(axes) == 1 and -1 not in axes}
 
 
 def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
@@ -103,7 +103,7 @@ def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> 
     return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31
 
 
-def taken(plan: LoopPlan) -> Names:
+def reserved_names(plan: LoopPlan) -> Names:
     """The names that the kernel of this plan uses for other things."""
     return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
 
@@ -147,8 +147,16 @@ class Parameters:
         """The scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
-        own = ["records"] if self.tabled else []
-        return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes, *self._steps()]
+        records = ["records"] if self.tabled else []
+        return [
+            *numbers,
+            *records,
+            *(f"{n}_origin" for n in self.origins()),
+            *self.sizes(),
+            *slots,
+            *sizes,
+            *self._steps(),
+        ]
 
     def _steps(self) -> list[str]:
         """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
@@ -203,7 +211,7 @@ class Dims:
     dtype: str
     group: int = 1
     kv_dtype: str = ""
-    live: tuple[str, ...] = ()
+    device_slots: tuple[str, ...] = ()
     by_length: bool = False
 
     def __post_init__(self) -> None:
@@ -241,8 +249,8 @@ class TritonKernel:
 
 def launched(name: str, text: str, grid: str, target: Target, *, swapped: bool = False) -> TritonKernel:
     """The kernel of a text. The tile that a program owns is named first; with `swapped` it is a tile of keys."""
-    own, walked = f"{target.block_q} queries", f"{target.block_k} keys"
-    tiles = f"{walked} by {own}" if swapped else f"{own} by {walked}"
+    queries, walked = f"{target.block_q} queries", f"{target.block_k} keys"
+    tiles = f"{walked} by {queries}" if swapped else f"{queries} by {walked}"
     launch = f"{name}: grid {grid}, tiles of {tiles}, num_warps={target.num_warps}, num_stages={target.num_stages}."
     return TritonKernel(name, text, launch)
 
@@ -306,7 +314,7 @@ class TritonWriter:
             when = {**when, "q": when["k"], "k": when["q"]}
         when = {**when, **ALONG}
         self.arguments = arguments(plan)
-        self.names = taken(plan)
+        self.names = reserved_names(plan)
         roots = tuple(roots)
         self.used = frozenset[str]().union(*map(uses, roots))
         self.decisive = expr_triton.decisive(roots)
@@ -379,15 +387,15 @@ class TritonWriter:
 
     def lines(self, roots: Sequence[Expr], level: int, written: set[str] | None = None, mask: str = "") -> list[str]:
         """The lines of this level that the roots need and that are not written yet; `mask` is the mask of loads."""
-        written, found = self.hoisted if written is None else written, []
+        written, texts = self.hoisted if written is None else written, []
         for line in self.printed.needed(roots, level):
             if line.name not in written:
                 written.add(line.name)
                 loads = line.node.op == "lookup"
                 only = f", mask={mask}" if mask and loads else f", {mask}" if mask and self.selects else ""
                 text = f"{line.name} = {line.text.replace(LOAD_MASK, only)}"
-                found.append(wrapped(text) if loads else text)
-        return found
+                texts.append(wrapped(text) if loads else text)
+        return texts
 
     def value(self, root: Expr) -> str:
         return self.printed.values[root].replace(LOAD_MASK, "")
@@ -400,14 +408,14 @@ class TritonWriter:
 
     def conversions(self) -> list[str]:
         """The lines that convert sizes and slots for the expressions."""
-        found = [f"{n} = tl.cast({n}, tl.int64)" for n in SIZES if self.wide and n in self.used]
+        lines = [f"{n} = tl.cast({n}, tl.int64)" for n in SIZES if self.wide and n in self.used]
         for slot in self.plan.slots:
             n = self.arguments[slot.name].name
-            if slot.name in self.dims.live:
-                found.append(f"{n} = tl.load({n}).to(tl.float32)")
+            if slot.name in self.dims.device_slots:
+                lines.append(f"{n} = tl.load({n}).to(tl.float32)")
             elif slot.type is FLOAT or (self.wide and slot.type is INT):
-                found.append(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
-        return found
+                lines.append(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
+        return lines
 
     def coordinate(self, name: str, local: str) -> list[str]:
         """The line `q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
@@ -459,10 +467,10 @@ def masked(*terms: str, other: str = ", other=0.0") -> str:
 
 def wrapped(load: str, longest: int = LINE) -> str:
     """A long load over several lines: the axes of its address, then its mask."""
-    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:(?:\.to\([\w.]+\))*| != 0))", load)
-    if len(load) <= longest or found is None:
+    match = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:(?:\.to\([\w.]+\))*| != 0))", load)
+    if len(load) <= longest or match is None:
         return load
-    head, inside, tail = found.groups()
+    head, inside, tail = match.groups()
     address, mask = inside.split(", mask=") if ", mask=" in inside else (inside, "")
     if len(address) > 100:
         address = re.sub(r" \+ (?=step\(|\(?step_from\(|clamp\(|page\b|at\[|\(tile )", "\n    + ", address)
@@ -527,9 +535,9 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
     rest = {*constants, *lengths, *values, *results, *steps}
     arrays = tuple(n for n in named if n not in rest and not STRIDE.fullmatch(n))
 
-    def given(n: str) -> str:
-        if found := STRIDE.fullmatch(n):
-            return _stride(found[1], found[2], form.dims, plan.page)
+    def value_of(n: str) -> str:
+        if match := STRIDE.fullmatch(n):
+            return _stride(match[1], match[2], form.dims, plan.page)
         if n in steps:
             text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
             return f"({text}) // 16 * 16" if n in form.aligned else text
@@ -556,7 +564,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
         if whole and plan.int64:
             head.line(f"Whole = {PAIRS.format('Whole')}")
         with head.block(f"{kernel}(", ")"):
-            head.line(*(f"{n}={given(n)}," for n in named))
+            head.line(*(f"{n}={value_of(n)}," for n in named))
     return JaxEntry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
 
 

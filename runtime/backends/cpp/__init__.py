@@ -28,7 +28,7 @@ register(Backend(
     platforms=("cpu",),
     rank=1,
     optional=True,
-    beside_lse="offset",
+    stats_kind="offset",
     exact_delta=True,
     int64=True,
     plans="host",

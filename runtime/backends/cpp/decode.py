@@ -17,7 +17,7 @@ from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
 from frisket.lowering.derive import norm_width
 from frisket.lowering.kernels.cpp.call import OFFSET, SHORT, WORDS
-from frisket.lowering.plan import LIVE, PAGES, Geometry, LoopPlan, Sizes, Spans, Target
+from frisket.lowering.plan import KV_INPUTS, PAGES, Geometry, LoopPlan, Sizes, Spans, Target
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
@@ -32,21 +32,21 @@ from frisket.runtime.torch.op import NUMBERS, prepare
 
 from .torch import LARGE, huge, out_of_memory, prepared
 
-FEW = 64  # queries: a kernel of more takes longer than a plan
+MAX_STEP_QUERIES = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
 
 
 class DecodeCall:
-    """A call of `att` like this one, whatever the values of `tables` are. `live` are scales and pages, by the sources
-    of their tables. Not for two threads at once."""
+    """A call of `att` like this one, whatever the values of `tables` are. `kv_inputs` are scales and pages, by the
+    sources of their tables. Not for two threads at once."""
 
     def __init__(
-        self, att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
+        self, att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, kv_inputs: Mapping[str, Tensor],
         tables: Mapping[str, Tensor], params: Mapping[str, Any],
     ) -> None:  # fmt: skip
         (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
-        kv_len = live[PAGES].shape[1] * kv_len if PAGES in live else kv_len
+        kv_len = kv_inputs[PAGES].shape[1] * kv_len if PAGES in kv_inputs else kv_len
         self.versions = [version_of(x) for x in params.values() if isinstance(x, Tensor)]
         params = {n: x.clone() if isinstance(x, Tensor) else x for n, x in params.items()}  # as they were
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
@@ -54,16 +54,16 @@ class DecodeCall:
         stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
         readers = [e for e in att.program.exprs if e is not None]
         self.short = any(short_tables(e, plan.values, stops) for e in readers)
-        fixed = {n: x for n, x in plan.given.items() if n in params}
+        fixed = {n: x for n, x in plan.device_values.items() if n in params}
         check_offsets(plan.host_program.offsets, fixed)
         ends = (x for e in readers for x in segments_of_coordinates(e, fixed))
         self.short |= any(first > 0 or stops[c] > last for c, _, first, last in ends)
         if self.short:  # only the lengths of a call say whether visible positions read past the end
             return
-        call = att.call(Request(q, k, v, plan, params=live))
+        call = att.call(Request(q, k, v, plan, params=kv_inputs))
         self.options, self.ready = att.options, prepare(call, att.options)
         self.native = self.ready.target.backend == "cpp"
-        self.given = {n: x for n, x in plan.given.items() if n not in tables}
+        self.param_values = {n: x for n, x in plan.device_values.items() if n not in tables}
         self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
         self.spans, self.planner, self.reads = self.ready.spans, None, []
         static, target = plan.static, self.ready.target
@@ -74,15 +74,25 @@ class DecodeCall:
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
         self.repeat = None
-        if self.native and not self.ready.awaits and all(source in LIVE for _, source in self.ready.live):
-            names = [name for name, _ in [*self.ready.live, *self.names]]
+        if self.native and not self.ready.awaits and all(source in KV_INPUTS for _, source in self.ready.kv_inputs):
+            names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
-            given = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots, fixed, names, ready.target
-            self.repeat = repeat(*given)
+            arguments = (
+                ready.plan,
+                self.spans,
+                ready.geometry,
+                q.dtype,
+                k.dtype,
+                ready.slots,
+                fixed,
+                names,
+                ready.target,
+            )
+            self.repeat = repeat(*arguments)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, live: Mapping[str, Tensor], tables: Mapping[str, Tensor], sinks: Any,
-        lse: bool, top: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],
+        sinks: Any, lse: bool, top: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """(out, lse, top); `lse` and `top` say what is asked for."""
         ready, spans = self.ready, self.spans
@@ -93,47 +103,49 @@ class DecodeCall:
                 spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
         sinks = self.options.sinks if sinks is None else sinks
         if self.repeat is not None and sinks is None and not top:
-            arrays = [live[source] for _, source in ready.live] + [tables[source] for _, source in self.names]
+            arrays = [kv_inputs[source] for _, source in ready.kv_inputs] + [tables[source] for _, source in self.names]
             repeated = self.repeat.forward(q, k, v, lse, None, arrays)
             if repeated is not None:
                 return (*repeated[:2], None) if lse else (repeated, None, None)
-        values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
-        slots, held = ready.inputs(q.device, None, values)
-        held = {**held, **{name: tables[source] for name, source in self.names}}
+        values = [
+            kv_inputs[source] if source in KV_INPUTS else self.param_values[source] for _, source in ready.kv_inputs
+        ]
+        slots, kernel_tables = ready.inputs(q.device, None, values)
+        kernel_tables = {**kernel_tables, **{name: tables[source] for name, source in self.names}}
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
-        given = ready.plan, spans, ready.geometry, q, k, v, slots, held, ready.target
-        found: tuple[Tensor, Tensor, Tensor | None] = ready.forward(*given, sinks=sinks, top=top)
-        return found
+        arguments = ready.plan, spans, ready.geometry, q, k, v, slots, kernel_tables, ready.target
+        outputs: tuple[Tensor, Tensor, Tensor | None] = ready.forward(*arguments, sinks=sinks, top=top)
+        return outputs
 
 
 def step_of(
     steps: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
-    live: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
+    kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
 ) -> DecodeCall | None:  # fmt: skip
     """The `DecodeCall` for a call, kept in `steps`, whose calls all have the same `sizes`.
 
     None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
     of many queries."""
     settings, shape = Settings.read(), q.shape
-    if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
+    if in_graph(q) or not q.is_cpu or shape[2] > MAX_STEP_QUERIES or settings.check or torch.is_autocast_enabled("cpu"):
         return None
     if torch._C._is_torch_function_mode_enabled() or q.is_neg() or q._is_zerotensor():
         return None
     if q.requires_grad and torch.is_grad_enabled():
         return None
-    said: list[Any] = []
+    param_keys: list[Any] = []
     versions: list[Any] = []
     for name, x in params.items():
         if type(x) in NUMBERS:
-            said.append((name, kind_of(x), x))
+            param_keys.append((name, kind_of(x), x))
         elif type(x) is Tensor and x.is_cpu and not x.requires_grad:
-            said.append((name, x))  # tensors are compared by where they are
+            param_keys.append((name, x))  # tensors are compared by where they are
             versions.append(version_of(x))
         else:
             return None
-    shapes = [x.shape for x in (q, k, v, *live.values(), *tables.values())]
-    key = (att, q.dtype, k.dtype, settings.backend, *tables, *shapes, *said)
+    shapes = [x.shape for x in (q, k, v, *kv_inputs.values(), *tables.values())]
+    key = (att, q.dtype, k.dtype, settings.backend, *tables, *shapes, *param_keys)
     step = steps.get(key)
     if step is not None and step.versions == versions:
         return step
@@ -143,7 +155,7 @@ def step_of(
         return None
     try:
         with native_build.deferring(not (att.options.backend or settings.backend)):
-            step = DecodeCall(att, q, k, v, sizes, live, tables, params)
+            step = DecodeCall(att, q, k, v, sizes, kv_inputs, tables, params)
     except native_build.BuildError as error:  # of its planner
         if att.options.backend or settings.backend:
             raise
@@ -167,19 +179,19 @@ class Repeat(NamedTuple):
     """Calls that differ from one in the entries of their arrays alone."""
 
     fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
-    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, norm). None where arrays must be
-    # copied first, or a table of the plan was written to
+    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, softmax_stats). None where arrays
+    # must be copied first, or a table of the plan was written to
     forward: Callable[..., Any]
     gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
-    kept: list[Any]  # the memory that records point to
+    memory: list[Any]  # the memory that records point to
 
 
 def repeat(
     plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], live: Sequence[str], target: Target,
+    tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
 ) -> Repeat:  # fmt: skip
-    """A forward by q, k and v of these shapes and dtypes, and its gradients. `live` names the tables of each call."""
-    made = prepared(plan, spans, g, target, dtype, stored)
+    """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
+    kernel_call = prepared(plan, spans, g, target, dtype, stored)
     size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
@@ -187,16 +199,16 @@ def repeat(
     alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
     large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
-    shapes = (*made.shapes.values(),)
+    shapes = (*kernel_call.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
     versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
-    kept: list[Any] = []
+    memory: list[Any] = []
     built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
 
     def kernel(name: str) -> tuple[Any, bytes]:
         if name not in built:
-            run, record, pointed = made.frozen(name, slots, None if live else tables)
-            kept.append(pointed)
+            run, record, pointed = kernel_call.frozen(name, slots, None if table_names else tables)
+            memory.append(pointed)
             built[name] = run, record
         return built[name]
 
@@ -204,8 +216,8 @@ def repeat(
     head = alone + record
 
     def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-        here = q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.data_ptr() and k.data_ptr() and v.data_ptr()
-        return bool(here) and all(x._version == n for x, n in versions)
+        readable = q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.data_ptr() and k.data_ptr() and v.data_ptr()
+        return bool(readable) and all(x._version == n for x, n in versions)
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, saving: bool, sinks: Tensor | None = None, live_tables: Sequence[Tensor] = ()
@@ -220,45 +232,52 @@ def repeat(
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
         if large:
             huge(out)
-        lse = q.new_empty(size[:3], dtype=made.real) if saving else None
-        norm = None if lse is None else lse.new_empty((*size[:3], width))
-        to_lse, to_norm = (0, 0) if lse is None or norm is None else (lse.data_ptr(), norm.data_ptr())
+        lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
+        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
+        to_lse, to_norm = (0, 0) if lse is None or softmax_stats is None else (lse.data_ptr(), softmax_stats.data_ptr())
         arrays = pack(
             0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
             at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
         )  # fmt: skip
         common = head if short else THREADS.pack(*of_torch()) + record
-        if live:
-            words = made.kernel.words({**tables, **dict(zip(live, live_tables, strict=True))})
+        if table_names:
+            words = kernel_call.kernel.words({**tables, **dict(zip(table_names, live_tables, strict=True))})
             common = common[:TABLES] + ADDRESS.pack(words[0][2]) + common[TABLES + ADDRESS.size :]
         if run(common + arrays):
             raise out_of_memory("frisket_forward")
-        return (out, lse, norm) if saving else out
+        return (out, lse, softmax_stats) if saving else out
 
     def gradients(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, norm: Tensor, dout: Tensor, needed: Sequence[bool]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_stats: Tensor,
+        dout: Tensor,
+        needed: Sequence[bool],
     ) -> list[Tensor | None] | None:
-        if "frisket_backward" not in made.kernel.functions:
+        if "frisket_backward" not in kernel_call.kernel.functions:
             return None
         run, record = kernel("frisket_backward")
-        if not all(x.dtype == made.real and x.is_contiguous() for x in (lse, norm)):
+        if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, softmax_stats)):
             return None
-        words = [0, lse.data_ptr(), 0, norm.data_ptr(), norm.shape[3], 0, 0]
+        words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
         for x in (q, k, v, out, dout):
             *x_strides, step = x.stride()
             if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
                 return None
             words += (x.data_ptr(), *x_strides)
-        found: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
         for x, shape, x_steps, need in zip((q, k, v), shapes, steps, needed):
             grad = None
             if need:
                 grad = empty_like(x) if x.is_contiguous() else x.new_empty(shape)
                 huge(grad)
-            found.append(grad)
+            grads.append(grad)
             words += NONE if grad is None else (grad.data_ptr(), *x_steps)
         if run((alone if short_backward else THREADS.pack(*of_torch())) + record + ALL.pack(*words, 0, 0)):
             raise out_of_memory("frisket_backward")
-        return found
+        return grads
 
-    return Repeat(fits, forward, gradients, kept)
+    return Repeat(fits, forward, gradients, memory)

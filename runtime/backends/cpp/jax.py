@@ -26,7 +26,7 @@ import numpy as np
 
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import beside, memo
+from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
@@ -34,7 +34,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, n
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.lowering.xla.tiles import int64_enabled
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
 
@@ -48,17 +48,17 @@ LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 mor
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
-    rows: Rows | None = None, low: bool = False,
+    rows: TokenPermutation | None = None, lse_residual: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
     backward has to know of each row) from q [batch, q_len, heads, dim] and
     k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them. With
-    `low` the 2 is `norm_width`. Anything that holds values may be traced or mapped; shapes are the host's."""
+    `lse_residual` the 2 is `norm_width`. Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     dims = geometry.head_dim, geometry.v_dim
-    name, literals = target_name("forward", plan, target, *dims, *dtypes, moved=rows is not None)
-    width = norm_width(q.dtype, geometry.v_dim) if low else 2
+    name, literals = target_name("forward", plan, target, *dims, *dtypes, permuted=rows is not None)
+    width = norm_width(q.dtype, geometry.v_dim) if lse_residual else 2
     static = CppStatic(name, _form(plan, geometry, target, literals, sinks, rows), geometry.scale, width=width)
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
         (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
@@ -69,28 +69,28 @@ def forward(
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
-    rows: Rows | None = None,
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None,
+    softmax_stats: Any = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `norm` is the forward's, or
-    `norm_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `softmax_stats` is the forward's, or
+    `softmax_stats_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
-    given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
+    grad_mask = [n in grad_names for n in ("q", "k", "v", *(g.source for g in gradients))]
     dims = geometry.head_dim, geometry.v_dim
-    name, literals = target_name("backward", plan, target, *dims, str(q.dtype), moved=rows is not None)
+    name, literals = target_name("backward", plan, target, *dims, str(q.dtype), permuted=rows is not None)
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
-    asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
-    form = _form(plan, geometry, target, literals, sinks, rows, dlse, norm, given)
-    static = CppStatic(name, form, geometry.scale, asked)
+    outputs = tuple(x for x, mine in zip(sums, grad_mask, strict=True) if mine)
+    form = _form(plan, geometry, target, literals, sinks, rows, dlse, softmax_stats, grad_mask)
+    static = CppStatic(name, form, geometry.scale, outputs)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
-    arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
+    arrays = (*arrays, *(x.astype(real) for x in (dlse, softmax_stats) if x is not None))
     values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
     results = list(_compiled(static)(arrays, *values))
-    found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
+    grads: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in grad_names}
     if results:
-        found |= _folded(plan, [g for g in gradients if g.source in wanted], results, geometry, slots, tables)
-    return found
+        grads |= _folded(plan, [g for g in gradients if g.source in grad_names], results, geometry, slots, tables)
+    return grads
 
 
 def _folded(
@@ -115,15 +115,15 @@ def _folded(
 # -- what is known of rows -------------------------------------------------------------------------
 
 
-def low_of(plan: LoopPlan, norm: jax.Array, lse: jax.Array) -> jax.Array:
+def lse_residual_of(plan: LoopPlan, softmax_stats: jax.Array, lse: jax.Array) -> jax.Array:
     """The rounding error of lse, from what the forward knows of each row."""
-    result: jax.Array = _rounding(plan.score is not None)[0](norm, lse)
+    result: jax.Array = _rounding(plan.score is not None)[0](softmax_stats, lse)
     return result
 
 
-def norm_of(plan: LoopPlan, lse: jax.Array, low: jax.Array) -> jax.Array:
-    """The normaliser lse + low, which a backward takes for rows whose softmax runs over other keys too."""
-    result: jax.Array = _rounding(plan.score is not None)[1](lse, low)
+def softmax_stats_of(plan: LoopPlan, lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
+    """The normaliser lse + lse_residual, which a backward takes for rows whose softmax runs over other keys too."""
+    result: jax.Array = _rounding(plan.score is not None)[1](lse, lse_residual)
     return result
 
 
@@ -133,7 +133,7 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    def apart(top: jax.Array, lse: jax.Array) -> jax.Array:
+    def difference(top: jax.Array, lse: jax.Array) -> jax.Array:
         """`top`, in the unit of scores, less lse: products of 12 bits by 12 are exact, and so are their sums."""
         if scored or top.dtype == np.float64:
             return top * (1 if scored else np.log(2.0)) - lse
@@ -144,45 +144,46 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
         return ((most * first - lse) + rest * first + most * second) + (rest * second + top * third)
 
     @jax.jit
-    def low(norm: jax.Array, lse: jax.Array) -> jax.Array:
-        top, share = norm[..., 0], jnp.abs(norm[..., 1])
+    def lse_residual(softmax_stats: jax.Array, lse: jax.Array) -> jax.Array:
+        top, share = softmax_stats[..., 0], jnp.abs(softmax_stats[..., 1])
         known = share > 1e-30  # below, lse is the sink
-        found = apart(top, lse) - jnp.log(jnp.where(known, share, 1))
-        return jnp.where(known & jnp.isfinite(found), found, 0)
+        error = difference(top, lse) - jnp.log(jnp.where(known, share, 1))
+        return jnp.where(known & jnp.isfinite(error), error, 0)
 
     @jax.jit
-    def norm(lse: jax.Array, low: jax.Array) -> jax.Array:
+    def softmax_stats(lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
         seen = jnp.isfinite(lse)
-        held = jnp.where(seen, lse, 0)
-        shift = held * lse.dtype.type(1 if scored else 1 / np.log(2.0))
-        share = jnp.exp(jnp.clip(apart(shift, held) - low, -80, 80))
+        finite_lse = jnp.where(seen, lse, 0)
+        shift = finite_lse * lse.dtype.type(1 if scored else 1 / np.log(2.0))
+        share = jnp.exp(jnp.clip(difference(shift, finite_lse) - lse_residual, -80, 80))
         return jnp.stack([shift, jnp.where(seen, share, 0)], -1)  # 0: what lse says
 
-    return low, norm
+    return lse_residual, softmax_stats
 
 
 # -- what a call is made of -------------------------------------------------------------------------
 
 
 def _form(
-    plan: LoopPlan, geometry: Geometry, target: Target, literals: Sequence[float], sinks: Any, rows: Rows | None,
-    dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = (),
+    plan: LoopPlan, geometry: Geometry, target: Target, literals: Sequence[float], sinks: Any,
+    rows: TokenPermutation | None, dlse: Any = None, softmax_stats: Any = None, grad_mask: Sequence[bool] = (),
 ) -> tuple[int, ...]:  # fmt: skip
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
     origins = (int(np.prod(np.shape(x))) for x in geometry.origin[2:])
     floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
-    flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks, rows)))
+    flags = (len(grad_mask), *(int(x is not None) for x in (dlse, softmax_stats, sinks, rows)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     return (
-        *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks, *map(int, wanted),
+        *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks,
+        *map(int, grad_mask),
     )  # fmt: skip
 
 
 def _values(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
     literals: Sequence[float], tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
-    target: Target, rows: Rows | None,
+    target: Target, rows: TokenPermutation | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(words, floats, (bounds, count, slice_of, perhaps the rows of queries and keys), sinks or None, tables). What is
     the host's goes into a trace as constants; otherwise JAX keeps a copy of it for the next call."""
@@ -251,15 +252,15 @@ def _stored(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
 # -- copies of the host's arrays, for calls outside of jax.jit ---------------------------------------
 
 
-def _kept(owner: Any, kind: str, made: Callable[[], Any]) -> Any:
-    """The result of `made` for an object that nobody changes, such as a JAX array, kept as long as the object lives."""
+def _kept(owner: Any, kind: str, make: Callable[[], Any]) -> Any:
+    """The result of `make` for an object that nobody changes, such as a JAX array, kept as long as the object lives."""
     import jax
 
     def copied() -> Any:
         with jax.ensure_compile_time_eval():  # of no trace, whoever is at it
-            return jax.tree.map(jax.numpy.array, made())
+            return jax.tree.map(jax.numpy.array, make())
 
-    return beside(owner, kind, copied)
+    return cached_on(owner, kind, copied)
 
 
 @memo(1024)
@@ -339,15 +340,15 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 
 @memo(1024)
 def target_name(
-    kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, moved: bool = False
+    kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, permuted: bool = False
 ) -> tuple[str, tuple[float, ...]]:
     """(name of a kernel's custom call, literals that follow the plan's slots), built and registered at the first use.
-    `kind` is "forward" or "backward", `dtypes` are those of q and of k and v, `moved`: rows are read by tables."""
+    `kind` is "forward" or "backward", `dtypes` are those of q and of k and v, `permuted`: rows are read by tables."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    made = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False, moved=moved)
-    source = made.source()
+    kernel = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False, permuted=permuted)
+    source = kernel.source()
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:
@@ -358,7 +359,7 @@ def target_name(
             handler = capsule(getattr(library, f"frisket_{kind}_xla"))
             jax.ffi.register_ffi_target(f"frisket_{kind}_{key}", handler, platform="cpu")
             _registered[key] = library
-    return f"frisket_{kind}_{key}", made.literals
+    return f"frisket_{kind}_{key}", kernel.literals
 
 
 def _ahead() -> None:

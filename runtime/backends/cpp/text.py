@@ -38,6 +38,6 @@ def text(
     return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
 
 
-def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, moved: bool) -> str:
-    """The text that calls load whose keys have the dtype of queries. `moved`: it reads rows by tables."""
-    return str(KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, moved=moved).source())
+def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, permuted: bool) -> str:
+    """The text that calls load whose keys have the dtype of queries. `permuted`: it reads rows by tables."""
+    return str(KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, permuted=permuted).source())

@@ -20,7 +20,7 @@ from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import library, of_torch
 
 Tensor = Any
@@ -32,85 +32,98 @@ KEPT = 64  # records of calls, with the spans they point to
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
-    norm: bool = False, rows: Rows | None = None,
+    softmax_stats: bool = False, rows: TokenPermutation | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
-    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With `norm` a
-    fourth result is what the backward has to know of each row."""
+    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With
+    `softmax_stats` a fourth result is what the backward has to know of each row."""
     import torch
 
     g = geometry
-    made = prepared(plan, spans, g, target, q.dtype, k.dtype, rows)
+    kernel_call = prepared(plan, spans, g, target, q.dtype, k.dtype, rows)
     copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
     huge(out)
-    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
-    peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
-    known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=made.real) if norm else None
-    sinks = _real(sinks, made.real)
+    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
+    peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
+    known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
+    sinks = _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
-    made.call(
+    kernel_call.call(
         "frisket_forward", slots, tables,
         [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
          *_NOTHING],
     )  # fmt: skip
-    return (out, lse, peak, known) if norm else (out, lse, peak)
+    return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
-    share: Tensor | None = None, rows: Rows | None = None,
+    grad_names: frozenset[str], sinks: Tensor | None = None, softmax_stats: Tensor | None = None,
+    share: Tensor | None = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
-    beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float is at the
-    size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and that is the part that these
-    keys have of each row's weights."""
+    """The gradients of `grad_names`: "q", "k", "v", and names of tables and slots of the plan, those in float32
+    (float64 beside float64). `out`, `lse` and `softmax_stats` are the forward's; without `softmax_stats` weights are as
+    exact as a float is at the size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and
+    that is the part that these keys have of each row's weights."""
     import torch
 
-    if share is not None and norm is not None:
-        norm = torch.stack([norm[..., 0], norm[..., 1] * share], -1)
-        lse = lse.masked_fill(norm[..., 1] == 0, -torch.inf)
+    if share is not None and softmax_stats is not None:
+        softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * share], -1)
+        lse = lse.masked_fill(softmax_stats[..., 1] == 0, -torch.inf)
 
     g = geometry
-    made = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
+    kernel_call = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
     arrays = (q, k, v, out, dout.to(q.dtype))
     copies: list[Tensor] = []
-    lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
-    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
-    for x in found.values():
+    lse, dlse, sinks, softmax_stats = (_real(x, kernel_call.real) for x in (lse, dlse, sinks, softmax_stats))
+    grads = {n: torch.empty(s, dtype=q.dtype) for n, s in kernel_call.shapes.items() if n in grad_names}
+    for x in grads.values():
         huge(x)
-    captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
-    sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
+    captured = (
+        [(x, x.source in grad_names) for x in backward_of(plan).gradients] if len(grad_names) > len(grads) else []
+    )
+    sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0 if norm is None else norm.shape[3], 0, 0]
-    for x in (*arrays, *map(found.get, "qkv")):
+    words = [
+        _at(sinks),
+        lse.data_ptr(),
+        0,
+        _at(softmax_stats),
+        0 if softmax_stats is None else softmax_stats.shape[3],
+        0,
+        0,
+    ]
+    for x in (*arrays, *map(grads.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
-    made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
+    kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
-        kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
-        read = {use.name: made.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in made.kernel.tables}
-        found |= folded(*kept, g, slots, read)
-    for name in wanted - found.keys():  # read by the score mod, and of no influence
-        found[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=made.real)
-    return found
+        summed = [x for x, mine in captured if mine], [x for x in sums if x is not None]
+        read = {
+            use.name: kernel_call.kernel.table(use, tables[use.name], dtype)
+            for use, dtype, _ in kernel_call.kernel.tables
+        }
+        grads |= folded(*summed, g, slots, read)
+    for name in grad_names - grads.keys():  # read by the score mod, and of no influence
+        grads[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=kernel_call.real)
+    return grads
 
 
-def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
-    """lse in float64, exact to the last bit of the scores, from lse and the forward's `norm`."""
+def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
+    """lse in float64, exact to the last bit of the scores, from lse and the forward's `softmax_stats`."""
     import torch
 
-    top, share = norm[..., 0].double(), norm[..., 1].double().abs()
+    top, share = softmax_stats[..., 0].double(), softmax_stats[..., 1].double().abs()
     known = share > 1e-30  # below, lse is the sink
     exact = top * (1.0 if plan.score is not None else math.log(2.0)) - share.log()
     return torch.where(known, exact, lse.double())
 
 
 def build(
-    plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: Rows | None = None
+    plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None = None
 ) -> None:  # fmt: skip
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
     kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored, rows is not None)
@@ -132,10 +145,10 @@ def huge(x: Tensor) -> None:
 @memo(1)
 def _advise() -> Callable[..., Any]:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return lambda *given: None
-    found = ctypes.CDLL(None).madvise
-    found.argtypes, found.restype = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    return found
+        return lambda *arguments: None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes, madvise.restype = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return madvise
 
 
 _NOTHING = [0] * (WORDS - OFFSET["dout"])  # words that a forward leaves out
@@ -180,29 +193,29 @@ class _Buffer:
     """Bytes that a record points to, kept while they stay the same."""
 
     def __init__(self) -> None:
-        self.held: tuple[bytes, Any, int] = (b"", None, 0)
+        self.entry: tuple[bytes, Any, int] = (b"", None, 0)
 
     def put(self, content: bytes) -> tuple[bytes, Any, int]:
         """(content, its home, its address): who holds the tuple keeps the address good, whatever other threads do."""
-        held = self.held
-        if held[0] != content:
+        entry = self.entry
+        if entry[0] != content:
             home = ctypes.create_string_buffer(content, len(content))
-            held = self.held = (content, home, ctypes.addressof(home))
-        return held
+            entry = self.entry = (content, home, ctypes.addressof(home))
+        return entry
 
 
 class _LoadedKernel:
     """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, moved: bool
+        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, permuted: bool
     ) -> None:  # fmt: skip
         import torch
 
         self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in (dtype, stored)]
-        self.text, self.moved = (plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]), moved
+        self.text, self.permuted = (plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]), permuted
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -213,13 +226,13 @@ class _LoadedKernel:
 
     def function(self, name: str) -> tuple[Any, struct.Struct, tuple[float, ...]]:
         """The kernel, the record of its slots, and the literals that end it."""
-        found = self.functions.get(name)
-        if found is None:
-            text, literals = _text(name, self.moved, *self.text)
+        function = self.functions.get(name)
+        if function is None:
+            text, literals = _text(name, self.permuted, *self.text)
             run = getattr(library(text), name)
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
-            found = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
-        return found
+            function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
+        return function
 
     def slots_of(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, tuple[bytes, Any, int]]:
         """The kernel, and the words of its slots."""
@@ -232,17 +245,17 @@ class _LoadedKernel:
         packed = [p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, (_, _, p) in zip(read, self.tables, strict=True)]
         return self.table_words.put(b"".join(packed)), read
 
-    def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
+    def table(self, use: TableUse, tensor: Tensor, dtype: Any) -> Tensor:
         """A table in the kernel's dtype, negated views resolved; a conversion is kept until its tensor changes."""
-        if given.dtype == dtype and not given.is_neg():
-            return given
-        seen, version, made = self.converted.get(use.name, (lambda: None, 0, None))
-        if seen() is given and not given.is_inference() and version == given._version:
-            return made
-        made = given.to(dtype).resolve_neg()
-        if not given.is_inference():
-            self.converted[use.name] = (ref(given), given._version, made)
-        return made
+        if tensor.dtype == dtype and not tensor.is_neg():
+            return tensor
+        seen, version, conversion = self.converted.get(use.name, (lambda: None, 0, None))
+        if seen() is tensor and not tensor.is_inference() and version == tensor._version:
+            return conversion
+        conversion = tensor.to(dtype).resolve_neg()
+        if not tensor.is_inference():
+            self.converted[use.name] = (ref(tensor), tensor._version, conversion)
+        return conversion
 
 
 class _Prepared:
@@ -250,7 +263,7 @@ class _Prepared:
 
     def __init__(
         self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any,
-        rows: Rows | None = None,
+        rows: TokenPermutation | None = None,
     ) -> None:  # fmt: skip
         self.kernel = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored, rows is not None)
         self.spans, self.geometry = spans, g
@@ -274,9 +287,9 @@ class _Prepared:
 
     def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
-        own = self.kernel
-        run, values = own.slots_of(name, slots)
-        words, _ = own.words(tables)
+        kernel = self.kernel
+        run, values = kernel.slots_of(name, slots)
+        words, _ = kernel.words(tables)
         failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
         if failed:
             raise out_of_memory(name)
@@ -286,18 +299,18 @@ class _Prepared:
     ) -> tuple[Any, bytes, Any]:
         """A kernel; the words of its record between `pool` and `sinks`, without tables where they are None; and what
         the words point to."""
-        own = self.kernel
-        run, values = own.slots_of(name, slots)
-        words, read = (None, ()) if tables is None else own.words(tables)
+        kernel = self.kernel
+        run, values = kernel.slots_of(name, slots)
+        words, read = (None, ()) if tables is None else kernel.words(tables)
         at = 0 if words is None else words[2]
         record = RECORD.pack(0, 0, 0, *self.before, values[2], at, *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
 @memo(group="sources")
-def _text(name: str, moved: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
-    made = KERNELS[name.removeprefix("frisket_")](*kernel, named=False, moved=moved)
-    return made.source(), made.literals
+def _text(name: str, permuted: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
+    emitted = KERNELS[name.removeprefix("frisket_")](*kernel, named=False, permuted=permuted)
+    return emitted.source(), emitted.literals
 
 
 def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
@@ -310,5 +323,5 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
 prepared = memo(
-    KEPT, by="identity", weigh=lambda _, made, held: 4000 + sum(x.nbytes for group in made.alive[1:] for x in group)
+    KEPT, by="identity", weigh=lambda _, call, owners: 4000 + sum(x.nbytes for group in call.alive[1:] for x in group)
 )(_Prepared)

@@ -71,8 +71,8 @@ class Proof:
 
     @property
     def gradients(self) -> bool:
-        found: bool = self.arguments.gradients
-        return found
+        result: bool = self.arguments.gradients
+        return result
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
         if reason and (engine.engine is None or not explain):  # a proof of the former takes a plan and code
             why[engine.name] = _unfit(engine, call) or reason
             continue
-        found = prove(engine, call)
-        if isinstance(found, Proof):
+        proof = prove(engine, call)
+        if isinstance(proof, Proof):
             if not reason:
-                return EngineChoice(found, why)
-            found = f"{found.flags}; proved, and {reason}"
-        why[engine.name] = found
+                return EngineChoice(proof, why)
+            proof = f"{proof.flags}; proved, and {reason}"
+        why[engine.name] = proof
     return EngineChoice(None, why)
 
 
@@ -110,8 +110,8 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
     if why := _unfit(engine, call):
         return why
     if engine.engine_of_plans is not None:
-        made = engine.engine_of_plans(call)
-        return made if isinstance(made, str) else Proof(engine.name, *made)
+        facts = engine.engine_of_plans(call)
+        return facts if isinstance(facts, str) else Proof(engine.name, *facts)
     assert engine.engine is not None
     program = call.program
     form = form_of(*compiled_program(program).simplified)
@@ -120,8 +120,8 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
     flags = flags_of(form, call.geometry, program.scalars, program.tables)
     if isinstance(flags, str):
         return flags
-    found = engine.engine(flags, call)
-    return found if isinstance(found, str) else Proof(engine.name, flags, found, form.proofs)
+    arguments = engine.engine(flags, call)
+    return arguments if isinstance(arguments, str) else Proof(engine.name, flags, arguments, form.proofs)
 
 
 def _unfit(engine: Backend, call: EngineCall) -> str:
@@ -171,8 +171,8 @@ def engines_for(
     )  # fmt: skip
     if not record.is_engine:
         return choose_engine(call)
-    found = prove(record, call)
-    return EngineChoice(found, {}) if isinstance(found, Proof) else EngineChoice(None, {record.name: found})
+    proof = prove(record, call)
+    return EngineChoice(proof, {}) if isinstance(proof, Proof) else EngineChoice(None, {record.name: proof})
 
 
 # Where an engine was compared with the oracle as frisket calls it: on the CPU by the tests, on other platforms by
@@ -272,9 +272,9 @@ class SquareMask:
         """The gradient of all keys from that of the valid ones: nobody sees the others."""
         if self._all(of):
             return gradient
-        found = gradient.new_zeros(of.shape)
-        found[:, :, self.start : self.stop] = gradient
-        return found
+        padded = gradient.new_zeros(of.shape)
+        padded[:, :, self.start : self.stop] = gradient
+        return padded
 
     def _all(self, x: Tensor) -> bool:
         return bool(self.start == 0 and self.stop == x.shape[2])

@@ -57,20 +57,20 @@ class FlashCall:
     proof: str = ""  # why flags are the mask; "" with tiles
 
     def __str__(self) -> str:
-        said = [f"softmax_scale = {self.scale:g}"]
-        said += [f"window_size_{n} = {x}" for n in ("left", "right") if (x := getattr(self, n)) is not None]
-        said += [f"seqused_k {_shown(self.used)}"] if self.used is not None else []
-        said += [f"page_table {_shown(self.pages)}"] if self.pages is not None else []
+        lines = [f"softmax_scale = {self.scale:g}"]
+        lines += [f"window_size_{n} = {x}" for n in ("left", "right") if (x := getattr(self, n)) is not None]
+        lines += [f"seqused_k {_shown(self.used)}"] if self.used is not None else []
+        lines += [f"page_table {_shown(self.pages)}"] if self.pages is not None else []
         if self.documents is not None:
-            said.append(f"cu_seqlens_q, cu_seqlens_k {_shown(self.documents[0])}, longest {self.longest}")
-        said += [f"{n} by code" for n in self.mods.functions]
-        said += [f"aux_tensors[{i}] = {n} {_shown(x)}" for i, (n, x) in enumerate(zip(self.mods.tables, self.tables))]
-        said += [f"aux_scalars[{i}] = {n} = {x}" for i, (n, x) in enumerate(zip(self.mods.scalars, self.scalars))]
+            lines.append(f"cu_seqlens_q, cu_seqlens_k {_shown(self.documents[0])}, longest {self.longest}")
+        lines += [f"{n} by code" for n in self.mods.functions]
+        lines += [f"aux_tensors[{i}] = {n} {_shown(x)}" for i, (n, x) in enumerate(zip(self.mods.tables, self.tables))]
+        lines += [f"aux_scalars[{i}] = {n} = {x}" for i, (n, x) in enumerate(zip(self.mods.scalars, self.scalars))]
         if self.tiles is not None:
             block = " x ".join(map(str, self.tiles.block_size))
-            said.append(f"block_sparse_tensors of tiles of {block}: {_shown(self.tiles.mask_block_idx)}")
-        said += [] if self.order is None else [f"deterministic, by turns {_shown(self.order[0])}"]
-        return "\n".join(said)
+            lines.append(f"block_sparse_tensors of tiles of {block}: {_shown(self.tiles.mask_block_idx)}")
+        lines += [] if self.order is None else [f"deterministic, by turns {_shown(self.order[0])}"]
+        return "\n".join(lines)
 
 
 def _shown(x: Tensor) -> str:
@@ -95,9 +95,9 @@ def call_of(
     shape = block.block_q, block.block_k
     records = (spans.columns if gradients else spans.rows)(shape)
     rows, columns = (-(-n // size) for n, size in zip((g.q_len, g.kv_len), shape, strict=True))
-    found = tensors_of(records, rows if gradients else columns, shape, device)
-    order = write_order(found, rows) if gradients and deterministic else None
-    return replace(_coded(plan, g, slots, tables, device), tiles=found, order=order)
+    tiles = tensors_of(records, rows if gradients else columns, shape, device)
+    order = write_order(tiles, rows) if gradients and deterministic else None
+    return replace(_coded(plan, g, slots, tables, device), tiles=tiles, order=order)
 
 
 def check(g: Geometry) -> None:
@@ -136,8 +136,8 @@ def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Mapping[str, Any])
     known = host_tables(plan, spans)
     if known is None:
         return "documents are read from tables on the device"
-    found = flags_of(form, g, slots, known)
-    return found if isinstance(found, str) else _unless(found, plan)
+    flags = flags_of(form, g, slots, known)
+    return flags if isinstance(flags, str) else _unless(flags, plan)
 
 
 def host_tables(plan: LoopPlan, spans: Any) -> dict[str, Any] | None:
@@ -244,9 +244,9 @@ def on_device(x: Any, device: Any) -> Tensor:
 
 def told_apart(slice_of: Any) -> Any:
     """The slices of batch entries and heads, [B, H]: 1 where all are equal."""
-    found = np.asarray(slice_of)
-    found = found[:1] if (found == found[:1]).all() else found
-    return found[:, :1] if (found == found[:, :1]).all() else found
+    slices = np.asarray(slice_of)
+    slices = slices[:1] if (slices == slices[:1]).all() else slices
+    return slices[:, :1] if (slices == slices[:, :1]).all() else slices
 
 
 def _inside(runs: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
@@ -292,8 +292,8 @@ def _marked(count: Tensor, index: Tensor, columns: int) -> Tensor:
     import torch
 
     listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    found = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device)
-    return found.scatter_(-1, torch.where(listed, index.long(), columns), True).narrow(-1, 0, columns)
+    marks = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device)
+    return marks.scatter_(-1, torch.where(listed, index.long(), columns), True).narrow(-1, 0, columns)
 
 
 @dataclass(frozen=True)

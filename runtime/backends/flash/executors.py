@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
-from frisket.grammar.memo import beside, memo
+from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.generated import load
 
@@ -29,47 +29,51 @@ def text(
 
 def forward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False, norm: bool = False,
+    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False,
+    softmax_stats: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(out, lse, None) of a call, with `norm` another None: the engine gives no largest scores, nor lse's rounding."""
+    """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
+    rounding."""
     if top:
         raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
     g = geometry
     call = prepared(plan, spans, g, target, slots, tables, q.device, False, True)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     out, lse = attend(call, g, q, k, v, sinks)
-    return (out, lse, None, None) if norm else (out, lse, None)
+    return (out, lse, None, None) if softmax_stats else (out, lse, None)
 
 
 def backward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+    grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
     g = geometry
-    call = backward_call(plan, spans, g, q.device, slots, tables, target, wanted=wanted, deterministic=deterministic)
+    call = backward_call(
+        plan, spans, g, q.device, slots, tables, target, grad_names=grad_names, deterministic=deterministic
+    )
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
-    found = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
-    return {n: x for n, x in zip("qkv", found, strict=True) if n in wanted}
+    grads = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
+    return {n: x for n, x in zip("qkv", grads, strict=True) if n in grad_names}
 
 
 def backward_call(
     plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-    target: Target, *, wanted: Collection[str], deterministic: bool = True,
+    target: Target, *, grad_names: Collection[str], deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
     """The call of the backward. Raises where the engine lacks wanted gradients; asked before the forward, too."""
-    if why := refuses_gradients(plan, geometry, "", (), wanted):
+    if why := refuses_gradients(plan, geometry, "", (), grad_names):
         raise BackwardError(f"{why}\n  {INSTEAD}")
     return prepared(plan, spans, geometry, target, slots, tables, device, True, deterministic)
 
 
-def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, wanted: Collection[str]) -> str:
+def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad_names: Collection[str]) -> str:
     """A reason why the backward has not all of the wanted gradients; "" where it has."""
     sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
-    names = [source for name, source in sources.items() if name in wanted]
+    names = [source for name, source in sources.items() if name in grad_names]
     return f"FlashAttention 4 has no gradient of {', '.join(names)}" if names else ""
 
 
@@ -79,18 +83,18 @@ def prepared(
 ) -> FlashCall:  # fmt: skip
     """The call of a direction, kept beside the plan of a step as long as slots and tables are the same objects."""
 
-    def made() -> FlashCall:
+    def new_call() -> FlashCall:
         return call_of(plan, spans, g, target, slots, tables, device, gradients=gradients, deterministic=deterministic)
 
     check(g)
-    given = tuple(tables.values())
-    counted = not any(x.requires_grad or x.is_inference() for x in given)  # writes to tables, by torch
+    arrays = tuple(tables.values())
+    counted = not any(x.requires_grad or x.is_inference() for x in arrays)  # writes to tables, by torch
     if not (counted and all(isinstance(x, (bool, int, float)) for x in slots.values())):
-        return made()
-    numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in given)
+        return new_call()
+    numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in arrays)
     key = "flash", plan, g, target, numbers, versions, device, gradients, deterministic
-    found: FlashCall = beside(spans, key, lambda: (made(), given))[0]  # tables are known by where they are
-    return found
+    call: FlashCall = cached_on(spans, key, lambda: (new_call(), arrays))[0]  # tables are known by where they are
+    return call
 
 
 def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
@@ -118,11 +122,11 @@ def gradients(
     arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
     rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
     with _current(q):
-        found = interface._flash_attn_bwd(
+        grads = interface._flash_attn_bwd(
             *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
         )
     return tuple(
-        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(found, (q, k, v), strict=True)
+        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)
     )
 
 
@@ -148,21 +152,21 @@ def _common(call: FlashCall) -> dict[str, Any]:
     """The arguments that both directions take."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "softmax_scale": call.scale, "window_size_left": call.left, "window_size_right": call.right,
         "seqused_k": call.used, "page_table": call.pages, "aux_tensors": [_led(x) for x in call.tables] or None,
         "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
     }  # fmt: skip
     if call.documents is not None:
-        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.documents.unbind()
-        found["max_seqlen_q"], found["max_seqlen_k"] = call.longest
+        arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = call.documents.unbind()
+        arguments["max_seqlen_q"], arguments["max_seqlen_k"] = call.longest
     if call.tiles is not None:
         first, second = call.order or (None, None)
-        found["block_sparse_tensors"] = BlockSparseTensorsTorch(
+        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(
             **call.tiles._asdict(), dq_write_order=first, dq_write_order_full=second,
             spt=None if call.order is None else False,
         )  # fmt: skip
-    return found
+    return arguments
 
 
 def _led(x: Tensor) -> Tensor:
@@ -180,15 +184,15 @@ def _number(x: int | float) -> Any:
 
 
 def _functions(call: FlashCall) -> dict[str, Callable[..., Any]]:
-    made = _loaded(call.mods.text, call.mods.body)
-    return {n: made[n] for n in call.mods.functions}
+    functions = _loaded(call.mods.text, call.mods.body)
+    return {n: functions[n] for n in call.mods.functions}
 
 
 @memo(group="kernels", weigh=5000)
 def _loaded(text: str, body: str) -> dict[str, Callable[..., Any]]:
     """The functions of a text. `__cute_hash__` names kernels: else the engine hashes a source without what it calls."""
-    made = load(text)
-    found = {n: f for n, f in made.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
-    for name, function in found.items():
+    namespace = load(text)
+    functions = {n: f for n, f in namespace.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
+    for name, function in functions.items():
         function.__cute_hash__ = sha256(f"{name} {body}".encode()).hexdigest()
-    return found
+    return functions

@@ -27,15 +27,15 @@ def target(
     """The target of a call; `dq` has the tiles of the backward. The engine has its own: a `tile` must be that."""
     if arch and arch not in ARCHITECTURES:
         raise BackendError(f"FlashAttention 4 is checked on {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
-    found = arch or architecture(device)
-    found = found if found in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
-    if why := refused_heads(g, found):
+    gpu = arch or architecture(device)
+    gpu = gpu if gpu in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    if why := refused_heads(g, gpu):
         raise BackendError(f"{why}\n  {INSTEAD}")
-    block = forward_block(g, found)
+    block = forward_block(g, gpu)
     if tile is not None and tuple(tile) != block:
         raise BackendError(f"FlashAttention 4 takes tiles of {block[0]} x {block[1]} for this head, leave out `tile`")
-    back = Target("flash", *backward_block(g, found), num_warps=12, arch=found)
-    return Target("flash", *block, num_warps=12, arch=found, dq=back)
+    back = Target("flash", *backward_block(g, gpu), num_warps=12, arch=gpu)
+    return Target("flash", *block, num_warps=12, arch=gpu, dq=back)
 
 
 def forward_block(g: Geometry, arch: str) -> Block:

@@ -42,6 +42,6 @@ register(Backend(
     },
     guarded=True,
     loads=True,
-    beside_lse="low",
+    stats_kind="low",
     reports=Lazy(f"{HERE}.forward:compile_reports"),
 ))  # fmt: skip

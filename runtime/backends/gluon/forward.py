@@ -35,15 +35,17 @@ def text(
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False, norm: bool = False,
+    top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(out, lse, largest scores or None), with `norm` also the rounding error of lse, as Triton's forward has them.
-    Tensors that TMA cannot address are copied."""
+    """(out, lse, largest scores or None), with `softmax_stats` also the rounding error of lse, as Triton's forward has
+    them. Tensors that TMA cannot address are copied."""
     q, k, v = (addressable(x) for x in (q, k, v))
-    own = triton_launch.bound(plan, spans, geometry, target, q, k)
-    values = own.values(slots, tables)
-    kind = "gluon", values.live, sinks is not None, top, norm
-    return launched(own, kind, lambda: _launch(own, spans, *kind[1:]), values, (q, k, v), sinks, top, norm)
+    context = triton_launch.bound(plan, spans, geometry, target, q, k)
+    values = context.values(slots, tables)
+    kind = "gluon", values.device_slots, sinks is not None, top, softmax_stats
+    return launched(
+        context, kind, lambda: _launch(context, spans, *kind[1:]), values, (q, k, v), sinks, top, softmax_stats
+    )
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -57,16 +59,22 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def _launch(
-    own: triton_launch.Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool
+    context: triton_launch.Bound,
+    spans: SpanSource | None,
+    device_slots: tuple[str, ...],
+    sinks: bool,
+    top: bool,
+    lse_residual: bool,
 ) -> triton_launch.Launch:
-    g, target = own.geometry, own.target
-    plan, dims = forward_plan(own.plan, g), own.dims(live)
-    rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
-    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=low)
-    return own.launch(
+    g, target = context.geometry, context.target
+    plan, dims = forward_plan(context.plan, g), context.dims(device_slots)
+    rows = ["Lse", *["Top"] * top, *["Low"] * lse_residual, *["Sinks"] * sinks]
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=lse_residual)
+    return context.launch(
         kernels, "attention_forward", of_forward(g, target), target,
         {**blocks_of(target, g), **dict.fromkeys(rows, "")},
-        records=None if spans is None else spans.rows, live=live, launcher=GluonLaunch, STAGES=target.num_stages,
+        records=None if spans is None else spans.rows, device_slots=device_slots, launcher=GluonLaunch,
+        STAGES=target.num_stages,
     )  # fmt: skip
 
 
@@ -123,8 +131,8 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
 def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, triton_launch.Block]:
     """The blocks of the kernel's descriptors: a warp group reads and writes its part of a tile's queries."""
     _, queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
-    found = triton_launch.blocks(dims, replace(target, block_q=queries))
-    return {**{n: found[n] for n in "QKV"}, "Out": found["DOut"]}
+    blocks = triton_launch.blocks(dims, replace(target, block_q=queries))
+    return {**{n: blocks[n] for n in "QKV"}, "Out": blocks["DOut"]}
 
 
 def layout(block: triton_launch.Block, dtype: str) -> Any:

@@ -44,13 +44,13 @@ def target(
     theirs = triton_tiles.target(plan, g, dtype, None, tuning, device, arch)
     if arch and arch not in ARCHITECTURES:
         raise BackendError(f"the Gluon kernels are written for {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
-    found = arch or triton_tiles.architecture(device)
-    found = found if found in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
-    groups, rows = groups_of(found, g.head_dim, g.v_dim)
-    block = tile or (groups * rows, keys_of(plan, g, found))
-    own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=found)
+    gpu = arch or triton_tiles.architecture(device)
+    gpu = gpu if gpu in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    groups, rows = groups_of(gpu, g.head_dim, g.v_dim)
+    block = tile or (groups * rows, keys_of(plan, g, gpu))
+    forward = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=gpu)
     more = {n: getattr(theirs, n) for n in ("order", "dq", "dkv", "dv", "precision", "tanh")}
-    return replace(own, **more)
+    return replace(forward, **more)
 
 
 def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
@@ -98,8 +98,8 @@ def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
 
 def reads_by_key(*roots: Expr | None) -> bool:
     """Whether a table is read with an index that depends on the key."""
-    found = levels(*(e for e in roots if e is not None))
-    return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in found.items())
+    by_node = levels(*(e for e in roots if e is not None))
+    return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in by_node.items())
 
 
 def by_pair(mask: Expr | None, score: Expr | None) -> bool:

@@ -46,6 +46,6 @@ register(Backend(
     rank=1,
     interpreter=Interpreter("Pallas'", 4.0, interpreted),
     guarded=True,
-    beside_lse="low",
+    stats_kind="low",
     operators=("frisket-pallas-mosaic-gpu",),
 ))  # fmt: skip

@@ -30,8 +30,8 @@ def target(
     dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
     block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
     ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
-    asked = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
-    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if asked == "highest" else "approximate")
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
+    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if precision == "highest" else "approximate")
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -42,24 +42,24 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu", low: bool = False,
+    platform: str = "cpu", lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `low` the rounding error of lse too. Raises
+    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `lse_residual` the rounding error of lse too. Raises
     LoweringError with the words of `reason`."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
     g, on_device = geometry, platform == "cuda"
     if 0 in (g.batch, g.q_len, g.kv_len):
-        return _nothing(g, dtype, sinks)[: 3 + low]
-    run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, low)
+        return _nothing(g, dtype, sinks)[: 3 + lse_residual]
+    run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, lse_residual)
     numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    given = {} if sinks is None else {"sinks": sinks}
+    options = {} if sinks is None else {"sinks": sinks}
     if not on_device:
-        given["interpret"] = simulator()
+        options["interpret"] = simulator()
     walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k))).in_order()
-    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **given)  # type: ignore[no-any-return]
+    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **options)  # type: ignore[no-any-return]
 
 
 def text(

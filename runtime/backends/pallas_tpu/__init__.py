@@ -28,6 +28,6 @@ register(Backend(
     rank=1,
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
     guarded=True,
-    beside_lse="low",
+    stats_kind="low",
     operators=("frisket-pallas-tpu", "splash"),
 ))  # fmt: skip

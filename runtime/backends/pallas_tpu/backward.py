@@ -34,50 +34,50 @@ Array = Any  # a jax.Array, traced or not
 def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
-    target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
-    low: jax.Array | None = None,
+    target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
+    lse_residual: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
-    `low` is its rounding error.
+    `lse_residual` is its rounding error.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""
     import jax.numpy as jnp
 
-    if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, wanted):
+    if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, grad_names):
         raise LoweringError(why)
-    arrays = _prepared(plan.guard)(q, k, v, out, lse, low, dout, dlse)
+    arrays = _prepared(plan.guard)(q, k, v, out, lse, lse_residual, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
     interpret, rolls = interpreter(platform), strided(platform)
     target = emitted.with_tiles(target)
-    own, others = target.dq or target, target.dkv or target
-    captured = emitted.captured(plan, wanted)
-    rows, columns = spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k)
+    dq_target, dkv_target = target.dq or target, target.dkv or target
+    captured = emitted.captured(plan, grad_names)
+    rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
     walk = walked(rows, columns)
-    found: dict[Any, Array] = {}
-    heads = 1 if captured else together(geometry, str(q.dtype), own.block_q)
+    grads: dict[Any, Array] = {}
+    heads = 1 if captured else together(geometry, str(q.dtype), dq_target.block_q)
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted, rolls, heads, searches(shared)):
-        kernel, names = made
-        found |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
-    group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
-    turned = walked(of_keys, -(-geometry.q_len // others.block_q), group)
-    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted, rolls, 1, searches(turned)):
-        kernel, names = made
+    if loaded := _kernel("dq", plan, dq_target, geometry, str(q.dtype), grad_names, rolls, heads, searches(shared)):
+        kernel, names = loaded
+        grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
+    group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
+    turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
+    if loaded := _kernel("dkv", plan, dkv_target, geometry, str(q.dtype), grad_names, rolls, 1, searches(turned)):
+        kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
-        found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            run = _by_position(plan, own, placeless, str(q.dtype), i, rolls, searches(walk))
-            found[i] = run(*arrays, walk, *numbers, interpret=interpret)
-    sums = [found.pop(i) for i, _ in captured]
+            run = _by_position(plan, dq_target, placeless, str(q.dtype), i, rolls, searches(walk))
+            grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
+    sums = [grads.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
-    return found | folded([g for _, g in captured], sums, geometry, slots, known)
+    return grads | folded([g for _, g in captured], sums, geometry, slots, known)
 
 
 def interpreter(platform: str) -> Any:
@@ -86,17 +86,17 @@ def interpreter(platform: str) -> Any:
 
 
 def reason(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: frozenset[str]
 ) -> str:
     """A reason why the backward kernels cannot run a call, or "". `shapes` are those of the plan's tables."""
     if why := refused(plan, dtype):
         return why
-    derived, captured = backward_of(plan), emitted.captured(plan, wanted)
+    derived, captured = backward_of(plan), emitted.captured(plan, grad_names)
     roots = [*roots_of(plan), *([] if derived.slope is None else [derived.slope]), *(g.weight for _, g in captured)]
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
-    except LoweringError as found:
-        return str(found)
+    except LoweringError as error:
+        return str(error)
     distances = geometry.q_len + geometry.kv_len
     for _, g in captured:
         if g.over == "diagonal" and distances > DISTANCES:
@@ -110,13 +110,15 @@ def reason(
 
 @memo(group="kernels")
 def _prepared(guard: bool) -> Callable[..., Any]:
-    """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - low); the factor exp(-low) of
-    a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so large that
-    exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
+    """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - lse_residual); the factor
+    exp(-lse_residual) of a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so
+    large that exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
     import jax
     import jax.numpy as jnp
 
-    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, low: Any, dout: Array, dlse: Any) -> Any:
+    def prepared(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, lse_residual: Any, dout: Array, dlse: Any
+    ) -> Any:
         Float = jnp.float32
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
@@ -124,8 +126,8 @@ def _prepared(guard: bool) -> Callable[..., Any]:
             empty = lse == -jnp.inf
             delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
             dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
-        if low is not None:
-            factor = jnp.exp(-low.astype(Float))
+        if lse_residual is not None:
+            factor = jnp.exp(-lse_residual.astype(Float))
             delta, dout = delta * factor, dout.astype(Float) * factor.transpose(0, 2, 1)[..., None]
         return q, k, v, dout.astype(q.dtype), lse, delta
 
@@ -136,25 +138,25 @@ Kernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entr
 
 
 def _kernel(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
     strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded(which, plan, target, alike, dtype, wanted, strided, heads, search)
+    return _loaded(which, plan, target, alike, dtype, grad_names, strided, heads, search)
 
 
 @memo(group="kernels")
 def _loaded(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
     strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     import jax
 
     if which == "dq":
-        source = emitted.dq(plan, target, geometry, dtype, wanted, strided, heads, search)
+        source = emitted.dq(plan, target, geometry, dtype, grad_names, strided, heads, search)
     else:
-        source = emitted.dkv(plan, target, geometry, dtype, wanted, strided, search)
+        source = emitted.dkv(plan, target, geometry, dtype, grad_names, strided, search)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
@@ -228,9 +230,9 @@ def _added(
         def chunk(i: Array, into: Array) -> Array:
             part = lax.dynamic_slice_in_dim(terms, i * rows, rows)
             q = env["q"] + i * rows + jnp.arange(rows)[:, None]
-            found = places(q, env["k"] + jnp.arange(terms.shape[1])[None])
-            found = [jnp.clip(x, 0, n - 1) for x, n in zip(found, into.shape, strict=True)]
-            return into.at[tuple(jnp.broadcast_to(x, part.shape) for x in found)].add(part)
+            indices = places(q, env["k"] + jnp.arange(terms.shape[1])[None])
+            indices = [jnp.clip(x, 0, n - 1) for x, n in zip(indices, into.shape, strict=True)]
+            return into.at[tuple(jnp.broadcast_to(x, part.shape) for x in indices)].add(part)
 
         return lax.fori_loop(0, terms.shape[0] // rows, chunk, into)
 

@@ -56,20 +56,20 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
         )
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(pallas_tpu.roots(plan)), shapes)
-    except LoweringError as found:
-        return str(found)
+    except LoweringError as error:
+        return str(error)
     return ""
 
 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu", low: bool = False,
+    platform: str = "cpu", lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
-    [heads], and with `low` the rounding error of lse. Raises LoweringError with the words of `reason`, and where the
-    spans take more scalar memory than there is."""
+    [heads], and with `lse_residual` the rounding error of lse. Raises LoweringError with the words of `reason`, and
+    where the spans take more scalar memory than there is."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
@@ -78,7 +78,7 @@ def forward(
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
     search = searches(walk)
-    flags = sinks is not None, strided(platform), k.dtype != q.dtype, low, 1 if search else heads, search
+    flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     return run(  # type: ignore[no-any-return]
         q, k, v, walk, geometry.origin, geometry.full, [slots[s.name] for s in plan.slots],

@@ -20,7 +20,7 @@ def text(
     known: list[Any] = [*plan.tables, *plan.slots]
     names = {*"qkv", *(x.name for x in known if x.source in learned)}
     sharing = plan.mask is None or "h" not in uses(plan.mask)
-    found = forward.emit(plan, target, g, dtype, sinks, together=together(g, dtype, target.block_q) if sharing else 1)
+    source = forward.emit(plan, target, g, dtype, sinks, together=together(g, dtype, target.block_q) if sharing else 1)
     if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
-        return found, target
-    return f"{found}\n\n{backward.emit(plan, target, g, dtype, names)}", target
+        return source, target
+    return f"{source}\n\n{backward.emit(plan, target, g, dtype, names)}", target

@@ -63,8 +63,8 @@ def arguments(flags: Flags, call: EngineCall) -> SplashArguments | str:
 
 def _ids(corners: NDArray[np.int32], batch: int, length: int) -> NDArray[np.int32]:
     """The document of every token of the packed batch."""
-    found = np.searchsorted(corners, np.arange(batch * length), side="right") - 1
-    return found.astype(np.int32).reshape(batch, length)
+    documents = np.searchsorted(corners, np.arange(batch * length), side="right") - 1
+    return documents.astype(np.int32).reshape(batch, length)
 
 
 def _valid(flags: Flags, g: Geometry) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:

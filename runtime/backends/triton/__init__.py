@@ -86,7 +86,7 @@ register(Backend(
     }),
     guarded=True,
     loads=True,
-    beside_lse="low",
+    stats_kind="low",
     plans="device",
     reports=Lazy(f"{HERE}.report:compile_reports"),
     operators=("frisket-triton",),

@@ -18,7 +18,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import Memo, beside, memo, remember
+from frisket.grammar.memo import Memo, cached_on, memo, remember
 from frisket.lowering.kernels.triton.writer import Argument, Dims, arguments, padded, rows_of_tables
 from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
@@ -32,7 +32,7 @@ from .tiles import smaller
 Tensor = Any
 Block = tuple[int, int, int, int]  # of a tensor descriptor
 Access = str | Block  # a letter of strides, a block, or ""
-FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
+MAX_NARROW_STRIDE = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 STEP = 16  # entries, a stride of a tensor descriptor
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
@@ -70,16 +70,16 @@ def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **fla
 @dataclass(frozen=True, eq=False)
 class Values:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
-    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans` refers
-    to the source of the call's spans, where every call may have another, `moved` holds what it gave."""
+    `device_slots`, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans`
+    refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave."""
 
-    given: tuple[Mapping[str, Any], Mapping[str, Tensor]]
+    sources: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     numbers: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
-    live: tuple[str, ...]
+    device_slots: tuple[str, ...]
     key: tuple[Any, ...]
     spans: Any = None
-    moved: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
+    span_tensors: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class Bound:
@@ -96,18 +96,18 @@ class Bound:
         fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
         self.target, self.shrunk = fitting
         self.spans, self.launches = spans, {} if launches is None else launches
-        self._held: Values | None = None
-        self._moved: dict[Any, tuple[Tensor, ...]] = {}
+        self._cached: Values | None = None
+        self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
         self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
 
     def run(self, kind: Any, make: Callable[[], Any], *arguments: Any) -> Any:
         """Launch what `make` lays out for calls of one kind, in smaller tiles where the first ones do not fit."""
-        found = self.launches.get(kind)
-        if found is None:
-            found = self.launches[kind] = make()
+        launch = self.launches.get(kind)
+        if launch is None:
+            launch = self.launches[kind] = make()
         try:
-            return found(*arguments)
+            return launch(*arguments)
         except TooLargeError as error:
             self.shrink(error)
         return self.run(kind, make, *arguments)
@@ -128,53 +128,64 @@ class Bound:
         g, at = self.geometry, origin(self.geometry, self.device)
         return replace(g, origin=tuple([at[f"{n}_origin"] for n in "bhqk"]), sizes=g.full)
 
-    def dims(self, live: tuple[str, ...] = ()) -> Dims:
+    def dims(self, device_slots: tuple[str, ...] = ()) -> Dims:
         """The part of such calls that the kernels' texts depend on."""
         g, (dtype, keys) = self.geometry, self.dtypes
-        return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
+        return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, device_slots)
 
     def describes(self, *tensors: Tensor) -> bool:
         """Whether tensor descriptors can have the strides of these; asked once for each."""
         steps = tuple([x.stride() for x in tensors])
-        found = self._described.get(steps)
-        if found is None:
-            remember(self._described, steps, found := describable(*tensors), KEPT)
-        return found
+        fits = self._described.get(steps)
+        if fits is None:
+            remember(self._described, steps, fits := describable(*tensors), KEPT)
+        return fits
 
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
         """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
-        held = self._held
-        if held is not None and held.given[0] is slots and held.given[1] is tables:
-            return held
-        found = _values(self.plan, slots, tables, self.spans, self._moved)
+        cached = self._cached
+        if cached is not None and cached.sources[0] is slots and cached.sources[1] is tables:
+            return cached
+        values = _values(self.plan, slots, tables, self.spans, self._span_tensors)
         if type(slots) is type(tables) is MappingProxyType:
-            self._held = found
-        return found
+            self._cached = values
+        return values
 
     def launch(
         self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access], *,
         records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
-        live: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
+        device_slots: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
     ) -> Launch:  # fmt: skip
         """A launch of `kernel`, made by `launcher` where it is of a kind of its own. `tensors` are the parameters whose
         tensors every call brings, in the order it brings them, each with the letter of its strides, with the block of
         its tensor descriptor, or "" where it has neither; `records`, `rows` or `columns` of a SpanSource, is asked if
         the kernel reads a table of spans, for tiles of `block` or of the target; `more` are values of other
         parameters."""
-        found = module.kernels[kernel]
-        runs_here(found, self.device)
+        function = module.kernels[kernel]
+        runs_here(function, self.device)
         fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
-        asked = None
-        if "Spans" in found.arg_names:
+        span_key = None
+        if "Spans" in function.arg_names:
             if records is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
             block = block or (target.block_q, target.block_k)
             laid_out = records(block)
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
-                asked = records.__name__, block
-        common = found, module.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked
+                span_key = records.__name__, block
+        common = (
+            function,
+            module.arguments,
+            self.plan,
+            grid,
+            target,
+            self.device,
+            fixed,
+            tensors,
+            device_slots,
+            span_key,
+        )
         return (launcher or Launch)(*common)
 
 
@@ -183,12 +194,12 @@ def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Ten
     geometry and target count by identity, so it keeps them."""
     of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
-    found = of.get(key)
-    if found is None:
+    context = of.get(key)
+    if context is None:
         common = getattr(spans, "common", None)
         more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
-        remember(of, key, found := Bound(plan, geometry, target, q, k, *more), KEPT)
-    return found
+        remember(of, key, context := Bound(plan, geometry, target, q, k, *more), KEPT)
+    return context
 
 
 def shared(g: Geometry, device: Any) -> dict[str, Any]:
@@ -227,7 +238,7 @@ def far(*tensors: Tensor) -> bool:
     """Whether the offsets within some tile of these could leave 32 bits, or a view is negated: then `near`
     looks closer."""
     strides = [stride for x in tensors for stride in x.stride()[2:]]
-    return bool(max(strides) > FAR) or True in [x.is_neg() for x in tensors]
+    return bool(max(strides) > MAX_NARROW_STRIDE) or True in [x.is_neg() for x in tensors]
 
 
 def near(x: Tensor, rows: int) -> Tensor:
@@ -243,14 +254,22 @@ _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 
 def _values(
-    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, moved: dict[Any, Any]
+    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, span_tensors: dict[Any, Any]
 ) -> Values:
-    live = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
-    numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in live)
+    device_slots = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
+    numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in device_slots)
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
-    key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
-    return Values((slots, tables), numbers, (*arrays, *[slots[n].resolve_neg() for n in live]), live, key, spans, moved)
+    key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
+    return Values(
+        (slots, tables),
+        numbers,
+        (*arrays, *[slots[n].resolve_neg() for n in device_slots]),
+        device_slots,
+        key,
+        spans,
+        span_tensors,
+    )
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -285,8 +304,8 @@ class Launch:
 
     def __init__(
         self, kernel: Any, arguments: Mapping[str, Argument], plan: LoopPlan, grid: tuple[int, ...], target: Target,
-        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, Access], live: Sequence[str],
-        asked: tuple[str, tuple[int, int]] | None = None,
+        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, Access], device_slots: Sequence[str],
+        span_key: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         _check_grid(self.grid)
@@ -300,16 +319,16 @@ class Launch:
         self.blocks = [(i, at[n], x) for i, (n, x) in enumerate(tensors.items()) if isinstance(x, tuple)]
         tables, of_rows = [arguments[t.name] for t in plan.every_table], rows_of_tables(plan)
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
-        named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
-        moving = tuple(n for n in MOVING if n in at) if asked else ()
+        named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in device_slots]]
+        moving = tuple(n for n in MOVING if n in at) if span_key else ()
         named += moving
-        self.asked = (*asked, moving) if asked else None  # what the spans of every call are asked for
+        self.span_key = (*span_key, moving) if span_key else None  # what the spans of every call are asked for
         self.moving = len(moving)
         self.pointers = [at[n] for n in named]
         self.near = at.get("NEAR")
         self.rows = [(i, axis) for i, t in enumerate(plan.every_table) if (axis := of_rows.get(t.name)) is not None]
         self.pool = (at["pool"], [*tensors].index("K")) if "pool" in at else None  # its pages are counted at every call
-        self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
+        self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in device_slots]
         filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1], self.near}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
@@ -325,29 +344,29 @@ class Launch:
             return self._run(values, tensors)
 
     def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
-        given = (*tensors, *values.tensors)
-        if self.asked is not None:
-            moved = values.moved.get(self.asked)
-            if moved is None:
-                side, block, names = self.asked
+        operands = (*tensors, *values.tensors)
+        if self.span_key is not None:
+            span_tensors = values.span_tensors.get(self.span_key)
+            if span_tensors is None:
+                side, block, names = self.span_key
                 spans = getattr(values.spans(), side)(block)
-                moved = values.moved[self.asked] = tuple([MOVING[n](spans) for n in names])
-            given += moved
-        places = [x.data_ptr() for x in given]
+                span_tensors = values.span_tensors[self.span_key] = tuple([MOVING[n](spans) for n in names])
+            operands += span_tensors
+        places = [x.data_ptr() for x in operands]
         low = 0
         for place in places:
             low |= place
         kinds = [(x.dtype, x.stride()) for x in tensors]
         key: tuple[Any, ...] = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
         if self.narrow is not None:
-            key += tuple(map(self.narrow, given))
+            key += tuple(map(self.narrow, operands))
         if self.pool is not None:
             key += (tensors[self.pool[1]].shape[0],)
-        found = self.known.get(key)
-        if found is None:
-            self._first(key, values, given)
+        entry = self.known.get(key)
+        if entry is None:
+            self._first(key, values, operands)
             return
-        run, arguments, described = found
+        run, arguments, described = entry
         arguments = arguments.copy()
         for i, place in zip(self.pointers, places):
             arguments[i] = place
@@ -357,27 +376,27 @@ class Launch:
             arguments[i] = x
         run(*arguments)
 
-    def _first(self, key: Any, values: Values, given: tuple[Tensor, ...]) -> None:
+    def _first(self, key: Any, values: Values, operands: tuple[Tensor, ...]) -> None:
         """Launch by Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
-        own = len(given) - len(values.tensors) - self.moving
-        for places, x in zip(self.strides, given):
+        first_table = len(operands) - len(values.tensors) - self.moving
+        for places, x in zip(self.strides, operands):
             for i, stride in zip(places, x.stride()):
                 arguments[i] = stride
-        for places, x in zip(self.extents, given[own:]):
+        for places, x in zip(self.extents, operands[first_table:]):
             for i, extent in zip(places, (*x.shape, *x.stride()), strict=True):
                 arguments[i] = extent
         if self.pool is not None:
-            arguments[self.pool[0]] = given[self.pool[1]].shape[0]
+            arguments[self.pool[0]] = operands[self.pool[1]].shape[0]
         if self.near is not None:
-            rows = [(given[own + i], axis) for i, axis in self.rows]
+            rows = [(operands[first_table + i], axis) for i, axis in self.rows]
             arguments[self.near] = all(near_rows(x.shape, x.stride(), axis, self.tile[0]) for x, axis in rows)
         for i, number in zip(self.numbers, values.numbers, strict=True):
             arguments[i] = number
-        for i, x in zip(self.pointers, given, strict=True):
+        for i, x in zip(self.pointers, operands, strict=True):
             arguments[i] = x
         for i, at, block in self.blocks:
-            arguments[at] = self.described(given[i], block)
+            arguments[at] = self.described(operands[i], block)
         from triton import OutOfResources  # type: ignore[import-untyped]
 
         try:
@@ -478,7 +497,7 @@ def _narrow() -> Callable[[Tensor], bool] | None:
 def _order(spans: DeviceSpans) -> Tensor:
     """The order of rows by the planner; where it has none it is made once."""
     bounds = spans.bounds
-    return beside(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
+    return cached_on(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
 
 
 # parameters that differ at every call where spans are made on a device
@@ -490,11 +509,11 @@ MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
     if isinstance(spans, DeviceSpans):
-        slice_of = beside(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
+        slice_of = cached_on(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    found: dict[str, Any] = beside(spans, device, lambda: _upload_all(spans, device))
-    return found
+    tables: dict[str, Any] = cached_on(spans, device, lambda: _upload_all(spans, device))
+    return tables
 
 
 def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:

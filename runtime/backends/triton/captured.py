@@ -36,34 +36,34 @@ def captured(
     import torch
 
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    own = bound(plan, spans, geometry, emit.square(target), q, k)
-    run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, stats), slots, tables)
-    found: dict[int, Tensor] = {}
+    context = bound(plan, spans, geometry, emit.square(target), q, k)
+    run = _Run(context, spans, context.values(slots, tables), (q, k, v, dout, stats), slots, tables)
+    buffers: dict[int, Tensor] = {}
     try:
         if by_distance := [g for g in gradients if g.over == "diagonal"]:
-            found |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
+            buffers |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
         for g in gradients:
             if g.over == "scatter":
-                found[id(g)] = run.scattered(g, deterministic)
+                buffers[id(g)] = run.scattered(g, deterministic)
     except TooLargeError as error:
-        own.shrink(error)
+        context.shrink(error)
         return captured(
             plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
         )  # fmt: skip
-    return [found[id(g)] for g in gradients]
+    return [buffers[id(g)] for g in gradients]
 
 
 class _Run:
     """The launches of one call."""
 
     def __init__(
-        self, own: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
+        self, context: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
         slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self.own, self.spans, self.values, self.arrays, self.slots, self.tables = (
-            own, spans, values, arrays, slots, tables,
+        self.context, self.spans, self.values, self.arrays, self.slots, self.tables = (
+            context, spans, values, arrays, slots, tables,
         )  # fmt: skip
-        g, side = own.geometry, own.target.block_q
+        g, side = context.geometry, context.target.block_q
         self.geometry, self.side = g, side
         self.rows, self.columns = triton_grids.tiles(g, side)
 
@@ -73,15 +73,15 @@ class _Run:
 
         g, side = self.geometry, self.side
         sums = weights(gradients)
-        own = triton_grids.of_diagonals(g, side, len(sums))
-        found = self.new((g.batch, g.heads, len(sums), own.parts, 2, own.across, side), torch.float32)
+        grid = triton_grids.of_diagonals(g, side, len(sums))
+        partial = self.new((g.batch, g.heads, len(sums), grid.parts, 2, grid.across, side), torch.float32)
         launch = self.launch(
-            ("diagonal", gradients), "attention_diagonal", (own.across * own.parts, g.heads, g.batch), ("Sums",),
-            lambda dims: emitted_kernels(emit.diagonal, self.own.plan, self.own.target, dims, gradients),
-            share=own.share,
+            ("diagonal", gradients), "attention_diagonal", (grid.across * grid.parts, g.heads, g.batch), ("Sums",),
+            lambda dims: emitted_kernels(emit.diagonal, self.context.plan, self.context.target, dims, gradients),
+            share=grid.share,
         )  # fmt: skip
-        launch(self.values, *self.arrays, found)
-        low, high = found.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
+        launch(self.values, *self.arrays, partial)
+        low, high = partial.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
         whole = (pad(low, (0, 0, 1, 0)) + pad(high, (0, 0, 0, 1))).flatten(3)
         first = self.columns * side - g.kv_len + 1
         whole = whole[..., first : first + g.q_len + g.kv_len - 1]
@@ -90,21 +90,21 @@ class _Run:
     def scattered(self, gradient: Gradient, deterministic: bool) -> Tensor:
         import torch
 
-        g, own = self.geometry, self.own
+        g, context = self.geometry, self.context
         shape = self.tables[gradient.source].shape
         shared = self.plane(gradient)
         if shared is not None:
             into = self.new(shape, torch.float32).zero_()
             launch = self.launch(
                 ("plane", gradient, shared), "attention_plane", triton_grids.of_plane(g, self.side, shared), ("Into",),
-                lambda dims: emitted_kernels(emit.plane, own.plan, own.target, dims, gradient, shared),
+                lambda dims: emitted_kernels(emit.plane, context.plan, context.target, dims, gradient, shared),
                 batches=g.batch,
             )  # fmt: skip
             launch(self.values, *self.arrays, into)
             return into
 
         def module(dims: Any) -> Made:
-            return emitted_kernels(emit.scatter, own.plan, own.target, dims, gradient, fixed=deterministic)
+            return emitted_kernels(emit.scatter, context.plan, context.target, dims, gradient, fixed=deterministic)
 
         grid, name = (self.rows, g.heads, g.batch), "attention_scatter"
         if not deterministic:
@@ -129,14 +129,15 @@ class _Run:
         module: Callable[[Any], Made], **more: Any,
     ) -> Launch:  # fmt: skip
         """A launch kept for such calls; `results` are pointers beside the arrays."""
-        live = self.values.live
-        found = self.own.launches.get((key, live))
-        if found is None:
-            found = self.own.launches[key, live] = self.own.launch(
-                module(self.own.dims(live)), kernel, grid, self.own.target, {**ARRAYS, **dict.fromkeys(results, "")},
-                records=None if self.spans is None else self.spans.rows, live=live, **more,
+        device_slots = self.values.device_slots
+        launch = self.context.launches.get((key, device_slots))
+        if launch is None:
+            launch = self.context.launches[key, device_slots] = self.context.launch(
+                module(self.context.dims(device_slots)), kernel, grid, self.context.target,
+                {**ARRAYS, **dict.fromkeys(results, "")}, records=None if self.spans is None else self.spans.rows,
+                device_slots=device_slots, **more,
             )  # fmt: skip
-        return found
+        return launch
 
     def plane(self, gradient: Gradient) -> str | None:
         """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
@@ -144,7 +145,7 @@ class _Run:
         shape = self.tables[gradient.source].shape
         read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step
         key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
-        known = self.own.planes
+        known = self.context.planes
         if key not in known:
             remember(known, key, triton_grids.plane(gradient, shape, self.geometry, self.slots), KEPT)
         return known[key]

@@ -76,16 +76,16 @@ class Shares:
         rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else (
             self.target.splits, g.batch, g.heads, g.q_len
         )  # fmt: skip
-        found: dict[str, tuple[tuple[int, ...], type]] = {"Acc": ((*rows, g.v_dim), np.float32)}
-        found |= dict.fromkeys(("Tops", "Totals"), (rows, np.float32))
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {"Acc": ((*rows, g.v_dim), np.float32)}
+        shapes |= dict.fromkeys(("Tops", "Totals"), (rows, np.float32))
         if self.balanced:
-            found["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
-        return found
+            shapes["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
+        return shapes
 
     def numbers(self, g: Geometry) -> dict[str, int]:
         """The numbers that the combining kernel is launched with."""
-        own = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
-        return {"heads": g.heads, "q_len": g.q_len, **own}
+        division = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
+        return {"heads": g.heads, "q_len": g.q_len, **division}
 
 
 def shares(
@@ -106,27 +106,27 @@ def shares(
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
-    own = _hurried(target.decode or target, dims, rows, plan.pages is not None)
-    block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), own.block_k
-    splits, slots = target.splits, processors * (BLOCKS if own.num_warps == 4 else 1)
+    decode_target = _hurried(target.decode or target, dims, rows, plan.pages is not None)
+    block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), decode_target.block_k
+    splits, slots = target.splits, processors * (BLOCKS if decode_target.num_warps == 4 else 1)
     if not splits:
         # The last of a few waves of programs whose time are products may leave most of the machine idle.
         waves = WAVES if even and rows >= PACK else FILLED
         if programs >= waves * slots and pack == 1:
             return None
         tiles = most_tiles(spans, g, block)
-        read, tile, results = _costs(g, dims, rows, own.block_k)
-        short = tiles * own.block_k <= LEAST * 64
+        read, tile, results = _costs(g, dims, rows, decode_target.block_k)
+        short = tiles * decode_target.block_k <= LEAST * 64
         splits = 1 if short else parts(programs, slots, tiles, tile, results, waves)
         if (
             tiles * read >= RAGGED * results
             and g.batch * -(-g.q_len // queries) <= ROWS
             and ragged(plan, spans, g, block)
         ):
-            return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block, balanced=True)
+            return Shares(replace(decode_target, block_q=rows, splits=splits), queries, pack, block, balanced=True)
         if splits == 1 and (short or pack == 1):
             return None
-    return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block)
+    return Shares(replace(decode_target, block_q=rows, splits=splits), queries, pack, block)
 
 
 def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> bool:
@@ -136,10 +136,10 @@ def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[i
         return False
     if spans is None or isinstance(spans, FlatPlan):
         return True
-    found = spans.rows(block)
-    if not isinstance(found, Spans):
+    rows = spans.rows(block)
+    if not isinstance(rows, Spans):
         return True
-    seen = (found.bounds[..., 3] - found.bounds[..., 0]).sum((-1, -2))[found.slice_of]
+    seen = (rows.bounds[..., 3] - rows.bounds[..., 0]).sum((-1, -2))[rows.slice_of]
     return bool(seen.max(initial=0) > EVEN * seen.mean())
 
 
@@ -177,9 +177,9 @@ def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
 def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
     """The most tiles of keys that a row reads; all of them where only the device knows."""
     if spans is not None and not isinstance(spans, FlatPlan):
-        found = spans.rows(block)
-        if isinstance(found, Spans):
-            return int(np.max((found.bounds[..., 3] - found.bounds[..., 0]).sum(-1), initial=0))
+        rows = spans.rows(block)
+        if isinstance(rows, Spans):
+            return int(np.max((rows.bounds[..., 3] - rows.bounds[..., 0]).sum(-1), initial=0))
     return -(-g.kv_len // block[1])
 
 
@@ -207,34 +207,34 @@ class Parts:
     """The launches of a call of few queries: two, or one where rows have one part."""
 
     def __init__(
-        self, own: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, live: tuple[str, ...], sinks: bool,
-        top: bool, low: bool,
+        self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, device_slots: tuple[str, ...],
+        sinks: bool, top: bool, lse_residual: bool,
     ) -> None:  # fmt: skip
-        g, target = own.geometry, chosen.target
+        g, target = context.geometry, chosen.target
         alike = replace(target, splits=int(chosen.alone))  # the kernels are the same for any number of parts
         kernels = emitted_kernels(
-            emit, plan, alike, own.dims(live), packs=chosen.pack > 1, sinks=sinks, top=top, low=low,
-            balanced=chosen.balanced,
+            emit, plan, alike, context.dims(device_slots), packs=chosen.pack > 1, sinks=sinks, top=top,
+            low=lse_residual, balanced=chosen.balanced,
         )  # fmt: skip
         self.combine: Launch | None = None
         results = {"Out": "o", "Lse": ""}
         results |= {"Top": ""} if top else {}
-        results |= {"Low": ""} if low else {}
+        results |= {"Low": ""} if lse_residual else {}
         results |= {"Sinks": ""} if sinks else {}
-        self.splits, self.given = target.splits, chosen.results(g)
-        partial = dict.fromkeys(self.given, "")
-        self.decode = own.launch(
+        self.splits, self.partial_shapes = target.splits, chosen.results(g)
+        partial = dict.fromkeys(self.partial_shapes, "")
+        self.decode = context.launch(
             kernels, "attention_decode", chosen.grid(g), target,
             {"Q": "q", "K": "k", "V": "v", **(results if chosen.alone else partial)},
-            records=None if spans is None else spans.rows, block=chosen.block, live=live, splits=target.splits,
-            batches=g.batch,
+            records=None if spans is None else spans.rows, block=chosen.block, device_slots=device_slots,
+            splits=target.splits, batches=g.batch,
         )  # fmt: skip
         if chosen.alone:
             return
         two = replace(target, num_warps=2)
         grid = g.q_len, g.heads, g.batch
         self.combine = Launch(
-            kernels.kernels["attention_combine"], {}, NOTHING, grid, two, own.device, chosen.numbers(g),
+            kernels.kernels["attention_combine"], {}, NOTHING, grid, two, context.device, chosen.numbers(g),
             partial | results, (),
         )  # fmt: skip
 
@@ -245,6 +245,8 @@ class Parts:
             self.decode(values, q, k, v, *results)
             return
         kinds: dict[Any, Any] = {np.float32: torch.float32, np.int32: torch.int32}
-        made = [torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.given.values()]
-        self.decode(values, q, k, v, *made)
-        self.combine(NO_VALUES, *made, *results)
+        partials = [
+            torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.partial_shapes.values()
+        ]
+        self.decode(values, q, k, v, *partials)
+        self.combine(NO_VALUES, *partials, *results)

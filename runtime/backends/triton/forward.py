@@ -23,11 +23,11 @@ Tensor = Any
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False, norm: bool = False,
+    top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with `norm` also
-    the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim] and k, v [batch,
-    kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
+    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with
+    `softmax_stats` also the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim]
+    and k, v [batch, kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
 
     `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.
@@ -35,58 +35,70 @@ def forward(
     g = geometry
     if far(q, k, v):
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
-    own = bound(plan, spans, g, target, q, k)
-    values = own.values(slots, tables)
-    described = target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and own.describes(q, k, v)
-    kind = values.live, sinks is not None, top, norm, described
-    return launched(own, kind, lambda: _launch(own, spans, *kind), values, (q, k, v), sinks, top, norm)
+    context = bound(plan, spans, g, target, q, k)
+    values = context.values(slots, tables)
+    described = (
+        target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and context.describes(q, k, v)
+    )
+    kind = values.device_slots, sinks is not None, top, softmax_stats, described
+    return launched(context, kind, lambda: _launch(context, spans, *kind), values, (q, k, v), sinks, top, softmax_stats)
 
 
 def launched(
-    own: Bound, kind: Any, make: Callable[[], Any], values: Values, arrays: tuple[Tensor, ...], sinks: Tensor | None,
-    top: bool, norm: bool,
+    context: Bound, kind: Any, make: Callable[[], Any], values: Values, arrays: tuple[Tensor, ...],
+    sinks: Tensor | None, top: bool, softmax_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
 
-    g, q = own.geometry, arrays[0]
+    g, q = context.geometry, arrays[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, low = (torch.empty_like(lse) if use else None for use in (top, norm))
-    more = [x for x in (largest, low) if x is not None]
+    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (top, softmax_stats))
+    more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
-    own.run(kind, make, values, *arrays, out, lse, *more)
-    return (out, lse, largest, low) if norm else (out, lse, largest)
+    context.run(kind, make, values, *arrays, out, lse, *more)
+    return (out, lse, largest, lse_residual) if softmax_stats else (out, lse, largest)
 
 
 def _launch(
-    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool, described: bool
+    context: Bound,
+    spans: SpanSource | None,
+    device_slots: tuple[str, ...],
+    sinks: bool,
+    top: bool,
+    lse_residual: bool,
+    described: bool,
 ) -> Launch | triton_decode.Parts | triton_rows.RowLaunches:
-    g = own.geometry
-    plan = forward_plan(own.plan, g)
-    dims = own.dims(live)
+    g = context.geometry
+    plan = forward_plan(context.plan, g)
+    dims = context.dims(device_slots)
     described = described and triton_forward.describable(plan, dims)
-    target = replace(own.target, descriptors=described)
-    check_keys(dims, own.device)
-    processors = triton_decode.processors(own.device)
+    target = replace(context.target, descriptors=described)
+    check_keys(dims, context.device)
+    processors = triton_decode.processors(context.device)
     chosen = triton_decode.shares(plan, spans, g, target, dims, processors)
     if chosen is not None:
-        return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top, low)
-    given: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
+        return triton_decode.Parts(context, plan, spans, chosen, device_slots, sinks, top, lse_residual)
+    inputs: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
     if described:
-        given |= {n: block for n, block in blocks(g, target).items() if n in given}
+        inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
     results: dict[str, Access] = {"Out": "o", "Lse": ""}
-    results |= dict.fromkeys([n for n, asked in (("Top", top), ("Low", low), ("Sinks", sinks)) if asked], "")
+    results |= dict.fromkeys([n for n, needed in (("Top", top), ("Low", lse_residual), ("Sinks", sinks)) if needed], "")
     parts = triton_rows.of_call(plan, spans, g, target, processors)
-    kernels = emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=low, listed=parts is not None)
+    kernels = emitted_kernels(
+        emit, plan, target, dims, sinks=sinks, top=top, low=lse_residual, listed=parts is not None
+    )
     if spans is not None and parts is not None:
         names = "attention_forward", "attention_combine"
         sums = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
-        return triton_rows.RowLaunches(own, kernels, names, target, parts, spans.rows, given, sums, results, live)
-    return own.launch(
-        kernels, "attention_forward", of_forward(g, target), target, given | results,
-        records=None if spans is None else spans.rows, live=live,
+        return triton_rows.RowLaunches(
+            context, kernels, names, target, parts, spans.rows, inputs, sums, results, device_slots
+        )
+    return context.launch(
+        kernels, "attention_forward", of_forward(g, target), target, inputs | results,
+        records=None if spans is None else spans.rows, device_slots=device_slots,
     )  # fmt: skip
 
 

@@ -102,13 +102,13 @@ def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[
     """The axes "b" and "h" that share the entries of a table, where every query and key, and each of the other axes,
     has entries of its own; None where two may meet in one entry."""
     entries = zip(gradient.index, shape, strict=True)
-    apart = {n for e, size in entries if (n := _apart(e, size, g, slots))}
-    if not {"q", "k"} <= apart:
+    axes = {n for e, size in entries if (n := _apart(e, size, g, slots))}
+    if not {"q", "k"} <= axes:
         return None
     moving = frozenset[str]().union(*map(uses, gradient.index))
     if any(np.ndim(start) for start in g.origin[2:]):  # another place in every batch
         moving |= {"b"}
-    alike = [n for n, size in (("b", g.batch), ("h", g.heads)) if n in moving and n not in apart and size > 1]
+    alike = [n for n, size in (("b", g.batch), ("h", g.heads)) if n in moving and n not in axes and size > 1]
     return None if alike else "".join(n for n in "bh" if n not in moving)
 
 

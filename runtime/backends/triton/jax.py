@@ -50,11 +50,11 @@ TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
-    low: bool = False,
+    lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
     and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
-    tokens of a page, kv_heads, dim]. With `low` a fourth array is the rounding error of lse.
+    tokens of a page, kv_heads, dim]. With `lse_residual` a fourth array is the rounding error of lse.
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
     bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
@@ -65,75 +65,78 @@ def forward(
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
     row = (g.batch, g.heads, g.q_len), np.float32
     results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
-    results |= {"Low": row} if low else {}
+    results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
     plan = forward_plan(plan, g)
     call = JaxTritonCall(plan, g, slots, tables, dims, platform)
-    given = {"Q": q, "K": k, "V": v}
+    inputs = {"Q": q, "K": k, "V": v}
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
     if few is None:
-        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=low)
-        found = call.run(
-            source, "attention_forward", of_forward(g, target), target, given | last, results,
+        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=lse_residual)
+        outputs = call.run(
+            source, "attention_forward", of_forward(g, target), target, inputs | last, results,
             None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
         )  # fmt: skip
-        return tuple(found[n] for n in results)
-    alone, own = few.alone, few.target
-    alike = replace(own, splits=int(alone))
-    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": low, "balanced": few.balanced}
+        return tuple(outputs[n] for n in results)
+    alone, decode_target = few.alone, few.target
+    alike = replace(decode_target, splits=int(alone))
+    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": lse_residual, "balanced": few.balanced}
     source = _decode(plan, alike, dims, top=True, **flags)
     records = None if spans is None else partial(spans.rows, few.block)
-    found = call.run(
-        source, "attention_decode", few.grid(g), own, given | last if alone else given,
-        results if alone else few.results(g), records, splits=own.splits, batches=g.batch, pool=k.shape[0],
+    outputs = call.run(
+        source, "attention_decode", few.grid(g), decode_target, inputs | last if alone else inputs,
+        results if alone else few.results(g), records, splits=decode_target.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
     if alone:
-        return tuple(found[n] for n in results)
+        return tuple(outputs[n] for n in results)
     numbers: dict[str, Any] = {**few.numbers(g)}
-    grid, two = (g.q_len, g.heads, g.batch), replace(own, num_warps=2)
-    found = call.run(source, "attention_combine", grid, two, found | last, results, None, plan=NOTHING, **numbers)
-    return tuple(found[n] for n in results)
+    grid, two = (g.q_len, g.heads, g.batch), replace(decode_target, num_warps=2)
+    outputs = call.run(source, "attention_combine", grid, two, outputs | last, results, None, plan=NOTHING, **numbers)
+    return tuple(outputs[n] for n in results)
 
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
-    low: jax.Array | None = None,
+    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
+    lse_residual: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is its
-    rounding error. Equal calls give equal bits."""
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `lse_residual`
+    is its rounding error. Equal calls give equal bits."""
     import jax.numpy as jnp
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
-    values = wanted - arrays.keys()
+    values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
-        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in wanted} | _zeros(values, tables)
-    own = backward_plan(plan, g)
-    call = JaxTritonCall(own, g, slots, tables, dims, platform)
-    given = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
-    given["Low"] = jnp.zeros_like(given["Lse"]) if low is None else low.astype(np.float32)
+        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names} | _zeros(values, tables)
+    kernel_plan = backward_plan(plan, g)
+    call = JaxTritonCall(kernel_plan, g, slots, tables, dims, platform)
+    inputs = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
+    inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if lse_residual is None else lse_residual.astype(np.float32)
     if dlse is not None:
-        given["DLse"] = dlse.astype(np.float32)
-    source, totals = _backward(own, target, dims, wanted, dlse=dlse is not None), sums(own, wanted)
-    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in wanted}
+        inputs["DLse"] = dlse.astype(np.float32)
+    source, totals = (
+        _backward(kernel_plan, target, dims, grad_names, dlse=dlse is not None),
+        sums(kernel_plan, grad_names),
+    )
+    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
     results = _results(g, dtypes, totals, "attention_dv" in names)
     for step in of_backward(g, target, names):
-        tile, plain = step.tile, None if step.side else triton_backward.bare(own)
+        tile, plain = step.tile, None if step.side else triton_backward.bare(kernel_plan)
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
-        given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
-    found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
+        inputs |= call.run(source, step.name, step.grid, tile, inputs, results[step.name], records, plan=plain)
+    grads = {n: inputs[f"D{n.upper()}"] for n in arrays if n in grad_names}
     if not values:
-        return found
-    sums_of = {s.gradient: given[s.buffer] for s in totals}
+        return grads
+    sums_of = {s.gradient: inputs[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
-    more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
-    buffers |= captured(call, spans, given, target, more)
+    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
+    buffers |= captured(call, spans, inputs, target, more)
     folds = folded(buffers, g, slots, tables, plan.int64)
-    return found | folds | _zeros(values - folds.keys(), tables)
+    return grads | folds | _zeros(values - folds.keys(), tables)
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -162,14 +165,14 @@ def target(
     """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    made = triton_tiles.default_target(
+    chosen = triton_tiles.default_target(
         geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
         paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
         limit=gpu_here()[2],
     )  # fmt: skip
-    return _precise(made, dtype)
+    return _precise(chosen, dtype)
 
 
 def _keys_seen(plan: LoopPlan, narrow: bool) -> float:
@@ -189,7 +192,7 @@ def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
     Score mods, dropout, and calls without a mask have not been measured."""
     few = _keys_seen(plan, narrow) <= WINDOW or (plan.mask is not None and g.kv_len <= KEYS)
     short = few and g.q_len >= SHORTEST
-    plain = plan.score is None and plan.kept is None and not interpreted()
+    plain = plan.score is None and plan.keep_mask is None and not interpreted()
     return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
 
 
@@ -198,10 +201,10 @@ def _precise(target: Target, dtype: str) -> Target:
     16-bit inputs exact where it is "highest"."""
     import jax
 
-    asked = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
+    precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
     if dtype != "float32":
-        return target if asked == "highest" else triton_tiles.with_tanh(target, architecture())
-    return target.everywhere(precision="tf32") if asked in TF32 else target
+        return target if precision == "highest" else triton_tiles.with_tanh(target, architecture())
+    return target.everywhere(precision="tf32") if precision in TF32 else target
 
 
 # -- what kernels take and give -----------------------------------------------------------------------
@@ -217,8 +220,10 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
 _forward, _decode, _backward = (memo(group="sources")(x.emit) for x in (triton_forward, triton_decode, triton_backward))
 
 
-def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], apart: bool) -> dict[str, dict[str, Any]]:
-    """(shape, dtype) of what each kernel of a backward writes; `apart` says that values have one of their own."""
+def _results(
+    g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], separate_dv: bool
+) -> dict[str, dict[str, Any]]:
+    """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
     keys = g.batch, g.kv_len, g.kv_heads
     shapes = {"q": (g.batch, g.q_len, g.heads, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
@@ -227,7 +232,7 @@ def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], apar
     return {
         "attention_delta": {"Stats": ((*rows, 4), np.float32)},
         "attention_dq": arrays.get("q", {}) | along["q"],
-        "attention_dkv": arrays.get("k", {}) | ({} if apart else arrays.get("v", {})) | along["k"],
+        "attention_dkv": arrays.get("k", {}) | ({} if separate_dv else arrays.get("v", {})) | along["k"],
         "attention_dv": arrays.get("v", {}),
     }
 
@@ -255,24 +260,24 @@ def captured(
     tile = emit.square(target)
     records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
     run = partial(call.run, tile=tile, inputs=inputs, spans=records)
-    found: dict[Gradient, Array] = {}
+    buffers: dict[Gradient, Array] = {}
     if by_distance := tuple(g for g in gradients if g.over == "diagonal"):
-        found |= dict(zip(by_distance, _diagonals(call, run, tile, by_distance), strict=True))
+        buffers |= dict(zip(by_distance, _diagonals(call, run, tile, by_distance), strict=True))
     for g in gradients:
         if g.over == "scatter":
-            found[g] = _scattered(call, run, tile, inputs, records, g)
-    return found
+            buffers[g] = _scattered(call, run, tile, inputs, records, g)
+    return buffers
 
 
 def _diagonals(call: JaxTritonCall, run: Any, tile: Target, gradients: tuple[Gradient, ...]) -> list[Array]:
     import jax.numpy as jnp
 
-    g, side, made = call.geometry, tile.block_q, weights(gradients)
-    own = triton_grids.of_diagonals(g, side, len(made))
-    shape = g.batch, g.heads, len(made), own.parts, 2, own.across, side
+    g, side, factors = call.geometry, tile.block_q, weights(gradients)
+    grid = triton_grids.of_diagonals(g, side, len(factors))
+    shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
     sums = run(
         _diagonal(call.plan, tile, call.dims, gradients), "attention_diagonal",
-        (own.across * own.parts, g.heads, g.batch), results={"Sums": (shape, np.float32)}, share=own.share,
+        (grid.across * grid.parts, g.heads, g.batch), results={"Sums": (shape, np.float32)}, share=grid.share,
     )["Sums"].sum(3)  # fmt: skip
     low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
     ends = [(0, 0)] * 3
@@ -280,11 +285,11 @@ def _diagonals(call: JaxTritonCall, run: Any, tile: Target, gradients: tuple[Gra
     whole = whole.reshape(*whole.shape[:3], -1)
     first = triton_grids.tiles(g, side)[1] * side - g.kv_len + 1
     whole = whole[..., first : first + g.q_len + g.kv_len - 1]
-    return [whole[:, :, made.index(x.weight)] for x in gradients]
+    return [whole[:, :, factors.index(x.weight)] for x in gradients]
 
 
 def _scattered(
-    call: JaxTritonCall, run: Any, tile: Target, given: Mapping[str, Array], records: Any, gradient: Gradient
+    call: JaxTritonCall, run: Any, tile: Target, inputs: Mapping[str, Array], records: Any, gradient: Gradient
 ) -> Array:
     import jax
     from jax import lax
@@ -301,7 +306,7 @@ def _scattered(
     with jax.enable_x64(True):
         per = units(total.astype(np.float64).sum())
     counted = call.run(
-        source, "attention_scatter", grid, tile, {**given, "PerUnit": per.reshape(1)},
+        source, "attention_scatter", grid, tile, {**inputs, "PerUnit": per.reshape(1)},
         {"Counted": ((*table, 2), np.int32)}, records, zeroed=True,
     )["Counted"]  # fmt: skip
     with jax.enable_x64(True):
@@ -318,8 +323,8 @@ def folded(
 
     arrays = {n: jnp.asarray(x) for n, x in tables.items()}
     with jax.enable_x64(True):
-        made = list(buffers)
-        return xla_folded(made, [buffers[x] for x in made], geometry, slots, arrays, int64=int64, add=fixed)
+        gradients = list(buffers)
+        return xla_folded(gradients, [buffers[x] for x in gradients], geometry, slots, arrays, int64=int64, add=fixed)
 
 
 # -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------
@@ -330,8 +335,8 @@ def units(total: Array) -> Array:
     import jax.numpy as jnp
 
     _, exponent = jnp.frexp(total)
-    found = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
-    return jnp.where(jnp.isfinite(total), found, np.nan).astype(np.float32)
+    scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
+    return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
 
 
 def amounts(counted: Array, per: Array) -> Array:

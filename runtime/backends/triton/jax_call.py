@@ -67,19 +67,19 @@ class JaxTritonCall:
         import jax.numpy as jnp
 
         known, g = arguments(self.plan), self.geometry
-        found = {known[n].name: x for n, x in self.tables.items()}
+        arrays = {known[n].name: x for n, x in self.tables.items()}
         if self.per_batch:
             for n, x in zip(("q_origin", "k_origin"), g.origin[2:]):
-                found[n] = jnp.broadcast_to(jnp.asarray(x, np.int32).reshape(-1), (g.batch,))
-        return found
+                arrays[n] = jnp.broadcast_to(jnp.asarray(x, np.int32).reshape(-1), (g.batch,))
+        return arrays
 
     @cached_property
     def lengths(self) -> dict[str, Any]:
         g, known = self.geometry, arguments(self.plan)
-        own = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "scale": np.float32(g.scale)}
+        lengths = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "scale": np.float32(g.scale)}
         for name, table in self.tables.items():
-            own |= dict(zip(known[name].sizes, self._shape(name, table)))
-        return own
+            lengths |= dict(zip(known[name].sizes, self._shape(name, table)))
+        return lengths
 
     def _shape(self, name: str, table: Array) -> tuple[int, ...]:
         return table.shape[:-1] if name in self.pairs else table.shape  # type: ignore[no-any-return]
@@ -137,11 +137,11 @@ class JaxTritonCall:
         shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
         shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
         launch = _interpreted if self.platform == "cpu" else _compiled
-        found = launch(
+        outputs = launch(
             fn, entry, grid, tile, operands, [known[n] for n in entry.lengths], shapes,
             {n: constants[n] for n in entry.constants}, zeroed, self.platform,
         )  # fmt: skip
-        return dict(zip(entry.results, found, strict=True))
+        return dict(zip(entry.results, outputs, strict=True))
 
 
 kernels_of = memo(group="kernels")(triton_writer.parameters)
@@ -150,20 +150,20 @@ kernels_of = memo(group="kernels")(triton_writer.parameters)
 @memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
-    made = triton_writer.entry(kernel, kernels_of(source)[kernel], plan, form, results)
-    return getattr(_loaded(f"{source}\n\n{made.text}"), made.name), made
+    entry = triton_writer.entry(kernel, kernels_of(source)[kernel], plan, form, results)
+    return getattr(_loaded(f"{source}\n\n{entry.text}"), entry.name), entry
 
 
 def _compiled(
     fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
     shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
 ) -> Sequence[Array]:  # fmt: skip
-    found: Sequence[Array] = triton_call()(
+    outputs: Sequence[Array] = triton_call()(
         *operands, *lengths, kernel=fn, out_shape=list(shapes), grid=grid, name=entry.name, num_warps=tile.num_warps,
         num_stages=tile.num_stages, compute_capability=capability(platform), enable_fp_fusion=True,
         zeroed_outputs=tuple(range(len(shapes))) if zeroed else (), **constants,
     )  # fmt: skip
-    return found
+    return outputs
 
 
 def _interpreted(
@@ -172,14 +172,14 @@ def _interpreted(
 ) -> Sequence[Array]:  # fmt: skip
     import jax
 
-    def run(*given: Any) -> list[Any]:
-        arrays = [np.ascontiguousarray(x) for x in given]
-        found = [(np.zeros if zeroed else np.empty)(s.shape, s.dtype) for s in shapes]
-        memory = [Memory(x) for x in (*arrays, *found)]
+    def run(*inputs: Any) -> list[Any]:
+        arrays = [np.ascontiguousarray(x) for x in inputs]
+        outputs = [(np.zeros if zeroed else np.empty)(s.shape, s.dtype) for s in shapes]
+        memory = [Memory(x) for x in (*arrays, *outputs)]
         numbers = [float(x) if isinstance(x, np.floating) else x for x in lengths]
         with _interpreter:
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
-        return found
+        return outputs
 
     result: Sequence[Array] = jax.pure_callback(run, list(shapes), *operands)
     return result
@@ -248,17 +248,17 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
     return table.astype(np.int32)
 
 
-def span_operands(spans: Any, wanted: Sequence[str]) -> dict[str, Array]:
+def span_operands(spans: Any, names: Sequence[str]) -> dict[str, Array]:
     """The span arrays that kernels read, by the names of their parameters."""
     import jax.numpy as jnp
 
     if not isinstance(spans, DeviceSpans):
         return dict(span_arrays(spans))
-    found = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": jnp.asarray(spans.slice_of, np.int32)}
-    if "Order" in wanted:
+    arrays = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": jnp.asarray(spans.slice_of, np.int32)}
+    if "Order" in names:
         width = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
-        found["Order"] = jnp.argsort(-width, axis=-1, stable=True) if spans.order is None else spans.order
-    return {n: x.astype(np.int32) for n, x in found.items()}
+        arrays["Order"] = jnp.argsort(-width, axis=-1, stable=True) if spans.order is None else spans.order
+    return {n: x.astype(np.int32) for n, x in arrays.items()}
 
 
 NOWHERE = "sm_90", 132, 0  # where there is no GPU: an H100
@@ -343,7 +343,7 @@ def _release(package: str) -> tuple[int, ...]:
 @memo(group="once")
 def triton_call() -> Any:
     """`jax_triton.triton_call`."""
-    kept = os.environ.get("TRITON_CACHE_DIR")
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
     try:
         from jax_triton import triton_call as call  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except (ImportError, AttributeError) as error:
@@ -352,8 +352,8 @@ def triton_call() -> Any:
             f"  {pip_install('jax-gpu')}, and a JAX with GPU support"
         ) from error
     finally:  # jax-triton points it at no folder, for everybody in this process
-        if kept is None:
+        if cache_dir is None:
             os.environ.pop("TRITON_CACHE_DIR", None)
         else:
-            os.environ["TRITON_CACHE_DIR"] = kept
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
     return call

@@ -110,14 +110,14 @@ def signature(
     """Types by parameter and values of constants, `more` among them, as the launcher would have them for contiguous
     arrays."""
     scalar, pointer = {INT: "i32", FLOAT: "fp32", BOOL: "i1"}, {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}
-    made = arguments(plan)
+    parameters = arguments(plan)
     known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
     known["Counted"] = "*i64"
     known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
-    known |= {made[s.name].name: "*fp32" if s.name in dims.live else scalar[s.type] for s in plan.slots}
-    known |= {made[t.name].name: pointer[t.type] for t in plan.every_table}
+    known |= {parameters[s.name].name: "*fp32" if s.name in dims.device_slots else scalar[s.type] for s in plan.slots}
+    known |= {parameters[t.name].name: pointer[t.type] for t in plan.every_table}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}
-    values |= {made[t.name].strides[-1]: 1 for t in plan.every_table}
+    values |= {parameters[t.name].strides[-1]: 1 for t in plan.every_table}
     values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False, "NEAR": True} | more
     types: dict[str, str] = {}
     if "K" in kernel.arg_names and "stride_ks" not in kernel.arg_names:
@@ -145,8 +145,8 @@ def resources(compiled: Any, mma: str) -> tuple[int, int, int]:
             subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
             for what in ("-res-usage", "-sass")
         )
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    return max(int(r) for r, _ in found), max(int(s) for _, s in found), len(re.findall(mma, sass))
+    usages = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return max(int(r) for r, _ in usages), max(int(s) for _, s in usages), len(re.findall(mma, sass))
 
 
 def _amd(compiled: Any, mma: str) -> tuple[int, int, int]:

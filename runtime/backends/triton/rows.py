@@ -54,10 +54,10 @@ def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> 
     parts = np.where(group * tiles > LONG * share, -(-tiles // of_part), 1)
     if not (parts[used > 0] > 1).any() or (spans.slice_of != np.repeat(slice_of, group, 1)).any():
         return None
-    found = [_of_slice(*x) for x in zip(tiles, parts)]
-    programs = np.full((len(tiles), max(len(x) for x, _ in found), 4), -1, np.int32)
-    rows = np.zeros((len(tiles), max(len(x) for _, x in found), 3), np.int32)
-    for one, (listed, divided) in enumerate(found):
+    slices = [_of_slice(*x) for x in zip(tiles, parts)]
+    programs = np.full((len(tiles), max(len(x) for x, _ in slices), 4), -1, np.int32)
+    rows = np.zeros((len(tiles), max(len(x) for _, x in slices), 3), np.int32)
+    for one, (listed, divided) in enumerate(slices):
         programs[one, : len(listed)], rows[one, : len(divided)] = listed, divided
     places = rows[..., 2].sum(1)[slice_of].astype(np.int32)
     ends = places.cumsum(dtype=np.int32).reshape(places.shape)
@@ -85,13 +85,13 @@ def of_call(
         return None
     if plan.mask is None or (plan.bounds is not None and not walked):
         return None
-    found = (spans.columns if walked else spans.rows)((target.block_q, target.block_k))
-    if not isinstance(found, Spans):
+    records = (spans.columns if walked else spans.rows)((target.block_q, target.block_k))
+    if not isinstance(records, Spans):
         return None
     group = g.heads // g.kv_heads if walked else 1
     later = g.batch > 1 or (g.heads > group and axes_of(target)[0] == 0)
-    made = row_parts(found, processors * (BLOCKS if target.num_warps == 4 else 1), group, later)
-    return made if made is not None and made.programs.shape[1] <= GRID else None
+    parts = row_parts(records, processors * (BLOCKS if target.num_warps == 4 else 1), group, later)
+    return parts if parts is not None and parts.programs.shape[1] <= GRID else None
 
 
 def walking_queries(target: Target) -> tuple[str, ...]:
@@ -105,8 +105,8 @@ def listed_kernels(
     """The kernels of a call for whose programs there is a table."""
     walked = walking_queries(target)
     names = "attention_forward", "attention_dq", *walked
-    made = {n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=n in walked) for n in names}
-    return frozenset(n for n, parts in made.items() if parts is not None)
+    by_kernel = {n: of_call(plan, spans, g, of_kernel(n, target), processors, walked=n in walked) for n in names}
+    return frozenset(n for n, parts in by_kernel.items() if parts is not None)
 
 
 class RowLaunches:
@@ -114,21 +114,22 @@ class RowLaunches:
     of rows."""
 
     def __init__(
-        self, own: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
+        self, context: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
         records: Callable[[tuple[int, int]], Any], inputs: dict[str, Access], sums: dict[str, tuple[int, ...]],
-        results: dict[str, Access], live: tuple[str, ...],
+        results: dict[str, Access], device_slots: tuple[str, ...],
     ) -> None:  # fmt: skip
         """`names` are the kernels. `inputs` are the tensors that the first one reads, `results` those that both write,
         and `sums` the float32 arrays that hold what it leaves of parts, with the shapes of a query or key."""
-        g, device = own.geometry, own.device
+        g, device = context.geometry, context.device
         walked = names[0] in ("attention_dkv", "attention_dv")
         rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
         self.shapes = [(parts.places, rows, *shape) for shape in sums.values()]
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
-        self.first = own.launch(
+        self.first = context.launch(
             kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
-            inputs | results | partial, records=records, live=live, Parts=uploaded(parts.programs, device), At=at,
+            inputs | results | partial, records=records, device_slots=device_slots,
+            Parts=uploaded(parts.programs, device), At=at,
         )  # fmt: skip
         slices = span_tables(records(self.first.tile), device)["SliceOf"]
         listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}

@@ -24,14 +24,16 @@ def text(
     at = spans if g.q_len >= PACK else None  # a step of decoding is shown as where queries see all keys
     few = shares(plan, at, g, target, dims_of(plan, g, dtype), processors())  # of this machine's GPU or an H100
     if few is not None and g.q_len < PACK:
-        own = replace(few.target, splits=0) if few.balanced else few.target
-        return decode.emit(plan, own, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced), few.target
-    wanted = module.ARRAYS.union(dims.live, (t.name for t in plan.tables if t.source in learned))
+        decode_target = replace(few.target, splits=0) if few.balanced else few.target
+        return decode.emit(
+            plan, decode_target, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced
+        ), few.target
+    grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
     listed = listed_kernels(plan, spans, g, target, processors()).difference(["attention_forward"] * (few is not None))
-    return module.emit(plan, target, dims, wanted=wanted, sinks=sinks, listed=listed), target
+    return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
 
 
 def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = ()) -> Dims:
     """The part of a call that kernels' texts depend on. They load the values of slots that gradients flow to."""
-    live = tuple(s.name for s in plan.slots if s.source in learned)
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
+    device_slots = tuple(s.name for s in plan.slots if s.source in learned)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, device_slots)

@@ -111,7 +111,7 @@ STORED_STAGES, CACHED_STAGES = 5, 3
 # 64 does not. On an H100 one query of 8 heads over keys of int8 takes 0.88 of the time that it takes with 64 keys.
 WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
 # Sides of tiles in kernels of captured gradients, where tiles of 64 x 64 spill and these do not, or hardly.
-SQUARE = {("sm_80", 128): 32, ("sm_80", 256): 32, ("gfx942", 128): 32}
+CAPTURED_SIDES = {("sm_80", 128): 32, ("sm_80", 256): 32, ("gfx942", 128): 32}
 
 
 def window_of(keys: float) -> Window:
@@ -170,10 +170,10 @@ def default_target(
     if limit < fits:
         entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
         tiles = {n: _fitted(n, tile, limit, max(dim, whole), entry) for n, tile in tiles.items()}
-    made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
+    shortened = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv, *dv = (
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
-        for block_q, block_k, warps, stages, described in made.values()
+        for block_q, block_k, warps, stages, described in shortened.values()
     )
     plain = tiles["forward"]
     if curved and dtype != "float32" and not large:  # a score mod costs few queries little
@@ -187,7 +187,7 @@ def default_target(
     if stored and not many:
         most = STORED_NARROW.get((listed, dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
-    side = 16 if large else SQUARE.get((listed, dim), 64)
+    side = 16 if large else CAPTURED_SIDES.get((listed, dim), 64)
     parts: dict[str, Any] = {"dq": dq, "dkv": dkv, "dv": dv[0] if dv else None, "decode": few}
     return replace(forward, words=has_words(arch), square=side, **parts).everywhere(limit=limit)
 
@@ -222,16 +222,16 @@ def _carried(
     if reads == "each" and not curved and searched in rows:
         row, reads = searched, "axis"
     block_q, block_k, warps, stages, described = rows[row][str(dim)]
-    own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
+    owned, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers
         walked = min(walked, 32)
     if reads == "each":  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
         if kernel == "dkv" and arch != "sm_90":
-            own, warps = min(own, 64), 4 if arch.startswith("gfx") else warps
+            owned, warps = min(owned, 64), 4 if arch.startswith("gfx") else warps
     if reads == "distance" and kernel == "dkv" and arch != "sm_90":
         walked = min(walked, 32)
-    return (walked, own, warps, stages, described) if kernel == "dkv" else (own, walked, warps, stages, described)
+    return (walked, owned, warps, stages, described) if kernel == "dkv" else (owned, walked, warps, stages, described)
 
 
 def _fitted(kernel: str, tile: Tile, limit: float, dim: int = 1, entry: int = 1) -> Tile:
@@ -239,25 +239,25 @@ def _fitted(kernel: str, tile: Tile, limit: float, dim: int = 1, entry: int = 1)
     is walked, then along the other. A limit below 1 is a share of what the tile takes."""
     block_q, block_k, warps, stages, described = tile
     swapped = kernel in ("dkv", "dv")
-    own, walked = (block_k, block_q) if swapped else (block_q, block_k)
-    limit *= shared(kernel, dim, own, walked, stages, entry) if limit < 1 else 1
-    while shared(kernel, dim, own, walked, stages, entry) > limit and max(own, walked) > 16:
+    owned, walked = (block_k, block_q) if swapped else (block_q, block_k)
+    limit *= shared(kernel, dim, owned, walked, stages, entry) if limit < 1 else 1
+    while shared(kernel, dim, owned, walked, stages, entry) > limit and max(owned, walked) > 16:
         if stages > 2:
             stages -= 1
-        elif walked > 16 and (stages > 1 or walked >= own):
+        elif walked > 16 and (stages > 1 or walked >= owned):
             walked //= 2
         else:
-            own //= 2
-    return (walked, own, warps, stages, described) if swapped else (own, walked, warps, stages, described)
+            owned //= 2
+    return (walked, owned, warps, stages, described) if swapped else (owned, walked, warps, stages, described)
 
 
-def shared(kernel: str, dim: int, own: int, walked: int, stages: int, entry: int = 2) -> int:
+def shared(kernel: str, dim: int, owned: int, walked: int, stages: int, entry: int = 2) -> int:
     """Bytes of shared memory that arrays of `entry` bytes a number take. They hold the program's own tile of one array
     in the forward and of two in the backward, and the walked tiles of two arrays for each stage. With one stage all of
     them use the same bytes."""
     if stages == 1:
-        return entry * dim * max(own, walked)
-    return entry * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked)
+        return entry * dim * max(owned, walked)
+    return entry * dim * (owned * (1 if kernel == "forward" else 2) + 2 * stages * walked)
 
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
@@ -282,19 +282,19 @@ def smaller(target: Target, kernel: str, share: float) -> Target | None:
     if less == numbers or (tile.backend == "gluon" and block_k < 32):
         return None
     # a step of decoding would take more stages where the limit allows them
-    found = replace(tile, block_q=block_q, block_k=block_k, num_stages=stages)
-    parts: dict[str, Any] = {part: replace(found, limit=1)}
-    return found if squares or part == "forward" else replace(target, **parts)
+    shrunk = replace(tile, block_q=block_q, block_k=block_k, num_stages=stages)
+    parts: dict[str, Any] = {part: replace(shrunk, limit=1)}
+    return shrunk if squares or part == "forward" else replace(target, **parts)
 
 
 def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
-    own = {
+    parts = {
         "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv, "attention_dv": target.dv,
         "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
     }  # fmt: skip
-    found = own.get(name.removesuffix("_sums")) or target
-    return replace(found, num_warps=2) if name.endswith("_sums") else found
+    part = parts.get(name.removesuffix("_sums")) or target
+    return replace(part, num_warps=2) if name.endswith("_sums") else part
 
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str, arch: str) -> Target:
@@ -315,8 +315,8 @@ def target(
     limit = 0 if arch else getattr(_gpu(device), "shared_memory_per_block_optin", 0)
     arch = arch or architecture(device)
     if tile is not None:
-        given = replace(of_tile(tile, g, dtype, arch), limit=limit, fixed=True)
-        return tuning.applied(with_precision(given, dtype, arch))
+        user_target = replace(of_tile(tile, g, dtype, arch), limit=limit, fixed=True)
+        return tuning.applied(with_precision(user_target, dtype, arch))
     mask, score = (None, None) if plan is None else plan.simplified
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
@@ -325,13 +325,13 @@ def target(
     keys = keys if closed else min(keys, MEDIUM)
     curved = score_class(score) == "general"
     program = None if plan is None else plan.host_program
-    kept = None if program is None else program.stored
-    made = default_target(
+    kv_format = None if program is None else program.stored
+    default = default_target(
         g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), arch=arch,
-        stored=bool(g.kv_dtype) or kept is not None, paged=kept is not None and kept.page > 0,
+        stored=bool(g.kv_dtype) or kv_format is not None, paged=kv_format is not None and kv_format.page > 0,
         unwritten=program is not None and program.unwritten, limit=limit,
     )  # fmt: skip
-    return tuning.applied(with_precision(ordered(made, g) if growing else made, dtype, arch))
+    return tuning.applied(with_precision(ordered(default, g) if growing else default, dtype, arch))
 
 
 def grows(mask: Expr, keys: float) -> bool:
@@ -339,15 +339,15 @@ def grows(mask: Expr, keys: float) -> bool:
     return keys > LENGTH / 2 and _of_positions(mask)
 
 
-def ordered(own: Target, g: Geometry) -> Target:
+def ordered(target: Target, g: Geometry) -> Target:
     """The target of a mask whose rows grow with their number, as a causal one's do. Heads start one after another, for
     their rows share keys in L2; but the last head's longest row may end long behind all others. Where that is ENDS_LATE
     of a launch's time, the longest rows of all heads start first: neighbouring rows of such a mask see almost the same
     keys, so on an H100 that costs nothing at 8,192 tokens."""
-    rows, slots = -(-g.q_len // own.block_q), PROCESSORS * (2 if own.num_warps == 4 else 1)
+    rows, slots = -(-g.q_len // target.block_q), PROCESSORS * (2 if target.num_warps == 4 else 1)
     late = 2 * slots - rows > ENDS_LATE * g.batch * g.heads * rows
     few = g.heads > 1 and g.kv_heads <= HEADS_AT_A_TIME and max(g.q_len, g.kv_len) < LONGEST_BY_HEAD
-    return own.everywhere(order="longest-of-all-first") if late and few else own
+    return target.everywhere(order="longest-of-all-first") if late and few else target
 
 
 def with_precision(target: Target, dtype: str, arch: str) -> Target:
@@ -374,10 +374,10 @@ def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, 
     counted to half a tile, by the conjuncts of a mask that read positions alone, so there are no more where other
     conjuncts hide keys too. Without formulas, the tiles of a row come from a table."""
     terms = mask.args if mask.op == "and" else (mask,)
-    own = [e for e in terms if _of_positions(e)]
-    if not own:
+    positional = [e for e in terms if _of_positions(e)]
+    if not positional:
         return math.inf, False
-    seen = Mask(build("and", *own) if len(own) > 1 else own[0])
+    seen = Mask(build("and", *positional) if len(positional) > 1 else positional[0])
     known = {n: x for n, x in scalars if n in names_of(seen.expr)}
     half = LENGTH // 2
     try:
@@ -390,7 +390,7 @@ def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, 
     bounds = layout.spans.bounds
     lo, full_lo, full_hi, hi = (bounds[..., i].sum() for i in range(4))
     keys = float((hi - lo + full_hi - full_lo) / 2 * ROW / (bounds.shape[0] * bounds.shape[1]))
-    return keys, len(own) == len(terms) and layout.analysis.bounds is not None
+    return keys, len(positional) == len(terms) and layout.analysis.bounds is not None
 
 
 def _of_positions(e: Expr) -> bool:
@@ -400,24 +400,24 @@ def _of_positions(e: Expr) -> bool:
 def reads_of(*roots: Expr | None) -> Reads:
     """The way tables are read: "each" where an index depends on the query and the key, "distance" where on their
     distance alone, "axis" where at most on one of the two."""
-    taken = [by_distance(e, LEVELS) for e in roots if e is not None]
-    found = {n.op for n, at in levels(*taken, when={**LEVELS, **ALONG}).items() if at == POSITION}
-    return "each" if "lookup" in found else "distance" if GATHERED in found else "axis"
+    exprs = [by_distance(e, LEVELS) for e in roots if e is not None]
+    ops = {n.op for n, at in levels(*exprs, when={**LEVELS, **ALONG}).items() if at == POSITION}
+    return "each" if "lookup" in ops else "distance" if GATHERED in ops else "axis"
 
 
 def architecture(device: Any = None) -> str:
     """The architecture of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
-    found = _gpu(device)
-    if found is None:
+    gpu = _gpu(device)
+    if gpu is None:
         return "sm_90"
-    amd = str(getattr(found, "gcnArchName", "")).split(":")[0]
-    return amd if amd.startswith("gfx") else f"sm_{found.major}{found.minor}"
+    amd = str(getattr(gpu, "gcnArchName", "")).split(":")[0]
+    return amd if amd.startswith("gfx") else f"sm_{gpu.major}{gpu.minor}"
 
 
 def processors(device: Any = None) -> int:
     """Streaming multiprocessors, or compute units; those of an H100 where there is no GPU."""
-    found = _gpu(device)
-    return 132 if found is None else int(found.multi_processor_count)
+    gpu = _gpu(device)
+    return 132 if gpu is None else int(gpu.multi_processor_count)
 
 
 def _gpu(device: Any) -> Any:

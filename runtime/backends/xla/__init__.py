@@ -12,7 +12,7 @@ register(Backend(
                                 Lazy("frisket.lowering.xla.backward:backward"))},
     order=20,
     tier=LIBRARY,
-    beside_lse="low",
+    stats_kind="low",
     exact_delta=True,
     operators=("frisket-xla", "vanilla"),
 ))  # fmt: skip

@@ -16,7 +16,7 @@ from support.tiers import thinned
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import SIZES, build
 from frisket.dsl.sugar import eq, h, k, maximum, ne, q
-from frisket.lowering.analysis.clauses import products
+from frisket.lowering.analysis.clauses import clause_disjuncts
 from frisket.lowering.analysis.count import Rowwise
 from frisket.lowering.analysis.groups import Beyond, Groups, KeyFunction
 from frisket.lowering.analysis.layout import grid_of
@@ -119,7 +119,7 @@ def test_counts_of_many_random_masks_equal_brute_force(seed):
 
 def test_clauses_of_a_neighbourhood():
     """Both axes of an image, clamped at its edges, are one conjunction: no alternatives to join."""
-    found = products(simplify(masks.written()["neighbourhood"]))
+    found = clause_disjuncts(simplify(masks.written()["neighbourhood"]))
     assert [len(c) for c in found] == [5]
 
 

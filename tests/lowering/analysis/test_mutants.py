@@ -104,8 +104,8 @@ def forgets_difference(s):
                   for lo in (first, *s.low[x]) for hi in (last, *s.high[x]) if (lo, hi) != (first, last)))  # fmt: skip
 
 
-def eager_terms(e):
-    found = sound["terms"](e)
+def eager_disjuncts(e):
+    found = sound["disjuncts"](e)
     return found[:1] if found and e.op == "or" else found
 
 
@@ -171,7 +171,7 @@ MUTANTS = {
     "remainders attain their ends": ("TRANSFER", "mod", attained_remainders),
     "a touching bound excludes": (questions, "infeasible", strict_infeasible),
     "bounds on the difference are ignored": (questions, "infeasible", forgets_difference),
-    "a disjunction keeps its first term": (questions, "terms", eager_terms),
+    "a disjunction keeps its first term": (questions, "disjuncts", eager_disjuncts),
     "one key short of a period": (questions, "_truth", short_period),
     "full one key too far": (rows, "_everywhere", one_key_too_far),
     "the first key is missed": (rows, "_visible", late_first),
@@ -198,9 +198,9 @@ MUTANTS = {
 
 sound = {
     "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
-    "_mul": abstract._mul, "infeasible": questions.infeasible, "terms": questions.terms, "_truth": questions._truth,
-    "_everywhere": rows._everywhere, "_visible": rows._visible, "run": Table.run, "rank": Table.rank,
-    "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "relation": affine.relation,
+    "_mul": abstract._mul, "infeasible": questions.infeasible, "disjuncts": questions.disjuncts,
+    "_truth": questions._truth, "_everywhere": rows._everywhere, "_visible": rows._visible, "run": Table.run,
+    "rank": Table.rank, "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "relation": affine.relation,
     "write_relation": affine.write_relation,
 }  # fmt: skip
 

@@ -15,7 +15,17 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import ends
-from frisket.lowering.analysis.questions import DEEP, LARGE, TERMS, always, beyond, mixed, never, some, terms
+from frisket.lowering.analysis.questions import (
+    DEEP,
+    LARGE,
+    MAX_DISJUNCTS,
+    always,
+    beyond,
+    disjuncts,
+    mixed,
+    never,
+    some,
+)
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify
@@ -572,7 +582,7 @@ def test_a_mask_has_no_more_than_so_many_conjunctions():
     def either(of, many):
         return reduce(lambda x, y: x | y, [eq(of % (i + 2), i) for i in range(many)])
 
-    assert len(terms(either(q, 4) & either(k, TERMS // 4))) == TERMS
-    assert terms(either(q, 5) & either(k, TERMS // 4)) is None
-    assert len(terms(either(q, TERMS))) == TERMS
-    assert terms(either(q, TERMS + 1)) is None
+    assert len(disjuncts(either(q, 4) & either(k, MAX_DISJUNCTS // 4))) == MAX_DISJUNCTS
+    assert disjuncts(either(q, 5) & either(k, MAX_DISJUNCTS // 4)) is None
+    assert len(disjuncts(either(q, MAX_DISJUNCTS))) == MAX_DISJUNCTS
+    assert disjuncts(either(q, MAX_DISJUNCTS + 1)) is None

@@ -129,7 +129,7 @@ def test_row_without_keys_has_no_gradient_for_nan_cotangents():
     both.dlse = torch.where(empty, math.nan, both.dlse)
     got = aten_backward.backward(
         both.plan, both.spans, both.g, *both.qkv, both.out, both.lse, both.dout, both.dlse, both.slots,
-        both.tables, Target("aten", *both.case.block), wanted=both.everything,
+        both.tables, Target("aten", *both.case.block), grad_names=both.everything,
     )  # fmt: skip
     assert all(x.isfinite().all() for x in got.values())
     assert (got["q"][empty] == 0).all()
@@ -195,7 +195,7 @@ def test_aten_captured_gradients_pass_gradcheck(name):
             qkv = [ctx.arrays[n] for n in "qkv"]
             got = aten_backward.backward(
                 both.plan, spans, both.g, *qkv, *ctx.results, dout, dlse, *Attention.run(ctx.arrays),
-                wanted=frozenset(names),
+                grad_names=frozenset(names),
             )  # fmt: skip
             return tuple(got[n] for n in names)
 

@@ -43,7 +43,7 @@ def check(kind, name):
     out, lse, top = aten.forward(made.plan, made.spans, g, q, k, v, made.slots, tables, target)
     wanted = frozenset({"q", "k", "v", *(x.source for x in backward_of(made.plan).gradients)})
     got = aten_backward.backward(
-        made.plan, made.spans, g, q, k, v, out, lse, dout, None, made.slots, tables, target, wanted=wanted
+        made.plan, made.spans, g, q, k, v, out, lse, dout, None, made.slots, tables, target, grad_names=wanted
     )
     mask, score = (None if p is None else p.expr for p in (program.mask, program.score))
     same = {"scale": g.scale, "params": program.scalars, "tables": program.tables}

@@ -62,7 +62,7 @@ def planner(case, sorted_):
 
 def without_ids(plan):
     """The planner that numpy has, which asks nothing of ids."""
-    return replace(plan, apart=FALSE)
+    return replace(plan, disjoint=FALSE)
 
 
 def compiled(plans):

@@ -93,9 +93,9 @@ def test_xla_sinks_dropout_and_largest_scores(name):
         Target("xla", *case.block), sinks=jax.device_put(sinks),
     )  # fmt: skip
     arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
-    kept = ir.renamed(made.kept, {s.name: s.source for s in made.slots if s.source})
+    kept = ir.renamed(made.keep_mask, {s.name: s.source for s in made.slots if s.source})
     given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
-    want = dense.attention(*arrays, case.mask, case.score, sinks=sinks, kept=kept, rate=rate, **given)
+    want = dense.attention(*arrays, case.mask, case.score, sinks=sinks, keep_mask=kept, rate=rate, **given)
     np.testing.assert_allclose(np.asarray(out).transpose(0, 2, 1, 3), want[0], atol=2e-6)
     np.testing.assert_allclose(lse, want[1], atol=2e-6, rtol=2e-6)
     np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **given), atol=2e-6, rtol=2e-6)

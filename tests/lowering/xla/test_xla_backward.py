@@ -129,7 +129,7 @@ def temporaries(length):
     def call(q, k, v, out, lse):
         return xla_backward.backward(
             made, spans, cases.geometry(case), q, k, v, out, lse, out, None, cases.slots(case, made), {}, target,
-            wanted=frozenset("qkv"),
+            grad_names=frozenset("qkv"),
         )  # fmt: skip
 
     arrays = [jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)] * 4

@@ -261,7 +261,7 @@ def test_values_of_scales_and_pages_plan_nothing_anew(monkeypatch):
     arrays, live = given(made, "torch")
     att = fk.compile("causal", backend="library")
     att(*arrays, **live)
-    for name in ("call", "_made_plan"):
+    for name in ("call", "_new_plan"):
         monkeypatch.setattr(Attention, name, None)
     swapped = {**live, "pages": live["pages"].flip(0), "k_scale": live["k_scale"] * 2}
     want = fk.reference(made.q, made.k, made.v, "causal", layout="bhsd", **{n: x.numpy() for n, x in swapped.items()})

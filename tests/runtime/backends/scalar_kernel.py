@@ -125,12 +125,12 @@ extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0,
 """
 
 
-def forward(*kernel, named=True, moved=False):
+def forward(*kernel, named=True, permuted=False):
     """As `CppKernel`; for float32 and float64."""
     return _kernel(source(*kernel) + cpp_call.bridged("frisket_forward"))
 
 
-def backward(*kernel, named=True, moved=False):
+def backward(*kernel, named=True, permuted=False):
     """As `BackwardKernel`."""
     return _kernel(source(*kernel) + cpp_call.bridged("frisket_backward"))
 

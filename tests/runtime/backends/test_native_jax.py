@@ -224,7 +224,7 @@ ALL = frozenset({"q", "k", "v", "t1", "s1"})
 
 def differentiate(dout, dlse, sinks=None, wanted=ALL, **given):
     out, lse, _ = forward(**given, sinks=sinks)
-    return native_jax.backward(**given, out=out, lse=lse, dout=dout, dlse=dlse, wanted=wanted, sinks=sinks)
+    return native_jax.backward(**given, out=out, lse=lse, dout=dout, dlse=dlse, grad_names=wanted, sinks=sinks)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
@@ -295,7 +295,7 @@ def everything(values):
     )  # fmt: skip
     out, lse, top = forward(**given, sinks=values["sinks"])
     found = native_jax.backward(
-        **given, out=out, lse=lse, dout=jnp.cos(out), dlse=jnp.where(jnp.isinf(lse), 0, lse), wanted=ALL,
+        **given, out=out, lse=lse, dout=jnp.cos(out), dlse=jnp.where(jnp.isinf(lse), 0, lse), grad_names=ALL,
         sinks=values["sinks"],
     )  # fmt: skip
     return out, lse, top, found
@@ -456,7 +456,7 @@ def test_devices_of_a_mesh():
         def both(geometry, spans, q, k, v, dout):
             out, lse, top, _ = native_jax.forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
             grads = native_jax.backward(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=None, geometry=geometry,
-                                        spans=spans, wanted=t.ALL, **given)
+                                        spans=spans, grad_names=t.ALL, **given)
             return out, lse, top, grads
 
         want = jax.jit(partial(both, whole, held))(*arrays, dout)

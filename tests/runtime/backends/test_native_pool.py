@@ -15,7 +15,7 @@ import torch
 
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_build as native_pool
-from frisket.runtime.machine.cpp_build import Threads, of_torch, own
+from frisket.runtime.machine.cpp_build import Threads, of_torch, pool_threads
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -87,20 +87,20 @@ def load():
 
 def test_thread_count_follows_omp_num_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert own().workers == 3
+    assert pool_threads().workers == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
-    assert own().workers == 2
+    assert pool_threads().workers == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert own() == Threads(1)
+    assert pool_threads() == Threads(1)
     for text in ("0", "-1", "many", ""):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert own().workers == len(os.sched_getaffinity(0))
+        assert pool_threads().workers == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_thread_pool_runs_work_on_each_worker(workers):
     for _ in range(50):
-        assert len(run(own(workers), 200)) == workers
+        assert len(run(pool_threads(workers), 200)) == workers
 
 
 def test_several_python_threads_at_once(two_threads):
@@ -109,7 +109,7 @@ def test_several_python_threads_at_once(two_threads):
     def many(number: int) -> None:
         try:
             for _ in range(30):
-                run(of_torch() if number % 2 else own(3), 200)
+                run(of_torch() if number % 2 else pool_threads(3), 200)
         except BaseException as error:
             failures.append(error)
 
@@ -127,7 +127,7 @@ def forked() -> None:
     torch.set_num_threads(2)
     for _ in range(5):
         run(of_torch(), 200)
-        run(own(2), 200)
+        run(pool_threads(2), 200)
 
 
 def test_after_a_fork(two_threads):

@@ -48,7 +48,7 @@ class Run:
         dout = self.dout if dout is None else dout
         return native_torch.backward(
             p.plan, p.spans, p.g, self.q, self.k, self.v, out, lse, dout, cotangent, self.slots, self.tables,
-            self.target, wanted=frozenset(wanted),
+            self.target, grad_names=frozenset(wanted),
         )  # fmt: skip
 
     def check(self, backward: bool = True) -> None:

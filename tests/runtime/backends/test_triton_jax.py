@@ -219,7 +219,7 @@ def test_triton_jax_calls_without_queries_give_zeros():
     given = {}, cases.tables(case, made), Target("triton", 64, 64)
     out, lse, top = triton_jax.forward(made, None, g, *arrays, *given)
     assert (out.shape, lse.shape, top.shape) == ((1, 0, 2, 32), (1, 2, 0), (1, 2, 0))
-    found = triton_jax.backward(made, None, g, *arrays, out, lse, out, None, *given, wanted=frozenset({"k", "t0"}))
+    found = triton_jax.backward(made, None, g, *arrays, out, lse, out, None, *given, grad_names=frozenset({"k", "t0"}))
     assert {n: (x.shape, bool(jnp.any(x))) for n, x in found.items()} == {
         "k": ((1, 150, 2, 32), False), "t0": ((150,), False),
     }  # fmt: skip

@@ -65,7 +65,7 @@ def dense(case, q, k, v, **more):
 @pytest.fixture
 def called(monkeypatch):
     """Every call of a cache is one of its attention, without a planner compiled for its steps."""
-    monkeypatch.setattr(torch_decode, "FEW", 0)
+    monkeypatch.setattr(torch_decode, "MAX_STEP_QUERIES", 0)
 
 
 class Paged:

@@ -75,7 +75,7 @@ class Stored:
 
 
 def state(pool):
-    return pool._free.copy(), pool._users.copy(), {s: p.copy() for s, p in pool._held.items()}, pool._lengths.copy()
+    return pool._free.copy(), pool._users.copy(), {s: p.copy() for s, p in pool._pages.items()}, pool._lengths.copy()
 
 
 def step(stored, draw, name):
@@ -140,7 +140,7 @@ sys.stdout.buffer.write(pickle.dumps(pool))
 def test_pools_of_two_processes_number_sequences_apart():
     """A pool that was pickled gave a new sequence the number of one in a row of its cache, which took it for that."""
     runs = [subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, check=True) for _ in range(2)]
-    one, other = (pickle.loads(run.stdout).ledger.known["a"].number for run in runs)
+    one, other = (pickle.loads(run.stdout).sequence_table.entries["a"].number for run in runs)
     assert one != other
 
 

@@ -12,8 +12,8 @@ from support.torch import masks as torch_masks
 
 import frisket as fk
 import frisket.flex as ours
-from frisket.runtime.flex.live_mask import LiveMask
 from frisket.runtime.flex.score_mod import FlexPair
+from frisket.runtime.flex.tensor_mask import TensorMask
 from frisket.runtime.flex.tile_tensors import LISTS
 
 
@@ -106,7 +106,7 @@ def test_lists_are_made_when_they_are_read(monkeypatch):
 
 def test_block_mask_keeps_captured_tensors_uncopied(monkeypatch):
     table = torch.rand(S, S) < 0.5
-    monkeypatch.setattr(LiveMask, "mask", None)
+    monkeypatch.setattr(TensorMask, "mask", None)
     made = ours.create_block_mask(lambda b, h, q, k: table[q, k] & (DOC[k] > 0), None, None, S, S, "cpu", 8)
     assert made[:, :, 1:].tensors["table"] is table
     with pytest.raises(TypeError):

@@ -528,7 +528,7 @@ def test_flex_calls_keep_no_tensor_alive():
         bias, shown = torch.randn(4, 24, 24), torch.ones(24, 24, dtype=torch.bool)
         block_mask = mask_of(lambda b, h, q, k: (q >= k) & shown[q, k])
         flex_attention(Q, K, V, lambda s, b, h, q, k: s + bias[h, q, k], block_mask)
-        return [weakref.ref(x) for x in (bias, shown, block_mask.live)]
+        return [weakref.ref(x) for x in (bias, shown, block_mask.tensor_mask)]
 
     alive = call()
     gc.collect()

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions  # noqa: E402
 
 from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
-from frisket.grammar.memo import beside  # noqa: E402
+from frisket.grammar.memo import cached_on  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
 from frisket.runtime.calls.options import LaunchOptions, Tuning  # noqa: E402
 from frisket.runtime.flex import score_mod  # noqa: E402
@@ -53,7 +53,7 @@ def test_kernel_options_of_torch_are_known():
 def test_options_tune_the_kernels(options, tuning):
     asked = read(options)
     assert asked.tuning.text == tuning
-    assert Tuning.of(asked.tuning.given) == asked.tuning
+    assert Tuning.of(asked.tuning.choices) == asked.tuning
     assert asked.backend is None
 
 
@@ -99,7 +99,7 @@ class Call(torch.nn.Module):
 def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
-    att = next(reversed(beside(score_mod._PLAIN, "pairs", dict).values())).att
+    att = next(reversed(cached_on(score_mod._PLAIN, "pairs", dict).values())).att
     assert att.options.tuning == Tuning(LaunchOptions(block_q=64), splits=2)
     assert "'tuning': {'forward': {'block_q': 64}, 'splits': 2}" in att.spec
     again = attention_of(spec_of(att.program, att.options, ()), ())

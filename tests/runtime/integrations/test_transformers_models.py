@@ -116,7 +116,7 @@ def test_a_mask_that_is_computed_with_is_that_of_sdpa():
     scores = torch.randn(2, 1, 6, 6)
     assert (made.size(), made.size(-1), made.dtype) == ((2, 1, 6, 6), 6, torch.float32)
     assert not hasattr(made, "seq_lengths")  # asking makes no array
-    assert "array" not in made.kept
+    assert "array" not in made.cached
     for use in (
         lambda m: scores + m,
         lambda m: m + scores,

@@ -139,12 +139,12 @@ def stand_ins(monkeypatch):
     calls = []
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, *given, low=False, **more):
+        def forward(plan, spans, g, q, k, v, *given, lse_residual=False, **more):
             calls.append((backend, direction))
             rows = jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)
-            return (jnp.zeros_like(q), *[rows] * (2 + low))
+            return (jnp.zeros_like(q), *[rows] * (2 + lse_residual))
 
-        def backward(plan, spans, g, q, k, v, *given, wanted, **more):
+        def backward(plan, spans, g, q, k, v, *given, grad_names, **more):
             calls.append((backend, direction))
             return {n: jnp.zeros_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
 
@@ -237,7 +237,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
     blocks, rows = [], FlatPlan.rows
 
     def planned(self, block):
-        blocks.append((block, (block, False) in self._made))
+        blocks.append((block, (block, False) in self._spans_by_tile))
         return rows(self, block)
 
     def executor(backend, direction):

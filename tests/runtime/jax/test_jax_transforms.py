@@ -107,9 +107,9 @@ def test_jax_grad_computes_requested_gradients_alone(monkeypatch):
 
     asked, run = [], xla_backward.backward
 
-    def watched(*args, wanted, **options):
-        asked.append(wanted)
-        return run(*args, wanted=wanted, **options)
+    def watched(*args, grad_names, **options):
+        asked.append(grad_names)
+        return run(*args, grad_names=grad_names, **options)
 
     monkeypatch.setattr(xla_backward, "backward", watched)
     args = *qkv(), VALUES, SINKS

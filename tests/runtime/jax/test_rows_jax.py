@@ -11,7 +11,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.jax import call
 from frisket.runtime.machine import cpp_build
 
@@ -33,7 +33,7 @@ def both(text, backend, score=None, **options):
     plain = fk.compile(text, score, backend="xla", **options)
     queries, keys = PLACES
     made = fk.compile(text, score, backend=backend, **options).at(q="pq[q]", k="pk[k]", pq=queries, pk=keys)
-    return plain, Attention(made.program, replace(made.options, rows=Rows(queries, keys)))
+    return plain, Attention(made.program, replace(made.options, rows=TokenPermutation(queries, keys)))
 
 
 def close(found, want, tolerance=2e-5):
@@ -126,5 +126,5 @@ def test_calls_of_other_orders_differ():
     """Lowered calls are kept by what they are."""
     qkv = arrays()
     _, one = both("q >= k", "xla")
-    other = Attention(one.program, replace(one.options, rows=Rows(PLACES[0][::-1].copy(), PLACES[1])))
+    other = Attention(one.program, replace(one.options, rows=TokenPermutation(PLACES[0][::-1].copy(), PLACES[1])))
     assert not np.allclose(jax.jit(one)(*qkv), jax.jit(other)(*qkv))

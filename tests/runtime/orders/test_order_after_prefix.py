@@ -47,7 +47,7 @@ def test_orders_with_a_start_rank_and_list_the_same_positions():
         for p in (0, 6, 7, n - 1):
             start = one.rank(np.array([p]), n)[0] // 32 * 32
             want = places[(ranks >= start) & (ranks < start + 32)]
-            np.testing.assert_array_equal(np.sort(one.beside(p, 32, n)), np.sort(want))
+            np.testing.assert_array_equal(np.sort(one.tile_at(p, 32, n)), np.sort(want))
 
 
 def test_starts_are_those_of_quotients_and_remainders():

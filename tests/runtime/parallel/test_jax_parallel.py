@@ -139,7 +139,7 @@ def test_lookups_become_tables_of_places():
 def test_padding_and_sizes_are_the_problems():
     made = on_shard(fk.compile("q + KV_LEN - Q_LEN >= k"), ShardPlace(100, 128), {})
     assert str(made.attention.mask) == "q_at[q] + 100 - 100 >= k_at[k] & q_at[q] < 100 & k_at[k] < 100"
-    only_queries = on_shard(fk.compile("causal"), ShardPlace(100, 128, moved="q"), {})
+    only_queries = on_shard(fk.compile("causal"), ShardPlace(100, 128, coordinates="q"), {})
     assert str(only_queries.attention.mask) == "q_at[q] >= k & q_at[q] < 100"
 
 

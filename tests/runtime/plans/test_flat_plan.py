@@ -177,7 +177,7 @@ def test_tables_that_are_written_to_after_they_were_planned(how):
     with pytest.raises(ParameterError, match=r"table `doc` has changed since it was planned\n  make another plan"):
         att(q, q, q, plan=plan)
     torch.testing.assert_close(
-        att(q, q, q, plan=plan.again({"doc": doc, "bias": bias})), att(q, q, q, doc=doc, bias=bias)
+        att(q, q, q, plan=plan.with_tables({"doc": doc, "bias": bias})), att(q, q, q, doc=doc, bias=bias)
     )
 
 
@@ -191,7 +191,7 @@ def test_wider_tables_after_a_plan_of_narrow_ones(made):
     att = fk.compile(*WIDE, backend="cpp", w=1)
     plan = att.plan(24, 24, heads=2, flat=True, x=made(at.astype("i")))
     for x in (at, (1 << 30) * (at % 3 - 1), -at):
-        found = att(*map(made, arrays), plan=plan.again({"x": made(x.astype("i"))}), layout="bhsd")
+        found = att(*map(made, arrays), plan=plan.with_tables({"x": made(x.astype("i"))}), layout="bhsd")
         close(found, fk.reference(*arrays, *WIDE, layout="bhsd", x=x, w=1))
 
 

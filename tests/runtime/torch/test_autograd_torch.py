@@ -102,9 +102,9 @@ def test_only_the_wanted_gradients_are_made(monkeypatch):
     asked = []
     real = aten_backward.backward
 
-    def watched(*args, wanted, **more):
-        asked.append(sorted(wanted))
-        return real(*args, wanted=wanted, **more)
+    def watched(*args, grad_names, **more):
+        asked.append(sorted(grad_names))
+        return real(*args, grad_names=grad_names, **more)
 
     monkeypatch.setattr(aten_backward, "backward", watched)
     q, k, v = qkv()

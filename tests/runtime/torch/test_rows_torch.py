@@ -11,7 +11,7 @@ from support.native.compiler import needs_compiler
 import frisket as fk
 from frisket.runtime.attention import ordered
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
 
@@ -53,7 +53,7 @@ def moved(mask, score, queries, keys, **options):
     """The attention of arrays as they come, whose queries and keys the plan has in the order of permutations."""
     at = {"q": "pq[q]", "k": "pk[k]", "pq": queries, "pk": keys}
     made = fk.compile(mask, score, **options).at(**at)
-    return Attention(made.program, replace(made.options, rows=Rows(queries, keys)))
+    return Attention(made.program, replace(made.options, rows=TokenPermutation(queries, keys)))
 
 
 def drawn(size, dtype=torch.float32, layout="bhsd"):
@@ -195,7 +195,7 @@ def test_library_calls_stand_in_where_nothing_is_built(fails, monkeypatch):
 def test_calls_of_the_cpu_read_rows_and_others_move_them(monkeypatch):
     """A call that is checked and library calls have no such kernels."""
     moves = []
-    monkeypatch.setattr(ordered.Order, "_moved", lambda self, x, *given, **more: moves.append(1) or x)
+    monkeypatch.setattr(ordered.Order, "_permuted", lambda self, x, *given, **more: moves.append(1) or x)
     order = fk.reorder("causal & k % 4 == 0", 192, block=(16, 16), moving=0)
     q, k, v = torch.randn(3, 1, 2, 192, 16)
     fk.compile("causal & k % 4 == 0", reorder=order)(q, k, v)

@@ -47,7 +47,7 @@ def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=
         made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout),
         made.slot_values({**case.slots, **DROPPED}), tables,
         Target("gluon", *case.block, 4, stages, order, arch=arch),
-        sinks=None if sinks is None else torch.as_tensor(sinks), top=top, norm=norm,
+        sinks=None if sinks is None else torch.as_tensor(sinks), top=top, softmax_stats=norm,
     )  # fmt: skip
 
 
@@ -71,7 +71,9 @@ def with_everything(case, **more):
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
         "sizes": case.sizes, "sinks": sinks,
     }  # fmt: skip
-    want, want_lse = dense.attention(q, k, v, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    want, want_lse = dense.attention(
+        q, k, v, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+    )
     assert np.abs(out.double().numpy() - want).max() <= 2 * cases.allowed(case)  # weights are 1 / 0.7 of these
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=3e-6)
     want_top = dense.top(q, k, case.mask, case.score, **options)

@@ -68,7 +68,7 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
     got = backward(
         *args, jax.device_put(out.transpose(0, 2, 1, 3).astype(case.dtype)), jax.device_put(lse.astype(real)),
-        dout, dlse, slots, tables, target=target, wanted=frozenset(wanted),
+        dout, dlse, slots, tables, target=target, grad_names=frozenset(wanted),
         sinks=None if sinks is None else jax.device_put(sinks),
     )  # fmt: skip
     assert got.keys() == set(wanted)
@@ -94,12 +94,12 @@ def turned(x):
 
 
 def options(case, made, sinks, drop):
-    kept = made.kept
+    kept = made.keep_mask
     if kept is not None:  # in the user's names
         kept = ir.renamed(kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
     return {
         "scale": case.dim**-0.5, "params": {**case.slots, **drop}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks, "kept": kept, "rate": drop.get(RATE, 0.0),
+        "sizes": case.sizes, "sinks": sinks, "keep_mask": kept, "rate": drop.get(RATE, 0.0),
     }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class Problem:
         q, k, v, dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
         same = {"scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,
                 "sizes": self.g.sizes}  # fmt: skip
-        more = {"kept": survives(), "rate": self.dropout} if self.dropout else {}
+        more = {"keep_mask": survives(), "rate": self.dropout} if self.dropout else {}
         args = self.case.mask, self.case.score
         out, lse = dense.attention(q, k, v, *args, **same, **more, sinks=self.sinks)
         dlse = np.where(np.isfinite(lse), self.dlse, 0).astype(np.float64)
@@ -193,7 +193,7 @@ def here(variant: str = "native", threads: int = 2):
 
     def runner(problem, kind, image, places):
         library = native_build.library(problem.source(kind), variant)
-        pool = native_pool.own(threads)
+        pool = native_pool.pool_threads(threads)
         record = image.arrays[0]
         record[cpp_call.OFFSET["threads"]], record[cpp_call.OFFSET["parallel"]] = threads, pool.parallel
         for array, word, target in image.links:

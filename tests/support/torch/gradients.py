@@ -132,14 +132,15 @@ class Both:
         wanted = self.everything if self.wanted is None else self.wanted
         return self.backward(
             self.plan, self.spans, self.g, *self.qkv, self.out, self.lse, self.dout, self.dlse, self.slots,
-            self.tables, self.target, wanted=wanted, sinks=self.sinks,
+            self.tables, self.target, grad_names=wanted, sinks=self.sinks,
         )  # fmt: skip
 
     def theirs(self, rounded=dense.exactly):
         arrays = [x.double().numpy() for x in self.qkv]
         more = {"sinks": None if self.sinks is None else self.sinks.double().numpy()}
-        if self.plan.kept is not None:
-            more |= {"kept": ir.build("ge", ir.random(param(SEED), *(ir.var(n) for n in "bhqk")), param(RATE, FLOAT))}
+        if self.plan.keep_mask is not None:
+            chance = ir.random(param(SEED), *(ir.var(n) for n in "bhqk"))
+            more |= {"keep_mask": ir.build("ge", chance, param(RATE, FLOAT))}
             more |= {"rate": self.params[RATE]}
         same = {
             "scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,

@@ -69,7 +69,9 @@ def with_everything(case, **target):
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
         "sizes": case.sizes, "sinks": sinks,
     }  # fmt: skip
-    want, want_lse = dense.attention(q, k, v, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    want, want_lse = dense.attention(
+        q, k, v, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+    )
     near, loose = (5e-6, 2e-6) if case.dtype == "float32" else (cases.allowed(case), 2e-2)
     np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=near)
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=loose, atol=loose)

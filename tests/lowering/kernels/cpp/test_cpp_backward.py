@@ -143,7 +143,7 @@ def problem(case: Case) -> Problem:
     options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
-        options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
+        options |= {"keep_mask": work.plan.keep_mask, "rate": case.rate, "params": {**options["params"], **seed}}
     if case.sinks is not None:
         options["sinks"] = np.array(case.sinks)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in (q, k, v)]

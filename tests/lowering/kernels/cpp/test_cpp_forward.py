@@ -197,11 +197,11 @@ def problem(case: Case, change=None) -> Problem:
     options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
-        options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
+        options |= {"keep_mask": work.plan.keep_mask, "rate": case.rate, "params": {**options["params"], **seed}}
     sinks = None if case.sinks is None else np.array(case.sinks, float)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in arrays]
     out, lse = dense.attention(*wide, *program.exprs, sinks=sinks, **options)
-    top = dense.top(*wide[:2], *program.exprs, **{n: x for n, x in options.items() if n not in ("kept", "rate")})
+    top = dense.top(*wide[:2], *program.exprs, **{n: x for n, x in options.items() if n not in ("keep_mask", "rate")})
     return Problem(case, work.plan, work.spans, g, tuple(arrays), slots, work.tables, (out, lse, top), sinks)
 
 

@@ -148,7 +148,7 @@ class Problem:
     def reference(self):
         c = self.case
         same = {"scale": self.g.scale, "tables": {}, "origin": self.g.origin, "sizes": self.g.sizes}
-        kept = {"kept": survives(), "rate": c.rate} if c.rate else {}
+        kept = {"keep_mask": survives(), "rate": c.rate} if c.rate else {}
         params = {SEED: 5, RATE: float(np.float32(c.rate))}
         q = exact_of(self.q, c.dtype)
         out, lse = dense.attention(q, *self.known, c.mask, c.mod, params=params, **kept, **same)

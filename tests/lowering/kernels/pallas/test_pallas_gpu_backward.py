@@ -68,7 +68,7 @@ def call(case: Case, *given, platform: str):
     target = Target("pallas-mosaic-gpu", 128, 128)
     values = slots(case, made), tables(case, made)
     return runtime.backward(
-        made, Source(case), geometry(case), *given, *values, target, wanted=wanted(case), platform=platform
+        made, Source(case), geometry(case), *given, *values, target, grad_names=wanted(case), platform=platform
     )
 
 
@@ -182,7 +182,7 @@ def test_spans_may_be_traced():
             slots(case, made),
             {},
             target,
-            wanted=frozenset("qkv"),
+            grad_names=frozenset("qkv"),
             platform="cuda",
         )
 

@@ -142,7 +142,7 @@ def test_pallas_tpu_hidden_nan_reaches_no_gradient(place):
         given[place][:, 5] = held
         return runtime.backward(
             made, Source(case), cases.geometry(case), *map(jax.device_put, (*given[:3], out, lse, given[3])), None,
-            cases.slots(case, made), {}, Target("pallas-tpu", 128, 128), wanted=frozenset("qkv"),
+            cases.slots(case, made), {}, Target("pallas-tpu", 128, 128), grad_names=frozenset("qkv"),
         )  # fmt: skip
 
     found, right = gradients(np.nan), gradients(0.0)
@@ -231,7 +231,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
 
     found = runtime.backward(
         made, Spans(), Geometry(1, 4, 2, 500, 500, 16, 16, 0.25), x, y, y, x, rows, x, None, made.slot_values({}),
-        made.table_values(MASKS[text]), Target("pallas-tpu", 128, 128), wanted=frozenset("qkv"),
+        made.table_values(MASKS[text]), Target("pallas-tpu", 128, 128), grad_names=frozenset("qkv"),
     )  # fmt: skip
     jax.block_until_ready(found)
     jax.effects_barrier()
@@ -257,11 +257,11 @@ def test_traced_spans_and_origins():
         def columns(self, block):
             return DeviceSpans(*self.arrays[2:], None, spans.columns(block).slice_of)
 
-    def backward(plan, _, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, *, wanted, sinks):
+    def backward(plan, _, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, *, grad_names, sinks):
         def call(walks, origin, slots, tables):
             return runtime.backward(
                 plan, Traced(walks), replace(geometry, origin=(0, 0, *origin)), q, k, v, out, lse, dout, dlse, slots,
-                tables, target, wanted=wanted,
+                tables, target, grad_names=grad_names,
             )  # fmt: skip
 
         block = (target.block_q, target.block_k)
@@ -302,7 +302,7 @@ def lowered(case, length, dim, dtype):
     def call(q, k, v, out, lse, dout):
         return runtime.backward(
             made, Spans(), g, q, k, v, out, lse, dout, None, made.slot_values({}), made.table_values(case.tables),
-            Target("pallas-tpu", 512, 512), wanted=wanted, platform="tpu",
+            Target("pallas-tpu", 512, 512), grad_names=wanted, platform="tpu",
         )  # fmt: skip
 
     x, y = (jax.ShapeDtypeStruct((1, length, heads, dim), dtype) for heads in (8, 4))

@@ -72,7 +72,7 @@ def test_triton_backward_falls_back_to_pointers_per_dtype():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", thinned([*CASES, *MODS], 4))
 def test_triton_backward_names_are_reserved(name):
-    made = replace(plan({**CASES, **MODS}[name]), kept=None)
+    made = replace(plan({**CASES, **MODS}[name]), keep_mask=None)
     text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
     assert text == emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
     assert not unreserved(text, made, [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)])

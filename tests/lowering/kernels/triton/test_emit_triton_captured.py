@@ -115,9 +115,9 @@ def test_kernels_to_read():
     def names(*mods):
         made = make_plan(causal, sum(mods, score))
         wanted = {t.name for t in made.tables}
-        source = triton.emit(made, Target("triton", 128, 64), DIMS, wanted=wanted | {"q", "k", "v"})
+        source = triton.emit(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
         found = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-        assert source == triton.emit(made, Target("triton", 128, 64), DIMS, wanted=wanted | {"q", "k", "v"})
+        assert source == triton.emit(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
         assert "attention_diagonal" not in triton.emit(made, Target("triton", 128, 64), DIMS)
         return [n.removeprefix("attention_") for n in found if n.startswith("attention_")]
 

@@ -95,7 +95,9 @@ def test_everything_at_once(name):
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
         "sizes": case.sizes, "sinks": sinks,
     }  # fmt: skip
-    want, want_lse = dense.attention(*arrays, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    want, want_lse = dense.attention(
+        *arrays, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+    )
     np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, rtol=0, atol=5e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **options), rtol=2e-6, atol=2e-6)
@@ -218,7 +220,7 @@ def test_traced_values_make_no_other_kernel():
         target = Target("triton", 32, 32, splits=1)
         out, lse, _ = triton_jax.forward(made, spans, place, *qkv, slots, tables, target)
         more = *qkv, out, lse, out, None, slots, tables, target
-        return out, lse, triton_jax.backward(made, spans, place, *more, wanted=frozenset("qkv"))
+        return out, lse, triton_jax.backward(made, spans, place, *more, grad_names=frozenset("qkv"))
 
     def call(case):
         source = cases.Source(case)

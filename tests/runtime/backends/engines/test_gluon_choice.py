@@ -11,7 +11,7 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.gluon.tiles import pays
 from frisket.runtime.backends.registry import quickest
-from frisket.runtime.calls.arrays import Rows
+from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.calls.options import LaunchOptions, Options, Tuning
 
 LENGTH = 16_384
@@ -85,7 +85,7 @@ def test_kernels_that_are_asked_for_run(monkeypatch):
         assert len(seen) == 2
         at = np.arange(64, dtype=np.int32)
         for options in (
-            Options(backend="triton"), Options(tile=(64, 64)), Options(rows=Rows(at, at)),
+            Options(backend="triton"), Options(tile=(64, 64)), Options(rows=TokenPermutation(at, at)),
             Options(tuning=Tuning(forward=LaunchOptions(num_stages=2))),
         ):  # fmt: skip
             assert quickest("triton", plan, g, "bfloat16", options) == "triton"

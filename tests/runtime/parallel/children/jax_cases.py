@@ -173,7 +173,7 @@ def wanted(case, att, qkv, dout, dlse, sinks):
         "scale": 16**-0.5, "tables": program.tables, "params": {**program.scalars, SEED: SEEDED, RATE: case.dropout},
         "sinks": None if sinks is None else np.asarray(sinks, np.float64),
     }  # fmt: skip
-    options |= {"kept": survives(), "rate": case.dropout} if case.dropout else {}
+    options |= {"keep_mask": survives(), "rate": case.dropout} if case.dropout else {}
     out, lse = dense.attention(*turned[:3], seen, score, **options)
     found = dense.gradients(*turned[:3], seen, score, turned[3], np.where(np.isneginf(lse), 0, dlse), **options)
     backs = [found[n].swapaxes(1, 2) for n in ("dq", "dk", "dv")]

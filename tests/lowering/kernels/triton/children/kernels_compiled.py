@@ -125,7 +125,7 @@ def test_triton_backward_fits_when_compiled(name, dtype, live):
     many = wide if name == "by column, gqa" else {}
     made = make_plan(case.mask, case.score, **many)
     wanted = {g.source for g in backward_of(made).gradients} | (set() if live else {"q", "k", "v"})
-    dims = Dims(32, 48, dtype, case.heads // case.kv_heads, live=live)
+    dims = Dims(32, 48, dtype, case.heads // case.kv_heads, device_slots=live)
     found = list(compile_reports(triton_backward.emit(made, target, dims, wanted), made, target, dims))
     assert [r.kernel for r in found] == [f"attention_{n}" for n in ("delta", "dq", "dkv")][: 2 if live else 3]
     assert all(r.fits for r in found)

@@ -1,6 +1,6 @@
 """A mask over tensors that are the user's own: read when they are needed, as they are then.
 
-torch calls a mask_mod again at every use; its tensors may change in place between two calls. A LiveMask
+torch calls a mask_mod again at every use; its tensors may change in place between two calls. A TensorMask
 keeps the expression and the tensors themselves, copies nothing, and says when one of them has changed.
 """
 
@@ -36,7 +36,7 @@ Value = bool | int | float | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class LiveMask:
+class TensorMask:
     """`values` hold a tensor for every table and captured scalar of `expr`, numbers for the other parameters. `read`
     are tensors whose values went into `expr` when it was traced, with the versions they had."""
 
@@ -77,18 +77,18 @@ class LiveMask:
         """The mask with its values as they are now, copied to the host."""
         return Mask(self.expr, {**self.numbers, **{n: as_value(n, x) for n, x in self.tensors.items()}})
 
-    def to(self, device: torch.device) -> LiveMask:
+    def to(self, device: torch.device) -> TensorMask:
         return replace(self, values={**self.numbers, **{n: x.to(device) for n, x in self.tensors.items()}})
 
-    def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
+    def at(self, places: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> TensorMask:
         """A mask with other expressions for its variables; expressions may read `values`."""
-        return only_read(ir.substitute(self.expr, moved), {**self.values, **(values or {})}, self.read)
+        return only_read(ir.substitute(self.expr, places), {**self.values, **(values or {})}, self.read)
 
-    def sized(self, sizes: Sizes) -> LiveMask:
+    def sized(self, sizes: Sizes) -> TensorMask:
         """A mask with the lengths of the whole problem written in."""
         return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(ir.SIZES, sizes, strict=True)})
 
-    def within(self, kinds: torch.Tensor, batch: tuple[int, ...], block: tuple[int, int]) -> LiveMask:
+    def within(self, kinds: torch.Tensor, batch: tuple[int, ...], block: tuple[int, int]) -> TensorMask:
         """The positions visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`
         [*batch, rows, columns] are 0 empty, 1 partial, 2 full."""
         name = fresh("tiles", {*self.values})
@@ -112,17 +112,17 @@ class LiveMask:
                     return False
         return True
 
-    def join(self, op: str, other: LiveMask) -> LiveMask:
+    def join(self, op: str, other: TensorMask) -> TensorMask:
         """One mask made of two; a name that stands for two things is numbered on the right."""
         names: dict[str, str] = {}
-        taken = {*self.values, *other.values}
+        used = {*self.values, *other.values}
         for name in sorted(self.values.keys() & other.values.keys()):
             if not _same(self.values[name], other.values[name]):
-                names[name] = fresh(name, taken)
-                taken.add(names[name])
+                names[name] = fresh(name, used)
+                used.add(names[name])
         right = {names.get(n, n): x for n, x in other.values.items()}
         expr = ir.build(op, self.expr, ir.renamed(other.expr, names))
-        return LiveMask(expr, {**self.values, **right}, self.read + other.read)
+        return TensorMask(expr, {**self.values, **right}, self.read + other.read)
 
     def callable(self, reach: Mapping[str, int], sizes: Sizes, title: str, device: Any) -> Callable[..., Any]:
         """`mask_mod(b, h, q_idx, kv_idx)`, which looks into the tensors themselves where torch can."""
@@ -131,10 +131,10 @@ class LiveMask:
             x = self.values[name]  # a captured scalar is read as a table of one entry
             number = ir.lookup(name, (ir.ZERO,), type) if isinstance(x, torch.Tensor) else ir.lit(x)
             places[ir.param(name, type)] = number
-        own = {n: x.detach() if x.ndim else x.detach().reshape(1) for n, x in self.tensors.items()}
-        tables = {n: as_value(n, x) for n, x in own.items()}
+        tensors = {n: x.detach() if x.ndim else x.detach().reshape(1) for n, x in self.tensors.items()}
+        tables = {n: as_value(n, x) for n, x in tensors.items()}
         e = simplify(bind(ir.substitute(self.sized(sizes).expr, places), tables))
-        return written(e, tables, reach, sizes, title, device, own)
+        return written(e, tables, reach, sizes, title, device, tensors)
 
 
 @memo(group="sources")
@@ -142,18 +142,18 @@ def _text(e: Expr, numbers: tuple[tuple[str, Any, Any], ...]) -> str:
     return text_of(CallProgram(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 
-def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:
+def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> TensorMask:
     """A mask with those of the values that it reads."""
-    return LiveMask(expr, only(values, expr), read)
+    return TensorMask(expr, only(values, expr), read)
 
 
-def fresh(name: str, taken: set[str]) -> str:
+def fresh(name: str, used: set[str]) -> str:
     """The name, or the same with a number where it is taken."""
-    found, number = name, 1
-    while found in taken:
+    candidate, number = name, 1
+    while candidate in used:
         number += 1
-        found = f"{name}_{number}"
-    return found
+        candidate = f"{name}_{number}"
+    return candidate
 
 
 def _same(x: Value, y: Value) -> bool:
@@ -162,12 +162,12 @@ def _same(x: Value, y: Value) -> bool:
     return type(x) is type(y) and x == y
 
 
-def live_mask(source: MaskLike | LiveMask) -> LiveMask:
+def tensor_mask_of(source: MaskLike | TensorMask) -> TensorMask:
     """A mask from a mask_mod, which is traced, a text, an Expr or a `frisket.Mask`, whose arrays become tensors."""
-    if isinstance(source, LiveMask):
+    if isinstance(source, TensorMask):
         return source
-    if isinstance(found := getattr(source, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
-        return found
+    if isinstance(attached := getattr(source, "tensor_mask", None), TensorMask):  # of `and_masks`, or a BlockMask
+        return attached
     if callable(source):
         return of_function(source, "mask")
     if not isinstance(source, str | Expr | Mask):
@@ -178,22 +178,22 @@ def live_mask(source: MaskLike | LiveMask) -> LiveMask:
     return of_bound(mask(source))
 
 
-def of_bound(bound: BoundExpr) -> LiveMask:
+def of_bound(bound: BoundExpr) -> TensorMask:
     """A mask from one of frisket's own; a captured tensor stays, other arrays become tensors."""
     bound.require_bound()
-    own = {n: x for n, x in bound.origin.captured.items() if isinstance(x, torch.Tensor)}
-    return LiveMask(bound.expr, {**bound.scalars, **{n: _tensor(x) for n, x in bound.tables.items()}, **own})
+    captured = {n: x for n, x in bound.origin.captured.items() if isinstance(x, torch.Tensor)}
+    return TensorMask(bound.expr, {**bound.scalars, **{n: _tensor(x) for n, x in bound.tables.items()}, **captured})
 
 
-def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
+def of_function(fn: Callable[..., Any], kind: Kind | None) -> TensorMask:
     """A mask from a function of torch; `MaskModError` where it is none. With no `kind`, a score mod's score, too."""
     recorded = torch.compiler.is_compiling()  # by an export that runs Python: tensors have no values there
     try:
-        found = trace(fn, kind, valueless=recorded, by_place=True)
+        traced = trace(fn, kind, valueless=recorded, by_place=True)
     except TraceError as error:
         raise MaskModError(str(error)) from error
-    values = {n: _tensor(x) for n, x in found.tables.items()}
-    return only_read(found.expr, values, tuple((x, version_of(x, wait=True)) for x in found.read))
+    values = {n: _tensor(x) for n, x in traced.tables.items()}
+    return only_read(traced.expr, values, tuple((x, version_of(x, wait=True)) for x in traced.read))
 
 
 def _tensor(x: Any) -> torch.Tensor:
