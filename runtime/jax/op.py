@@ -36,11 +36,9 @@ from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import Call
 
-from .arrays import narrowed, placed
-from .call import JaxCall
-from .platforms import quickest
+from .attend import quickest
+from .call import JaxCall, narrowed, placed, reverse_only
 from .primitives import Task, bound
-from .take import reverse_only
 
 Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for

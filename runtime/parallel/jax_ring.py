@@ -34,10 +34,9 @@ from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import from_key
 from frisket.runtime.calls.request import Request
-from frisket.runtime.jax.arrays import narrowed
+from frisket.runtime.jax.call import narrowed, reverse_only
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound
-from frisket.runtime.jax.take import reverse_only
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import split_host_device
 from frisket.runtime.sharding.partition import split_as

@@ -13,7 +13,7 @@ import frisket as fk
 from frisket.runtime.backends import pallas_gpu, triton
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.request import Request
-from frisket.runtime.jax import platforms as jax_platforms
+from frisket.runtime.jax import attend as jax_platforms
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
 from frisket.runtime.plans.device import FlatPlan
