@@ -30,7 +30,7 @@ from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
 from frisket.runtime.calls.request import Request, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
-from frisket.runtime.jax.platforms import quickest_of
+from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
@@ -316,7 +316,7 @@ class Attention:
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         framework = call_arrays.framework_of(q)
         if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):
-            from frisket.runtime.torch.fx import record
+            from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
         outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)

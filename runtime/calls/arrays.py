@@ -441,7 +441,7 @@ class TokenPermutation:
 
 
 Index = NDArray[np.int64]
-TAKES = {name: Lazy(f"frisket.runtime.{name}.take:take") for name in ("torch", "jax")}
+TAKES = {"torch": Lazy("frisket.runtime.torch.autograd:take"), "jax": Lazy("frisket.runtime.jax.call:take")}
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:

@@ -5,7 +5,7 @@
 2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
 3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
    (`primitives.py`) and is differentiated and mapped as a whole. When JAX lowers it, `Task.run` asks for the platform's
-   backend (`platforms.py`) and calls the forward or the backward of the `JaxCall`.
+   backend (`attend.py`) and calls the forward or the backward of the `JaxCall`.
 """
 
 from __future__ import annotations

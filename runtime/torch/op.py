@@ -51,9 +51,8 @@ from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import Call, DeviceWork, refuse_written
 from frisket.runtime.plans.host import Plan
 
-from .autograd import AttendAgain, refuse_tangents, written_out
+from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
 from .ready import ChangingTables, EngineReady, Ready, engine_call, readable
-from .take import gradients_with_permutation, with_permutation
 
 Tensor = Any
 NUMBERS = (bool, int, float)

@@ -29,12 +29,12 @@ for _schema in (
 
 
 def _late(name: str, *first: str) -> Callable[..., Any]:
-    """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
+    """A function of `running`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*arguments: Any, **named: Any) -> Any:
-        from . import func
+        from . import running
 
-        return getattr(func if name == "transformed" else func.running, name)(*first, *arguments, **named)
+        return getattr(running, name)(*first, *arguments, **named)
 
     return run
 
