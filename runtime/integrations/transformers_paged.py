@@ -30,7 +30,7 @@ from torch import Tensor
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.caches.masks import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
+from frisket.runtime.caches.positions import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
 from frisket.runtime.calls.options import Options
 
 from .transformers_config import SLIDING, program

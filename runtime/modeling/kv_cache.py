@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.caches.jax_plain import KVCache
-from frisket.runtime.caches.jax_sharded import Axes, ShardedKVCache
+from frisket.runtime.caches.jax_plain import Axes, KVCache, ShardedKVCache
 from frisket.runtime.machine.parameters import refuse_additive
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.caches.jax_plain import KVCache
-from frisket.runtime.caches.jax_sharded import ShardedKVCache
+from frisket.runtime.caches.jax_plain import KVCache, ShardedKVCache
 
 from .kv_cache import concatenate_to_cache
 

@@ -11,8 +11,8 @@ import pytest
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
-from frisket.runtime.caches.checks import seated
-from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
+from frisket.runtime.caches.pool import seated
+from frisket.runtime.caches.positions import APPENDED, PADDED, SHARD, placed, ring
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 from runtime.caches import llama_jax
 
