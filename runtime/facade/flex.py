@@ -18,7 +18,6 @@ with extras():
     from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv as _vmap_for_bhqkv
 
-from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
 from frisket.runtime.flex.attention import flex_attention
 from frisket.runtime.flex.block_mask import BlockMask
 from frisket.runtime.flex.create import _create_empty_block_mask as _create_empty_block_mask

@@ -20,7 +20,7 @@ from frisket.runtime.torch.jagged import closed_all, opened
 from . import score_mod as score_mods
 from .block_mask import BlockMask
 from .checks import ArrayError, alike, check_arrays, check_block_mask, check_device, options_of, read
-from .tile_tensors import LISTS, columns_of, kinds_of
+from .tensor_mask import LISTS, columns_of, kinds_of
 
 
 @overload
