@@ -441,7 +441,7 @@ class TokenPermutation:
 
 
 Index = NDArray[np.int64]
-TAKES = {"torch": Lazy("frisket.runtime.torch.autograd:take"), "jax": Lazy("frisket.runtime.jax.call:take")}
+TAKES = {n: Lazy(f"frisket.runtime.{n}.{home}:take") for n, home in (("torch", "autograd"), ("jax", "call"))}
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
