@@ -154,9 +154,8 @@ class PagedKVCache(JaxCache):
         """The arrays with `new` at tokens `at` [batch, n]; those without a page are dropped."""
         page, place = self._page_and_place(at)
         pages, size = self.k.shape[:2]
-        flat = jnp.where(
-            at < self.room[:, None], page * size + place, pages * size + jnp.arange(at.size).reshape(at.shape)
-        )
+        beyond = pages * size + jnp.arange(at.size).reshape(at.shape)
+        flat = jnp.where(at < self.room[:, None], page * size + place, beyond)
         one = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in self.arrays.items()}
         many = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in new.items()}
         stores = written(one, many, flat.reshape(1, -1))

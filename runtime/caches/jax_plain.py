@@ -363,9 +363,8 @@ class ShardedKVCache(JaxCache):
             return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
 
         shardings = jax.eval_shape(put)
-        shardings = replace(
-            shardings, **{n: NamedSharding(mesh, s) for n, s in shardings._specs.items() if s is not None}
-        )
+        specs = {n: NamedSharding(mesh, s) for n, s in shardings._specs.items() if s is not None}
+        shardings = replace(shardings, **specs)
         cache: Self = jax.jit(put, out_shardings=shardings)()  # made where it stays: no device holds all of it
         return cache
 
@@ -411,10 +410,8 @@ class ShardedKVCache(JaxCache):
         check_queries(att, q, self.k, "bshd", self.batch, params)
         if params.get("return_max"):
             raise ParameterError("results of several devices are merged; there is no max")
-        return_lse, where = (
-            params.pop("return_lse", False),
-            positions.SHARD if counts is None else positions.SHARD_PADDED,
-        )
+        return_lse = params.pop("return_lse", False)
+        where = positions.SHARD if counts is None else positions.SHARD_PADDED
         batch, new, heads, _ = q.shape
         starts = self.lengths - counted(counts, batch, new)
         sinks = params.pop("sinks", None)
@@ -426,10 +423,8 @@ class ShardedKVCache(JaxCache):
         def look(arrays: Any, q: Any, starts: Any, ends: Any, params: Any) -> Any:
             first = self._first(self.axis, arrays["k"].shape[1])
             tables = {positions.START: starts, positions.END: ends, positions.FIRST: first}
-            tables |= {
-                positions.BATCH: self._first(self.batch_axis, q.shape[0]),
-                positions.HEAD: self._first(self.head_axis, q.shape[2]),
-            }
+            tables[positions.BATCH] = self._first(self.batch_axis, q.shape[0])
+            tables[positions.HEAD] = self._first(self.head_axis, q.shape[2])
             if "sinks" in params:  # they count once
                 mine = lax.dynamic_slice_in_dim(params["sinks"], tables[positions.HEAD], q.shape[2])
                 params = {**params, "sinks": jnp.where(first == 0, mine, -jnp.inf)}

@@ -382,11 +382,8 @@ def seated(
     if counts.shape not in ((), (batch,)) or counts.dtype.kind not in "iu":
         raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
     sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(stored).tolist())
-    table, (room, lengths), numbers = (
-        np.zeros((batch, width), np.int32),
-        np.zeros((2, batch), np.int32),
-        empty_rows(batch),
-    )
+    table, numbers = np.zeros((batch, width), np.int32), empty_rows(batch)
+    room, lengths = np.zeros((2, batch), np.int32)
     written: dict[int, Any] = {}
     for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(counts, batch).tolist(), strict=True)):
         if s is None:

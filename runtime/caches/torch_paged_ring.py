@@ -103,9 +103,8 @@ class PagedKVCache(TorchCache):
                     x[target] = x[source]
         _, self._rooms, self._host = (x.tolist() for x in arrays)
         self._rows = rows
-        for buffer, values in zip(
-            (self.pages, self.room, self.lengths, self.first_owned), (*arrays, rows[OWN]), strict=True
-        ):
+        buffers = self.pages, self.room, self.lengths, self.first_owned
+        for buffer, values in zip(buffers, (*arrays, rows[OWN]), strict=True):
             buffer.copy_(torch.from_numpy(values), non_blocking=True)
         self.overflowed.zero_()
         return self
@@ -238,12 +237,8 @@ class RingKVCache(TorchCache):
             raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
         params["return_lse"] = True
         start = self.lengths.clone()
-        old = self._read(
-            positions.placed(att, positions.ring_before(self.window)),
-            q,
-            {positions.START: start, positions.END: start, positions.NEW: number},
-            params,
-        )
+        tables = {positions.START: start, positions.END: start, positions.NEW: number}
+        old = self._read(positions.placed(att, positions.ring_before(self.window)), q, tables, params)
         if att.options.sinks is not None or params.get("sinks") is not None:  # they count once
             params["sinks"] = torch.full((q.shape[1],), -torch.inf, device=q.device)
         scales: dict[str, Any] = {}
@@ -262,11 +257,7 @@ class RingKVCache(TorchCache):
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         host_lengths = numbers("lengths", lengths, self.batch)
         known = self.known()
-        if (
-            host_lengths is None
-            or known is None
-            or any(0 < n < have for n, have in zip(host_lengths, known, strict=True))
-        ):
+        if not (host_lengths and known) or any(0 < n < have for n, have in zip(host_lengths, known, strict=True)):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return super().truncate(lengths)
 

@@ -199,12 +199,8 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     keys, dtype = has["k"], k.dtype
     batch, heads, new, dim = k.shape
     plain = keys.dtype == dtype
-    if (
-        new > MAX_NATIVE_TOKENS
-        or not keys.is_cpu
-        or v.dtype != dtype
-        or not (plain or (dtype in FROM and keys.dtype in TO))
-    ):
+    known = plain or (dtype in FROM and keys.dtype in TO)
+    if new > MAX_NATIVE_TOKENS or not keys.is_cpu or v.dtype != dtype or not known:
         return False
     if in_graph(k) or not type(k) is type(v) is type(keys) is Tensor or (run := _function()) is None:
         return False

@@ -210,11 +210,8 @@ def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
     it. Kept with it, until an attribute is replaced or mask_mod reads something else."""
     fields, (mod_state, tensors) = vars(theirs), score_mods.state_of(theirs.mask_mod) or (object(), [])
-    state = (
-        mod_state,
-        *map(id, tensors),
-        *((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in fields.values()),
-    )
+    versions = ((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in fields.values())
+    state = mod_state, *map(id, tensors), *versions
     masks: dict[Any, tuple[BlockMask, Any]] = cached_on(theirs, "ours", dict)
     if state not in masks:
         masks.clear()

@@ -131,7 +131,6 @@ class JaxCall:
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
         and an engine knows nothing of rows beside lse."""
-
         numbers = self.tree.unflatten(self.leaves)
         on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
@@ -173,9 +172,8 @@ class JaxCall:
                 how["softmax_stats"] = arrays.get("norm")
         else:
             computed = "norm" not in arrays and "low" in arrays
-            how["softmax_stats"] = (
-                softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
-            )
+            stats = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            how["softmax_stats"] = stats
         try:
             gradients: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
@@ -189,9 +187,8 @@ class JaxCall:
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [
-            _unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.keep_mask) if e is not None
-        ]
+        exprs = self.plan.mask, self.plan.score, self.plan.keep_mask
+        parts = [_unscaled(self.plan, e) for e in exprs if e is not None]
         origin = self.tree.unflatten(self.leaves)["origin"]
         own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
         return not (own_origin or any("bh"[axis] in uses(e) for e in parts))

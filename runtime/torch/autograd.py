@@ -333,9 +333,8 @@ def gradients_with_permutation(
     share: Any = None, **more: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of a backward, whose arrays are put in order, and its gradients back."""
-    q, out, lse, dout, dlse, softmax_stats, share = (
-        _at(x, rows.queries) for x in (q, out, lse, dout, dlse, softmax_stats, share)
-    )
+    by_query = q, out, lse, dout, dlse, softmax_stats, share
+    q, out, lse, dout, dlse, softmax_stats, share = (_at(x, rows.queries) for x in by_query)
     k, v = (_at(x, rows.keys) for x in (k, v))
     more |= {n: x for n, x in (("softmax_stats", softmax_stats), ("share", share)) if x is not None}
     grads: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)

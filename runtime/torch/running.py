@@ -149,11 +149,10 @@ def attend_backward(
         ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
         inputs = [request.params[n] for _, n in ready.kv_inputs]
         saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
-        learned = {n for _, n in ready.kv_inputs}
         needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
         flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
         results = gradients(ready, request.seed, saved, dout, dlse, flags)
-        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True) if n in learned}
+        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True)}
     grads = [g for g, need in zip(results[:4], needed[:4], strict=True) if need]
     named = dict(zip(learnable(values, names), floats(values), strict=True))
     for name, need in needed_by_name.items():
@@ -358,9 +357,8 @@ class FuncBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         static, needed, *arrays = args
-        if any(needed[3:]) or _separate_calls(
-            static, dims[10:], arrays[9:]
-        ):  # every entry has a gradient of sinks and values
+        # every entry has a gradient of sinks and values
+        if any(needed[3:]) or _separate_calls(static, dims[10:], arrays[9:]):
             grads = each(FuncBackward.forward, info.batch_size, dims, args)
             return grads, (0,) * len(grads)
         n = info.batch_size
@@ -412,24 +410,12 @@ def _transformed_attend_alone(*inputs: Any) -> Any:
     return _transformed_attend(*inputs)[0]
 
 
-def _transformed_attend_backward(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    values: Any,
-    out: Any,
-    lse: Any,
-    softmax_stats: Any,
-    *rest: Any,
-) -> Any:
+def _transformed_attend_backward(*inputs: Any) -> Any:
     """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
-    numbers, spec, names, needed = rest
-    floats = iter(needed[4:])
-    needed = (*needed[:4], *(x.is_floating_point() and next(floats) for x in values))
-    arrays = dout, dlse, out, lse, softmax_stats, q, k, v, sinks
+    dout, dlse, *arrays, values, out, lse, softmax_stats, numbers, spec, names, needed = inputs
+    flags = iter(needed[4:])
+    needed = (*needed[:4], *(x.is_floating_point() and next(flags) for x in values))
+    arrays = [dout, dlse, out, lse, softmax_stats, *arrays]  # q, k, v and sinks are last
     return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *arrays, *values))
 
 
