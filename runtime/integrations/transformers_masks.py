@@ -29,10 +29,9 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.simplify import simplify
 from frisket.runtime.masks.mask import Mask, mask
 
-from .transformers_loading import BOOLS
-
 B, Q, K = var("b"), var("q"), var("k")
 CAUSAL = Q >= K
+BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
