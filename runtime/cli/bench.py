@@ -16,9 +16,20 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
-from frisket.runtime.bench import compiles, contestants, layouts, race, schema
-from frisket.runtime.bench.packed import choose, installed
-from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
+from frisket.runtime.bench import compiles, contestants, race, schema
+from frisket.runtime.bench.race import (
+    Contest,
+    Sizes,
+    Stage,
+    away,
+    choose,
+    described,
+    installed,
+    lines,
+    losses,
+    spoken,
+    standard,
+)
 from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.extras import extras, pip_install
 
@@ -152,7 +163,7 @@ def absent(suite: str, framework: str | None) -> str:
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
     device = suite if suite in ("gpu", "tpu") else "cpu"
     if suite == "layout":
-        yield layouts.stage()
+        yield contestants.layout_stage()
         return
     for name in [framework] if framework else installed():
         if not visible(device, name):

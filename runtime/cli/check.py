@@ -18,7 +18,7 @@ from frisket.dsl.errors import BackendError, BackwardError, LoweringError, Misma
 from frisket.runtime.attention.report import FLOOR, Report
 from frisket.runtime.backends.base import RECORDS, Backend, backends_of
 from frisket.runtime.backends.registry import check_name, lowerable, reason
-from frisket.runtime.bench.packed import choose, installed
+from frisket.runtime.bench.race import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
 from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, add_sizes, add_subject, examples, progress, row, rows, table

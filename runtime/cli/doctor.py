@@ -18,8 +18,7 @@ from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables 
 from frisket.runtime.backends.base import LIBRARY, RECORDS, offered
 from frisket.runtime.backends.engines.proof import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, choose, ready_text
-from frisket.runtime.bench.packed import installed
-from frisket.runtime.bench.race import cpu_name
+from frisket.runtime.bench.race import cpu_name, installed
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
