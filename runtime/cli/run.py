@@ -29,9 +29,8 @@ from frisket.lowering.simplify import prepare
 from frisket.runtime.bench.race import choose, spoken
 
 from .answer import CommandResult, add_subject, even, examples, positive, progress, rows
-from .doctor import cpu_count
-from .input import compiled, read_program, require_bound, scalars, tables
-from .show import described, laid, picture
+from .kernels import cpu_count
+from .show import compiled, described, laid, picture, read_program, require_bound, scalars, tables
 
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
 Array = NDArray[Any]

@@ -29,7 +29,7 @@ from frisket.dsl.errors import FrisketError, ParameterError, nearest
 from frisket.lowering.plan import whole
 from frisket.runtime.masks.mask import mask, score
 
-from .transformers_masks import BOOLS, POSITIONS, SymbolicMask, constant, joined
+from .transformers_masks import POSITIONS, SymbolicMask, constant, expect_bools, joined
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = "frisket_mask", "frisket_score", "frisket_params"
@@ -185,7 +185,7 @@ def watch(name: str) -> None:
                 return fallback
             tables = _by_name(type(self))
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
-                BOOLS.add(type(self.config))
+                expect_bools(self.config)
             for classes, other in tables:
                 layer_class = classes.setdefault(name, classes[other])
                 _warn(type(self), name, f"its {layer_class.__name__} computes what {other!r} does")
