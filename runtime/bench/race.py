@@ -58,6 +58,15 @@ def cpu_name() -> str:
     return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
 
 
+def cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_count() -> str:
+    return f"{cpus()} CPU{'s' if cpus() != 1 else ''}"
+
+
 def installed() -> list[str]:
     """The frameworks that are there."""
     return [name for name in ("torch", "jax") if importlib.util.find_spec(name)]

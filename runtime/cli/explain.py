@@ -18,7 +18,7 @@ from frisket.dsl.ir import Expr, walk
 from frisket.lowering.pipeline import NAMES
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
-from frisket.runtime.draw.plot import SUFFIXES
+from frisket.runtime.draw.pixels import SUFFIXES
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 

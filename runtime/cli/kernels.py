@@ -35,7 +35,7 @@ from frisket.runtime.backends.registry import backends, check_name, lowerable, p
 from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import report as triton_report
 from frisket.runtime.backends.triton.tiles import GPUS
-from frisket.runtime.bench.race import choose, cpu_name, installed
+from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
@@ -501,15 +501,6 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_count() -> str:
-    return f"{cpus()} CPU{'s' if cpus() != 1 else ''}"
 
 
 EXAMPLE = "causal & window(256)"

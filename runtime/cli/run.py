@@ -26,10 +26,9 @@ from frisket.lowering import dense
 from frisket.lowering.aten.expr import TileProgram
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.simplify import prepare
-from frisket.runtime.bench.race import choose, spoken
+from frisket.runtime.bench.race import choose, cpu_count, spoken
 
 from .answer import CommandResult, add_subject, even, examples, positive, progress, rows
-from .kernels import cpu_count
 from .show import compiled, described, laid, picture, read_program, require_bound, scalars, tables
 
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
