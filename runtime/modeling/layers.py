@@ -1,4 +1,4 @@
-"""What layers of models need around attention: rotary positions, repeated heads of keys, caches, products of few bits.
+"""Helpers for layers around attention: rotary positions, repeated heads of keys, caches, products of few bits.
 
 Rotary positions and repeated heads take arrays of JAX or torch. The cache of a layer is as model code has it: append at
 the running index, mask what is not written yet. Dot products of integers of few bits are by qwix.
