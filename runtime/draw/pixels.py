@@ -216,12 +216,16 @@ def plot(
         mpl.rcParams["svg.hashsalt"] = "frisket"
         figure = figure_of(layout, style, drawn, len(batches) * len(heads))
         if where is not None:
-            out = io.BytesIO()
-            suffix = where.suffix[1:].lower()
-            undated: dict[str, Any] = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
-            figure.savefig(out, format=suffix, dpi=dpi, metadata=undated, facecolor=style.palette.paper)
-            save(where, out.getvalue())
+            save(where, file_of(figure, where, dpi=dpi, facecolor=style.palette.paper))
     return figure
+
+
+def file_of(figure: Any, path: Path, **options: Any) -> bytes:
+    """The bytes of a matplotlib figure in the format of `path`; equal ones for equal figures, as no date is in them."""
+    out, suffix = io.BytesIO(), path.suffix.lower()
+    undated = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
+    figure.savefig(out, format=suffix[1:], metadata=undated, **options)
+    return out.getvalue()
 
 
 @dataclass(frozen=True)
