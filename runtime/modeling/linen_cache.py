@@ -11,7 +11,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.caches.jax_plain import KVCache
 from frisket.runtime.caches.jax_sharded import ShardedKVCache
 
-from .kv_cache import concatenate_to_cache
+from .layers import concatenate_to_cache
 
 
 class BaseJAXAttentionModule(nn.Module):
