@@ -28,7 +28,7 @@ FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").gl
 OPTIONAL = {*FRAMEWORKS, "matplotlib", "flax", "transformers", "qwix"}
 # imported inside functions, by a module of `frisket show`, which starts without them
 LATER = {
-    "frisket.runtime.cli.input": {"frisket.runtime.attention.entry"},
+    "frisket.runtime.cli.show": {"frisket.runtime.attention.entry"},
     "frisket.runtime.masks.layout": {"frisket.runtime.draw", "frisket.runtime.export"},
     "frisket.runtime.masks.mask": {"frisket.dsl.from_python.trace"},
     "frisket.dsl.ir": {"frisket.dsl.show"},  # ir and show are the one cycle

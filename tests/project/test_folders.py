@@ -15,7 +15,6 @@ FAMILIES = {
     ("runtime/backends/triton", "jax"),
     ("runtime/caches", "jax"),
     ("runtime/caches", "torch"),
-    ("runtime/integrations", "flax"),
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),
