@@ -1,4 +1,5 @@
-"""Draws the rooms of the source: `python docs/rooms.py` writes docs/assets/rooms.svg from the imports.
+"""Draws the rooms of the source and the road of a call: `python docs/rooms.py` writes docs/assets/rooms.svg from the
+imports, and docs/assets/road.svg from the steps of docs/architecture.md.
 
 A box is a folder with the folders below it. An arrow says that modules of one import modules of the other; an arrow is
 left out where a path of others goes the same way. Red arrows go up, against the order of the rooms.
@@ -6,6 +7,7 @@ left out where a path of others goes the same way. Red arrows go up, against the
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from html import escape
@@ -16,7 +18,8 @@ sys.path.insert(0, str(HERE))
 
 import house  # noqa: E402
 
-FILE = HERE / "assets" / "rooms.svg"
+FILE, ROAD = HERE / "assets" / "rooms.svg", HERE / "assets" / "road.svg"
+STEPS = re.compile(r"^\| (\d+) \| \*\*(.*?)\*\* .* \| `(.*?)` \|$", re.M)  # number, name, file
 # from the users' side down: the rooms of a row, and what they hold
 ROWS = [
     [("cli", "the command"), ("integrations", "transformers, flax")],
@@ -147,8 +150,36 @@ def svg(edges: Counter[Edge]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def road(page: str) -> str:
+    """The steps of a first call, five in a row, and the way of later calls, which know all steps between."""
+    steps, across, wide, tall = STEPS.findall(page), 5, 200, 96
+    known, last = (next(i for i, (_, name, _) in enumerate(steps) if name == x) for x in ("key", "launch"))
+    at = [(14 + i % across * (wide + 6), 14 + i // across * tall) for i in range(len(steps))]
+    width, height = 22 + across * (wide + 6), 14 + -(-len(steps) // across) * tall
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        "<title>The steps of a first call; a later call goes from its key to the launch</title>",
+        f"<style>{CSS} .number {{ font-weight: 600 }} rect.later {{ stroke: #c0392b; stroke-width: 2 }}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for (x, y), (number, name, file) in zip(at, steps, strict=True):
+        i, colour = int(number) - 1, COLOURS[file.split("/")[0]]
+        kind = "later" if i in (known, last) else "step"
+        folder, _, module = file.rpartition("/")
+        lines += [
+            f'<rect class="room {kind}" x="{x}" y="{y}" width="{wide - 18}" height="68" rx="5" style="fill:{colour}"/>',
+            f'<text class="number" x="{x + 10}" y="{y + 20}">{number} {escape(name)}</text>',
+            f'<text class="words" x="{x + 10}" y="{y + 40}">{folder}/</text>',
+            f'<text class="words" x="{x + 10}" y="{y + 56}">{module}</text>',
+        ]
+        if i + 1 < len(steps) and (i + 1) % across:
+            lines.append(f'<path d="M {x + wide - 18} {y + 34} h 22" stroke-width="2"/>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def main() -> None:
     FILE.write_text(svg(imports(house.Tree(house.ROOT))), encoding="utf-8")
+    ROAD.write_text(road(house.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ def test_architecture_picture_is_of_the_imports(tree):
     assert ROOMS.FILE.read_text(encoding="utf-8") == ROOMS.svg(ROOMS.imports(tree)), "run: python docs/rooms.py"
 
 
+def test_picture_of_the_road_is_of_the_steps():
+    assert ROOMS.ROAD.read_text(encoding="utf-8") == ROOMS.road(PAGE), "run: python docs/rooms.py"
+    assert len(ROOMS.STEPS.findall(PAGE)) <= 15
+    assert [f"{n}" for n, _, _ in ROOMS.STEPS.findall(PAGE)] == [f"{i + 1}" for i in range(15)]
+
+
 def test_architecture_page_has_each_folder(tree):
     assert {ROOMS.room(name) for name in tree.parsed} - {"runtime"} == {*ROOMS.rows()}
 
