@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.attention.warm import warm
 from frisket.runtime.backends.base import RECORDS, backends_of, named
 from frisket.runtime.backends.registry import check_name, printed
-from frisket.runtime.backends.triton import report as triton_report
+from frisket.runtime.backends.triton import kernels as triton_report
 from frisket.runtime.backends.triton.tiles import GPUS
 
 from .answer import BAD, GOOD, CommandResult, add_sizes, add_subject, code, examples, positive, progress, table
@@ -83,15 +83,15 @@ HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spil
 def check_reports(option: str, backend: str) -> None:
     """Refuse an option about kernels that are compiled ahead of time, for a backend whose kernels are not."""
     record = RECORDS.get(backend)
-    if record is None or record.reports is None:
-        name = next(b.name for b in backends_of() if b.reports)
+    if record is None or record.compile_reports is None:
+        name = next(b.name for b in backends_of() if b.compile_reports)
         raise ParameterError(f"{option} is about {name.title()} kernels, not {backend!r}; write --backend {name}")
 
 
 def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
     check_reports("--report", args.backend)
-    reports = RECORDS[args.backend].reports
+    reports = RECORDS[args.backend].compile_reports
     assert reports is not None  # checked above
     architectures = args.arch or ["sm_90"]
     for arch in architectures:

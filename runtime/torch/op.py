@@ -460,11 +460,11 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
     """The forward and the backward; most backwards give equal calls equal gradients, whatever is asked."""
     run = backend.executors["torch"]
     if run.backward is None:  # `attend` has refused gradients
-        return run.forward.function, partial(_refused, backend.name)
-    backward = run.backward.function
+        return run.forward, partial(_refused, backend.name)
+    backward = run.backward
     if run.nondeterministic and not options.deterministic:
         backward = partial(backward, deterministic=False)
-    forward, rows = run.forward.function, options.rows
+    forward, rows = run.forward, options.rows
     if rows is not None and run.rows:
         forward, backward = partial(forward, rows=rows), partial(backward, rows=rows)
     elif rows is not None:
@@ -476,7 +476,7 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
 def _gradient_check(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
     """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
     check = backend.executors["torch"].checks_gradients
-    return None if check is None else partial(check.function, deterministic=deterministic)
+    return None if check is None else partial(check, deterministic=deterministic)
 
 
 def _refused(name: str, *arguments: Any, **more: Any) -> Any:

@@ -434,7 +434,7 @@ class EngineReady(Ready):
 def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of an engine's own arguments."""
     run = record.executors["torch"]
-    return run.forward.function, _refused if run.backward is None else run.backward.function
+    return run.forward, _refused if run.backward is None else run.backward
 
 
 def _by_plan(ready: Ready) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
@@ -25,7 +26,6 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
 
-from .grids import span_arrays
 from .source import load
 from .tiles import smaller
 
@@ -36,9 +36,6 @@ MAX_NARROW_STRIDE = 1 << 20  # strides up to this keep the offsets of any tile i
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 STEP = 16  # entries, a stride of a tensor descriptor
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
-_loaded = memo(group="kernels")(load)  # equal texts are one kernel: what Triton compiled for one serves all
-
-
 _smaller = Memo("smaller tiles", 256)  # targets by plan, target and arrays: those that a GPU has room for
 
 
@@ -46,6 +43,10 @@ class TooLargeError(BackendError):
     """A kernel that takes more of a resource than a GPU has. `share` is the GPU's part, `fixed` that of Target."""
 
     kernel, share, fixed = "", 1.0, False
+
+
+# equal texts are one kernel: what Triton compiled for one serves all
+loaded_kernels = memo(group="kernels")(load)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Made:
 def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> Made:
     """The kernels of the text that `emit` writes of a plan, by their names."""
     source = emit(plan, *parts, **flags)
-    kernels = {n: x for n, x in vars(_loaded(source)).items() if n.startswith("attention_")}
+    kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
     return Made(kernels, arguments(plan))
 
 
@@ -514,6 +515,14 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
     tables: dict[str, Any] = cached_on(spans, device, lambda: _upload_all(spans, device))
     return tables
+
+
+def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
+    """The span arrays that kernels read, by the names of their parameters. `Order` lists the rows of each slice, those
+    with the most tiles first."""
+    work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+    order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
+    return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
 
 
 def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
