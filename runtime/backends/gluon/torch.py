@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import BackendError
@@ -32,7 +33,7 @@ from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton import torch as triton_torch
-from frisket.runtime.backends.triton.grids import forward_plan, of_forward, row_parts
+from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_forward, row_parts
 from frisket.runtime.backends.triton.kernels import KernelReport, check_compiles, dims_of, resources, signature
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
@@ -66,10 +67,9 @@ def forward(
     q, k, v = (addressable(x) for x in (q, k, v))
     context = triton_launch.bound(plan, spans, geometry, target, q, k)
     values = context.values(slots, tables)
-    kind = "gluon", values.device_slots, sinks is not None, top, softmax_stats
-    return triton_torch.launched(
-        context, kind, lambda: _launch(context, spans, *kind[1:]), values, (q, k, v), sinks, top, softmax_stats
-    )
+    kind = ForwardKind(values.device_slots, sinks is not None, top, softmax_stats)
+    make = partial(_launch, context, spans, kind)
+    return triton_torch.launched(context, ("gluon", kind), kind, make, values, (q, k, v), sinks)
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -82,22 +82,13 @@ def addressable(x: Tensor) -> Tensor:
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(
-    context: triton_launch.Bound,
-    spans: SpanSource | None,
-    device_slots: tuple[str, ...],
-    sinks: bool,
-    top: bool,
-    lse_residual: bool,
-) -> triton_launch.Launch:
+def _launch(context: triton_launch.Bound, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
     g, target = context.geometry, context.target
-    plan, dims = forward_plan(context.plan, g), context.dims(device_slots)
-    rows = ["Lse", *["Top"] * top, *["Low"] * lse_residual, *["Sinks"] * sinks]
-    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, sinks=sinks, top=top, low=lse_residual)
+    plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
     return context.launch(
-        kernels, "attention_forward", of_forward(g, target), target,
-        {**blocks_of(target, g), **dict.fromkeys(rows, "")},
-        records=None if spans is None else spans.rows, device_slots=device_slots, launcher=GluonLaunch,
+        kernels, "attention_forward", of_forward(g, target), target, {**blocks, **kind.tensors, **blocks},
+        records=None if spans is None else spans.rows, device_slots=kind.device_slots, launcher=GluonLaunch,
         STAGES=target.num_stages,
     )  # fmt: skip
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
 from frisket.lowering.kernels.triton.rows import axes_of
@@ -34,6 +36,8 @@ from . import tiles as triton_tiles
 from .launch import GRID, Access, Bound, Launch, Made, Values, emitted_kernels, span_tables
 
 Tensor = Any
+CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
+NO_FLAGS: Mapping[str, Any] = {}
 DIAGONAL_ROWS = (
     16  # the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
 )
@@ -61,6 +65,28 @@ def of_forward(g: Geometry, target: Target) -> Grid:
 def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
     """The grid of a kernel whose programs have a row of tiles each."""
     return (heads, rows, batch) if axes_of(target)[0] else (rows, heads, batch)
+
+
+class ForwardKind(NamedTuple):
+    """What tells the launches of one forward from another's: slots on the device, whether there are sinks, which
+    results are wanted beside out and lse, and whether tensor descriptors can read the arrays."""
+
+    device_slots: tuple[str, ...] = ()
+    sinks: bool = False
+    top: bool = False
+    lse_residual: bool = False
+    described: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Access]:
+        """The parameters behind the arrays, in the order in which a call brings them."""
+        more = {"Top": self.top, "Low": self.lse_residual, "Sinks": self.sinks}
+        return {"Out": "o", "Lse": "", **{n: "" for n, there in more.items() if there}}
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The flags by which the text of a kernel differs."""
+        return {"sinks": self.sinks, "top": self.top, "low": self.lse_residual}
 
 
 @dataclass(frozen=True)
@@ -148,6 +174,77 @@ def _apart(entry: Expr, size: int, g: Geometry, slots: Mapping[str, Any]) -> str
     return name if inside else None
 
 
+class CapturedKernels:
+    """The kernels of captured gradients that no row or column of tiles can sum, "diagonal" and "scatter", for a plan in
+    square tiles. Who brings the arrays says how a kernel is run, and how sums in fixed point are made."""
+
+    plan: LoopPlan
+    geometry: Geometry
+    tile: Target
+    slots: Mapping[str, Any]
+    tables: Mapping[str, Any]
+
+    def run(
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Mapping[str, Any] = NO_FLAGS, zeroed: bool = False, **numbers: int,
+    ) -> Any:  # fmt: skip
+        """The result of a kernel of the text that `emit` writes of the plan, the tile and `parts`; `more` are operands
+        beside the arrays, `zeroed` says that the result begins as 0."""
+        raise NotImplementedError
+
+    def padded(self, x: Any, before: int, behind: int) -> Any:
+        """The array with zeros along its last axis but one."""
+        raise NotImplementedError
+
+    def in_fixed_point(self, total: Any, shape: tuple[int, ...], count: Callable[..., Any]) -> Any:
+        """Sums of units, whose number in 1 is chosen by the total of all magnitudes. `count(result, per_unit)` gives
+        them as integers."""
+        raise NotImplementedError
+
+    def buffers(self, gradients: Sequence[Gradient], deterministic: bool = True) -> dict[Gradient, Any]:
+        """A buffer for each of the gradients, float32 and of the shape `derive.Gradient` describes."""
+        by_distance = tuple(g for g in gradients if g.over == "diagonal")
+        buffers = dict(zip(by_distance, self.diagonals(by_distance), strict=True)) if by_distance else {}
+        return buffers | {g: self.scattered(g, deterministic) for g in gradients if g.over == "scatter"}
+
+    def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Any]:
+        g, side, factors = self.geometry, self.tile.block_q, cotangents.weights(gradients)
+        grid = of_diagonals(g, side, len(factors))
+        shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
+        sums = self.run(
+            cotangents.diagonal, (gradients,), "attention_diagonal", (grid.across * grid.parts, g.heads, g.batch),
+            ("Sums", shape), share=grid.share,
+        ).sum(3)  # fmt: skip
+        low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
+        whole = self.padded(low, 1, 0) + self.padded(high, 0, 1)
+        whole = whole.reshape(*whole.shape[:3], -1)
+        first = tiles(g, side)[1] * side - g.kv_len + 1
+        whole = whole[..., first : first + g.q_len + g.kv_len - 1]
+        return [whole[:, :, factors.index(x.weight)] for x in gradients]
+
+    def scattered(self, gradient: Gradient, deterministic: bool) -> Any:
+        g, side, shape = self.geometry, self.tile.block_q, self.tables[gradient.source].shape
+        shared = self.plane(gradient)
+        if shared is not None:
+            return self.run(
+                cotangents.plane, (gradient, shared), "attention_plane", of_plane(g, side, shared), ("Into", shape),
+                zeroed=True, batches=g.batch,
+            )  # fmt: skip
+        rows = tiles(g, side)[0]
+        run = partial(self.run, cotangents.scatter, (gradient,), grid=(rows, g.heads, g.batch))
+        run = partial(run, flags={"fixed": deterministic})
+        if not deterministic:
+            return run("attention_scatter", result=("Into", shape), zeroed=True)
+        total = run("attention_total", result=("Total", (g.batch, g.heads, rows)))
+        count = partial(run, "attention_scatter", zeroed=True)
+        return self.in_fixed_point(total, shape, lambda result, per: count(result=result, more={"PerUnit": per}))
+
+    def plane(self, gradient: Gradient) -> str | None:
+        """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
+        has a place of its own; None where that is not so or not known."""
+        return plane(gradient, self.tables[gradient.source].shape, self.geometry, self.slots)
+
+
 def of_host(x: Any) -> bool:
     """Whether a number, or a vector of them, is known without asking a device."""
     return isinstance(x, bool | int | float | np.generic | np.ndarray)
@@ -195,6 +292,20 @@ class Shares:
     def alone(self) -> bool:
         """Whether one program reads all keys of a row, and so writes the results."""
         return self.target.splits == 1 and not self.balanced
+
+    @property
+    def text_target(self) -> Target:
+        """The target that the kernels are printed for: they are the same for any number of parts."""
+        return replace(self.target, splits=int(self.alone))
+
+    @property
+    def combine_target(self) -> Target:
+        return replace(self.target, num_warps=2)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The flags by which the text of the kernels differs."""
+        return {"packs": self.pack > 1, "balanced": self.balanced}
 
     def grid(self, g: Geometry) -> tuple[int, int, int]:
         rows, heads = -(-g.q_len // self.queries), g.heads // self.pack
@@ -335,53 +446,55 @@ def processors(device: Any) -> int:
     return triton_tiles.processors(device) if device.type == "cuda" else INTERPRETED
 
 
-class Parts:
-    """The launches of a call of few queries: two, or one where rows have one part."""
+class DividedLaunch:
+    """The launches of a kernel whose programs share rows: that of the programs, and that which combines what they leave
+    of a row's parts in arrays of these shapes and dtypes."""
 
-    def __init__(
-        self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, device_slots: tuple[str, ...],
-        sinks: bool, top: bool, lse_residual: bool,
-    ) -> None:  # fmt: skip
-        g, target = context.geometry, chosen.target
-        alike = replace(target, splits=int(chosen.alone))  # the kernels are the same for any number of parts
-        kernels = emitted_kernels(
-            emit, plan, alike, context.dims(device_slots), packs=chosen.pack > 1, sinks=sinks, top=top,
-            low=lse_residual, balanced=chosen.balanced,
-        )  # fmt: skip
-        self.combine: Launch | None = None
-        results = {"Out": "o", "Lse": ""}
-        results |= {"Top": ""} if top else {}
-        results |= {"Low": ""} if lse_residual else {}
-        results |= {"Sinks": ""} if sinks else {}
-        self.splits, self.partial_shapes = target.splits, chosen.results(g)
-        partial = dict.fromkeys(self.partial_shapes, "")
-        self.decode = context.launch(
-            kernels, "attention_decode", chosen.grid(g), target,
-            {"Q": "q", "K": "k", "V": "v", **(results if chosen.alone else partial)},
-            records=None if spans is None else spans.rows, block=chosen.block, device_slots=device_slots,
-            splits=target.splits, batches=g.batch,
-        )  # fmt: skip
-        if chosen.alone:
-            return
-        two = replace(target, num_warps=2)
-        grid = g.q_len, g.heads, g.batch
-        self.combine = Launch(
-            kernels.kernels["attention_combine"], {}, NOTHING, grid, two, context.device, chosen.numbers(g),
-            partial | results, (),
-        )  # fmt: skip
+    first: Launch
+    combine: Launch | None = None  # None: rows have one part
+    partial_shapes: Mapping[str, tuple[tuple[int, ...], type]]
+    inputs: int  # tensors that `first` alone reads
+    writes: bool  # whether `first` writes results too
 
-    def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
+    def __call__(self, values: Values, *tensors: Tensor) -> None:
         import torch
 
         if self.combine is None:
-            self.decode(values, q, k, v, *results)
+            self.first(values, *tensors)
             return
         kinds: dict[Any, Any] = {np.float32: torch.float32, np.int32: torch.int32}
-        partials = [
-            torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.partial_shapes.values()
-        ]
-        self.decode(values, q, k, v, *partials)
+        device = tensors[0].device
+        partials = [torch.empty(shape, dtype=kinds[x], device=device) for shape, x in self.partial_shapes.values()]
+        results = tensors[self.inputs :]
+        self.first(values, *(tensors if self.writes else tensors[: self.inputs]), *partials)
         self.combine(NO_VALUES, *partials, *results)
+
+
+class Parts(DividedLaunch):
+    """The launches of a call of few queries: two, or one where rows have one part."""
+
+    inputs, writes = 3, False
+
+    def __init__(
+        self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
+    ) -> None:
+        g, target = context.geometry, chosen.target
+        kernels = emitted_kernels(
+            emit, plan, chosen.text_target, context.dims(kind.device_slots), **chosen.flags, **kind.flags
+        )
+        self.splits, self.partial_shapes = target.splits, chosen.results(g)
+        partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
+        self.first = context.launch(
+            kernels, "attention_decode", chosen.grid(g), target,
+            {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)},
+            records=None if spans is None else spans.rows, block=chosen.block, device_slots=kind.device_slots,
+            splits=target.splits, batches=g.batch,
+        )  # fmt: skip
+        if not chosen.alone:
+            self.combine = Launch(
+                kernels.kernels["attention_combine"], {}, NOTHING, (g.q_len, g.heads, g.batch), chosen.combine_target,
+                context.device, chosen.numbers(g), partial | kind.tensors, (),
+            )  # fmt: skip
 
 
 # -- long rows of tiles -------------------------------------------------------------------------------
@@ -474,9 +587,10 @@ def listed_kernels(
     return frozenset(n for n, parts in by_kernel.items() if parts is not None)
 
 
-class RowLaunches:
-    """The launches of a kernel whose programs share long rows: that of the programs, and that which combines the parts
-    of rows."""
+class RowLaunches(DividedLaunch):
+    """The launches of a kernel whose programs share long rows."""
+
+    writes = True
 
     def __init__(
         self, context: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
@@ -488,7 +602,7 @@ class RowLaunches:
         g, device = context.geometry, context.device
         walked = names[0] in ("attention_dkv", "attention_dv")
         rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
-        self.shapes = [(parts.places, rows, *shape) for shape in sums.values()]
+        self.partial_shapes = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
         self.first = context.launch(
@@ -504,10 +618,3 @@ class RowLaunches:
             replace(target, num_warps=2), device, numbers | listed, partial | results, (),
         )  # fmt: skip
         self.inputs = len(inputs)
-
-    def __call__(self, values: Values, *tensors: Tensor) -> None:
-        import torch
-
-        sums = [torch.empty(shape, dtype=torch.float32, device=tensors[0].device) for shape in self.shapes]
-        self.first(values, *tensors, *sums)
-        self.combine(NO_VALUES, *sums, *tensors[self.inputs :])

@@ -14,7 +14,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
@@ -80,34 +79,29 @@ def forward(
     results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
-    plan = triton_grids.forward_plan(plan, g)
+    plan, kind = triton_grids.forward_plan(plan, g), triton_grids.ForwardKind((), sinks is not None, True, lse_residual)
     call = JaxTritonCall(plan, g, slots, tables, dims, platform)
     inputs = {"Q": q, "K": k, "V": v}
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = triton_grids.shares(plan, None, g, target, dims, triton_grids.INTERPRETED if interpreted() else processors())
+    block = (target.block_q, target.block_k) if few is None else few.block
+    records = None if spans is None else partial(spans.rows, block)
     if few is None:
-        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=lse_residual)
-        outputs = call.run(
-            source, "attention_forward", triton_grids.of_forward(g, target), target, inputs | last, results,
-            None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
-        )  # fmt: skip
+        source = _source(triton_forward.emit, plan, target, dims, **kind.flags)
+        run = partial(call.run, source, "attention_forward", triton_grids.of_forward(g, target), target)
+        outputs = run(inputs | last, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
-    alone, decode_target = few.alone, few.target
-    alike = replace(decode_target, splits=int(alone))
-    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": lse_residual, "balanced": few.balanced}
-    source = _decode(plan, alike, dims, top=True, **flags)
-    records = None if spans is None else partial(spans.rows, few.block)
+    source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
     outputs = call.run(
-        source, "attention_decode", few.grid(g), decode_target, inputs | last if alone else inputs,
-        results if alone else few.results(g), records, splits=decode_target.splits, batches=g.batch, pool=k.shape[0],
+        source, "attention_decode", few.grid(g), few.target, inputs | last if few.alone else inputs,
+        results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
-    if alone:
-        return tuple(outputs[n] for n in results)
-    numbers: dict[str, Any] = {**few.numbers(g)}
-    grid, two = (g.q_len, g.heads, g.batch), replace(decode_target, num_warps=2)
-    outputs = call.run(
-        source, "attention_combine", grid, two, outputs | last, results, None, plan=triton_grids.NOTHING, **numbers
-    )
+    if not few.alone:
+        grid, numbers = (g.q_len, g.heads, g.batch), few.numbers(g)
+        run = partial(
+            call.run, source, "attention_combine", grid, few.combine_target, plan=triton_grids.NOTHING, **numbers
+        )
+        outputs = run(outputs | last, results)
     return tuple(outputs[n] for n in results)
 
 
@@ -133,7 +127,7 @@ def backward(
     if dlse is not None:
         inputs["DLse"] = dlse.astype(np.float32)
     source, totals = (
-        _backward(kernel_plan, target, dims, grad_names, dlse=dlse is not None),
+        _source(triton_backward.emit, kernel_plan, target, dims, grad_names, dlse=dlse is not None),
         cotangents.sums(kernel_plan, grad_names),
     )
     names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
@@ -148,7 +142,7 @@ def backward(
     sums_of = {s.gradient: inputs[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
     more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
-    buffers |= captured(call, spans, inputs, target, more)
+    buffers |= _CapturedRun(call, spans, inputs, cotangents.square(target)).buffers(more)
     folds = folded(buffers, g, slots, tables, plan.int64)
     return grads | folds | _zeros(values - folds.keys(), tables)
 
@@ -231,7 +225,10 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
 
-_forward, _decode, _backward = (memo(group="sources")(x.emit) for x in (triton_forward, triton_decode, triton_backward))
+@memo(group="sources")
+def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> str:
+    """The text that `emit` writes of a plan."""
+    return emit(plan, *parts, **flags)
 
 
 def _results(
@@ -258,73 +255,43 @@ def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]
     return {n: jnp.zeros(np.shape(tables[n]) if n in tables else (), np.float32) for n in names}
 
 
-_diagonal, _plane = memo(group="sources")(cotangents.diagonal), memo(group="sources")(cotangents.plane)
-_scatter = memo(group="sources")(partial(cotangents.scatter, fixed=True))
+class _CapturedRun(triton_grids.CapturedKernels):
+    """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
+    writes it."""
 
+    def __init__(
+        self, call: JaxTritonCall, spans: SpanSource | None, inputs: Mapping[str, Array], tile: Target
+    ) -> None:
+        self.call, self.inputs, self.tile = call, inputs, tile
+        self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
+        self.records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
 
-def captured(
-    call: JaxTritonCall,
-    spans: SpanSource | None,
-    inputs: Mapping[str, Array],
-    target: Target,
-    gradients: Sequence[Gradient],
-) -> dict[Gradient, Array]:
-    """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `inputs` are arrays
-    by the kernels' names, `Stats` as `attention_delta` writes it."""
-    tile = cotangents.square(target)
-    records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
-    run = partial(call.run, tile=tile, inputs=inputs, spans=records)
-    buffers: dict[Gradient, Array] = {}
-    if by_distance := tuple(g for g in gradients if g.over == "diagonal"):
-        buffers |= dict(zip(by_distance, _diagonals(call, run, tile, by_distance), strict=True))
-    for g in gradients:
-        if g.over == "scatter":
-            buffers[g] = _scattered(call, run, tile, inputs, records, g)
-    return buffers
+    def run(
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid,
+        result: triton_grids.CapturedResult, *, flags: Mapping[str, bool] = triton_grids.NO_FLAGS,
+        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: int,
+    ) -> Array:  # fmt: skip
+        (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
+        dtype = np.int32 if name == "Counted" else np.float32
+        return self.call.run(
+            source, kernel, grid, self.tile, {**self.inputs, **more}, {name: (shape, dtype)}, self.records,
+            zeroed=zeroed, **numbers,
+        )[name]  # fmt: skip
 
+    def padded(self, x: Array, before: int, behind: int) -> Array:
+        import jax.numpy as jnp
 
-def _diagonals(call: JaxTritonCall, run: Any, tile: Target, gradients: tuple[Gradient, ...]) -> list[Array]:
-    import jax.numpy as jnp
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (before, behind), (0, 0)])
 
-    g, side, factors = call.geometry, tile.block_q, cotangents.weights(gradients)
-    grid = triton_grids.of_diagonals(g, side, len(factors))
-    shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
-    sums = run(
-        _diagonal(call.plan, tile, call.dims, gradients), "attention_diagonal",
-        (grid.across * grid.parts, g.heads, g.batch), results={"Sums": (shape, np.float32)}, share=grid.share,
-    )["Sums"].sum(3)  # fmt: skip
-    low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
-    ends = [(0, 0)] * 3
-    whole = jnp.pad(low, (*ends, (1, 0), (0, 0))) + jnp.pad(high, (*ends, (0, 1), (0, 0)))
-    whole = whole.reshape(*whole.shape[:3], -1)
-    first = triton_grids.tiles(g, side)[1] * side - g.kv_len + 1
-    whole = whole[..., first : first + g.q_len + g.kv_len - 1]
-    return [whole[:, :, factors.index(x.weight)] for x in gradients]
+    def in_fixed_point(self, total: Array, shape: tuple[int, ...], count: Callable[..., Array]) -> Array:
+        import jax
+        from jax import lax
 
-
-def _scattered(
-    call: JaxTritonCall, run: Any, tile: Target, inputs: Mapping[str, Array], records: Any, gradient: Gradient
-) -> Array:
-    import jax
-    from jax import lax
-
-    g, table = call.geometry, call.tables[gradient.source].shape
-    shared = triton_grids.plane(gradient, table, g, call.slots)
-    if shared is not None:
-        source = _plane(call.plan, tile, call.dims, gradient, shared)
-        grid, into = triton_grids.of_plane(g, tile.block_q, shared), {"Into": (table, np.float32)}
-        return run(source, "attention_plane", grid, results=into, zeroed=True, batches=g.batch)["Into"]
-    rows = triton_grids.tiles(g, tile.block_q)[0]
-    source, grid = _scatter(call.plan, tile, call.dims, gradient), (rows, g.heads, g.batch)
-    total = run(source, "attention_total", grid, results={"Total": ((g.batch, g.heads, rows), np.float32)})["Total"]
-    with jax.enable_x64(True):
-        per = units(total.astype(np.float64).sum())
-    counted = call.run(
-        source, "attention_scatter", grid, tile, {**inputs, "PerUnit": per.reshape(1)},
-        {"Counted": ((*table, 2), np.int32)}, records, zeroed=True,
-    )["Counted"]  # fmt: skip
-    with jax.enable_x64(True):
-        return amounts(lax.bitcast_convert_type(counted, np.int64), per)
+        with jax.enable_x64(True):
+            per = units(total.astype(np.float64).sum())
+        counted = count(("Counted", (*shape, 2)), per.reshape(1))
+        with jax.enable_x64(True):
+            return amounts(lax.bitcast_convert_type(counted, np.int64), per)
 
 
 def folded(

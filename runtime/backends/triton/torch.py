@@ -60,13 +60,13 @@ def forward(
     described = (
         target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and context.describes(q, k, v)
     )
-    kind = values.device_slots, sinks is not None, top, softmax_stats, described
-    return launched(context, kind, lambda: _launch(context, spans, *kind), values, (q, k, v), sinks, top, softmax_stats)
+    kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
+    return launched(context, kind, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
 
 
 def launched(
-    context: Bound, kind: Any, make: Callable[[], Any], values: Values, arrays: tuple[Tensor, ...],
-    sinks: Tensor | None, top: bool, softmax_stats: bool,
+    context: Bound, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: Values,
+    arrays: tuple[Tensor, ...], sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
@@ -74,51 +74,39 @@ def launched(
     g, q = context.geometry, arrays[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (top, softmax_stats))
+    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
     more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
-    context.run(kind, make, values, *arrays, out, lse, *more)
-    return (out, lse, largest, lse_residual) if softmax_stats else (out, lse, largest)
+    context.run(key, make, values, *arrays, out, lse, *more)
+    return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
 
 
 def _launch(
-    context: Bound,
-    spans: SpanSource | None,
-    device_slots: tuple[str, ...],
-    sinks: bool,
-    top: bool,
-    lse_residual: bool,
-    described: bool,
+    context: Bound, spans: SpanSource | None, kind: grids.ForwardKind
 ) -> Launch | grids.Parts | grids.RowLaunches:
-    g = context.geometry
-    plan = grids.forward_plan(context.plan, g)
-    dims = context.dims(device_slots)
-    described = described and triton_forward.describable(plan, dims)
+    g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
+    dims = context.dims(kind.device_slots)
+    described = kind.described and triton_forward.describable(plan, dims)
     target = replace(context.target, descriptors=described)
     check_keys(dims, context.device)
     processors = grids.processors(context.device)
     chosen = grids.shares(plan, spans, g, target, dims, processors)
     if chosen is not None:
-        return grids.Parts(context, plan, spans, chosen, device_slots, sinks, top, lse_residual)
+        return grids.Parts(context, plan, spans, chosen, kind)
     inputs: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
     if described:
         inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
-    results: dict[str, Access] = {"Out": "o", "Lse": ""}
-    results |= dict.fromkeys([n for n, needed in (("Top", top), ("Low", lse_residual), ("Sinks", sinks)) if needed], "")
     parts = grids.of_call(plan, spans, g, target, processors)
-    kernels = emitted_kernels(
-        triton_forward.emit, plan, target, dims, sinks=sinks, top=top, low=lse_residual, listed=parts is not None
-    )
+    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
     if spans is not None and parts is not None:
-        names = "attention_forward", "attention_combine"
-        sums = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
         return grids.RowLaunches(
-            context, kernels, names, target, parts, spans.rows, inputs, sums, results, device_slots
-        )
+            context, kernels, ("attention_forward", "attention_combine"), target, parts, spans.rows, inputs,
+            {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}, kind.tensors, kind.device_slots,
+        )  # fmt: skip
     return context.launch(
-        kernels, "attention_forward", grids.of_forward(g, target), target, inputs | results,
-        records=None if spans is None else spans.rows, device_slots=device_slots,
+        kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors,
+        records=None if spans is None else spans.rows, device_slots=kind.device_slots,
     )  # fmt: skip
 
 
@@ -304,116 +292,70 @@ def captured(
     deterministic |= torch.are_deterministic_algorithms_enabled()
     context = bound(plan, spans, geometry, cotangents.square(target), q, k)
     run = _CapturedRun(context, spans, context.values(slots, tables), (q, k, v, dout, stats), slots, tables)
-    buffers: dict[int, Tensor] = {}
     try:
-        if by_distance := [g for g in gradients if g.over == "diagonal"]:
-            buffers |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
-        for g in gradients:
-            if g.over == "scatter":
-                buffers[id(g)] = run.scattered(g, deterministic)
+        buffers = run.buffers(gradients, deterministic)
     except TooLargeError as error:
         context.shrink(error)
         return captured(
             plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
         )  # fmt: skip
-    return [buffers[id(g)] for g in gradients]
+    return [buffers[g] for g in gradients]
 
 
-class _CapturedRun:
+class _CapturedRun(grids.CapturedKernels):
     """The launches of one call."""
 
     def __init__(
         self, context: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
         slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self.context, self.spans, self.values, self.arrays, self.slots, self.tables = (
-            context, spans, values, arrays, slots, tables,
-        )  # fmt: skip
-        g, side = context.geometry, context.target.block_q
-        self.geometry, self.side = g, side
-        self.rows, self.columns = grids.tiles(g, side)
+        self.context, self.spans, self.values, self.arrays = context, spans, values, arrays
+        self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
+        self.slots, self.tables = slots, tables
 
-    def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Tensor]:
-        import torch
-        from torch.nn.functional import pad
-
-        g, side = self.geometry, self.side
-        sums = cotangents.weights(gradients)
-        grid = grids.of_diagonals(g, side, len(sums))
-        partial = self.new((g.batch, g.heads, len(sums), grid.parts, 2, grid.across, side), torch.float32)
-        launch = self.launch(
-            ("diagonal", gradients), "attention_diagonal", (grid.across * grid.parts, g.heads, g.batch), ("Sums",),
-            lambda dims: emitted_kernels(cotangents.diagonal, self.context.plan, self.context.target, dims, gradients),
-            share=grid.share,
-        )  # fmt: skip
-        launch(self.values, *self.arrays, partial)
-        low, high = partial.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
-        whole = (pad(low, (0, 0, 1, 0)) + pad(high, (0, 0, 0, 1))).flatten(3)
-        first = self.columns * side - g.kv_len + 1
-        whole = whole[..., first : first + g.q_len + g.kv_len - 1]
-        return [whole[:, :, sums.index(x.weight)] for x in gradients]
-
-    def scattered(self, gradient: Gradient, deterministic: bool) -> Tensor:
+    def run(
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: grids.Grid,
+        result: grids.CapturedResult, *, flags: Mapping[str, bool] = grids.NO_FLAGS,
+        more: Mapping[str, Any] = grids.NO_FLAGS, zeroed: bool = False, **numbers: int,
+    ) -> Tensor:  # fmt: skip
         import torch
 
-        g, context = self.geometry, self.context
-        shape = self.tables[gradient.source].shape
-        shared = self.plane(gradient)
-        if shared is not None:
-            into = self.new(shape, torch.float32).zero_()
-            launch = self.launch(
-                ("plane", gradient, shared), "attention_plane", grids.of_plane(g, self.side, shared), ("Into",),
-                lambda dims: emitted_kernels(cotangents.plane, context.plan, context.target, dims, gradient, shared),
-                batches=g.batch,
-            )  # fmt: skip
-            launch(self.values, *self.arrays, into)
-            return into
-
-        def module(dims: Any) -> Made:
-            return emitted_kernels(
-                cotangents.scatter, context.plan, context.target, dims, gradient, fixed=deterministic
-            )
-
-        grid, name = (self.rows, g.heads, g.batch), "attention_scatter"
-        if not deterministic:
-            into = self.new(shape, torch.float32).zero_()
-            self.launch(("atomic", gradient), name, grid, ("Into",), module)(self.values, *self.arrays, into)
-            return into
-        total = self.new((g.batch, g.heads, self.rows), torch.float32)
-        self.launch(("total", gradient), "attention_total", grid, ("Total",), module)(self.values, *self.arrays, total)
-        per = units(total.sum(dtype=torch.float64))
-        counted = self.new(shape, torch.int64).zero_()
-        launch = self.launch(("fixed", gradient), name, grid, ("Counted", "PerUnit"), module)
-        launch(self.values, *self.arrays, counted, per)
-        return amounts(counted, per).float()
-
-    def new(self, shape: Sequence[int], dtype: Any) -> Tensor:
-        import torch
-
-        return torch.empty(tuple(shape), dtype=dtype, device=self.arrays[0].device)
+        (name, shape), context, device_slots = result, self.context, self.values.device_slots
+        key = kernel, parts, tuple(flags.items()), device_slots
+        launch = context.launches.get(key)
+        if launch is None:
+            kernels = emitted_kernels(emit, self.plan, self.tile, context.dims(device_slots), *parts, **flags)
+            launch = context.launches[key] = self.launch(kernels, kernel, grid, (name, *more), numbers)
+        dtype = torch.int64 if name == "Counted" else torch.float32
+        into = (torch.zeros if zeroed else torch.empty)(tuple(shape), dtype=dtype, device=self.arrays[0].device)
+        launch(self.values, *self.arrays, into, *more.values())
+        return into
 
     def launch(
-        self, key: tuple[Any, ...], kernel: str, grid: tuple[int, ...], results: Sequence[str],
-        module: Callable[[Any], Made], **more: Any,
-    ) -> Launch:  # fmt: skip
-        """A launch kept for such calls; `results` are pointers beside the arrays."""
-        device_slots = self.values.device_slots
-        launch = self.context.launches.get((key, device_slots))
-        if launch is None:
-            launch = self.context.launches[key, device_slots] = self.context.launch(
-                module(self.context.dims(device_slots)), kernel, grid, self.context.target,
-                {**CAPTURED_ARRAYS, **dict.fromkeys(results, "")},
-                records=None if self.spans is None else self.spans.rows, device_slots=device_slots, **more,
-            )  # fmt: skip
-        return launch
+        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, int]
+    ) -> Launch:
+        """A launch that is kept for such calls; `pointers` are beside the arrays."""
+        return self.context.launch(
+            kernels, kernel, grid, self.tile, {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")},
+            records=None if self.spans is None else self.spans.rows, device_slots=self.values.device_slots, **numbers,
+        )  # fmt: skip
+
+    def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
+        from torch.nn.functional import pad
+
+        return pad(x, (0, 0, before, behind))
+
+    def in_fixed_point(self, total: Tensor, shape: tuple[int, ...], count: Callable[..., Tensor]) -> Tensor:
+        import torch
+
+        per = units(total.sum(dtype=torch.float64))
+        return amounts(count(("Counted", shape), per), per).float()
 
     def plane(self, gradient: Gradient) -> str | None:
-        """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
-        has a place of its own; None where that is not so or not known."""
-        shape = self.tables[gradient.source].shape
         read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step
+        shape = self.tables[gradient.source].shape
         key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
         known = self.context.planes
         if key not in known:
-            remember(known, key, grids.plane(gradient, shape, self.geometry, self.slots), KEPT)
+            remember(known, key, super().plane(gradient), KEPT)
         return known[key]
