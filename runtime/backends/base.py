@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import glob
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
@@ -26,6 +26,7 @@ FRAMEWORKS = ("torch", "jax")
 DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
+F = TypeVar("F")
 
 
 def loaded(module: str) -> Any:
@@ -36,14 +37,21 @@ def loaded(module: str) -> Any:
     return there
 
 
-class OptionalFunction:
-    """A function that the module of a record may have under the attribute's name; None where it has not."""
+class ModuleFunction(Generic[F]):
+    """A function that the module of a record has under the attribute's name; None where it has none."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, module: str = "module") -> None:
+        self.module = module  # the field of the record that names it
+
+    def __set_name__(self, record: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, record: Any, owner: type | None = None) -> Callable[..., Any] | None:
-        return None if record is None or not record.module else getattr(loaded(record.module), self.name, None)
+    def __get__(self, record: Any, of: type | None = None) -> F:
+        module = record and (getattr(record, self.module) or record.module)
+        return getattr(loaded(module), self.name, None) if module else None  # type: ignore[return-value]
+
+
+Optional = ModuleFunction[Callable[..., Any] | None]
 
 
 @dataclass(frozen=True)
@@ -57,20 +65,13 @@ class Executors:
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap
     rows: bool = False  # executors and build take rows=, see `calls.arrays`
-    refuses = OptionalFunction()
-    refuses_gradients = OptionalFunction()
-    repeat = OptionalFunction()  # runs calls that differ from one in their arrays alone, and their gradients
-    checks_gradients = OptionalFunction()  # raises before a forward whose gradients the backward would refuse
-    build = OptionalFunction()  # compiles the forward before the first call; library calls run where it cannot
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = loaded(self.module).forward
-        return function
-
-    @property
-    def backward(self) -> Callable[..., Any] | None:
-        return getattr(loaded(self.backward_module or self.module), "backward", None)
+    forward = ModuleFunction[Callable[..., Any]]()
+    backward = Optional("backward_module")
+    refuses = Optional()
+    refuses_gradients = Optional()
+    repeat = Optional()  # runs calls that differ from one in their arrays alone, and their gradients
+    checks_gradients = Optional()  # raises before a forward whose gradients the backward would refuse
+    build = Optional()  # compiles the forward before the first call; library calls run where it cannot
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,14 @@ class Backend:
     reason: Callable[[str | None], str] = lambda framework: ""
     tiles: Callable[..., tuple[int, int]] = lambda geometry, dtype, narrow: (64 if narrow else 128, 32)
     module: str = ""
-    target = OptionalFunction()
-    call_target = OptionalFunction()
-    text = OptionalFunction()
+    target = Optional()
+    call_target = Optional()
+    text = Optional()
     # (plan, target, geometry, dtype, direction, permuted) -> the text of a kernel for the disk
-    ahead = OptionalFunction()
+    ahead = Optional()
     # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow): see `instead`
-    pays = OptionalFunction()
-    compile_reports = OptionalFunction()  # registers, spills and shared memory, by compiling ahead of time
+    pays = Optional()
+    compile_reports = Optional()  # registers, spills and shared memory, by compiling ahead of time
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot

@@ -72,18 +72,9 @@ class DecodeCall:
         if self.native and not self.ready.awaits and all(source in KV_INPUTS for _, source in self.ready.kv_inputs):
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
-            arguments = (
-                ready.plan,
-                self.spans,
-                ready.geometry,
-                q.dtype,
-                k.dtype,
-                ready.slots,
-                fixed,
-                names,
-                ready.target,
+            self.repeat = repeat(
+                ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots, fixed, names, ready.target
             )
-            self.repeat = repeat(*arguments)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],

@@ -96,15 +96,8 @@ def backward(
     )
     sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [
-        _at(sinks),
-        lse.data_ptr(),
-        0,
-        _at(softmax_stats),
-        0 if softmax_stats is None else softmax_stats.shape[3],
-        0,
-        0,
-    ]
+    width = 0 if softmax_stats is None else softmax_stats.shape[3]
+    words = [_at(sinks), lse.data_ptr(), 0, _at(softmax_stats), width, 0, 0]
     for x in (*arrays, *map(grads.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
@@ -451,15 +444,9 @@ def repeat(
         return (out, lse, softmax_stats) if saving else out
 
     def gradients(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        softmax_stats: Tensor,
-        dout: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_stats: Tensor, dout: Tensor,
         needed: Sequence[bool],
-    ) -> list[Tensor | None] | None:
+    ) -> list[Tensor | None] | None:  # fmt: skip
         if "frisket_backward" not in kernel_call.kernel.functions:
             return None
         run, record = kernel("frisket_backward")

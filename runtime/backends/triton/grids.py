@@ -68,8 +68,8 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
 
 
 class ForwardKind(NamedTuple):
-    """What tells the launches of one forward from another's: slots on the device, whether there are sinks, which
-    results are wanted beside out and lse, and whether tensor descriptors can read the arrays."""
+    """The facts by which launches of one forward differ: slots on the device, whether there are sinks, which results
+    are wanted beside out and lse, and whether tensor descriptors can read the arrays."""
 
     device_slots: tuple[str, ...] = ()
     sinks: bool = False

@@ -44,7 +44,7 @@ from . import grids as triton_grids
 from . import interpreted
 from . import tiles as triton_tiles
 from .grids import Grid, of_host
-from .launch import GRID, loaded_kernels, span_arrays
+from .launch import GRID, loaded_kernels, refused_shape, span_arrays
 
 if TYPE_CHECKING:
     import jax
@@ -126,10 +126,8 @@ def backward(
     inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if lse_residual is None else lse_residual.astype(np.float32)
     if dlse is not None:
         inputs["DLse"] = dlse.astype(np.float32)
-    source, totals = (
-        _source(triton_backward.emit, kernel_plan, target, dims, grad_names, dlse=dlse is not None),
-        cotangents.sums(kernel_plan, grad_names),
-    )
+    source = _source(triton_backward.emit, kernel_plan, target, dims, grad_names, dlse=dlse is not None)
+    totals = cotangents.sums(kernel_plan, grad_names)
     names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
     results = _results(g, dtypes, totals, "attention_dv" in names)
     for step in triton_grids.of_backward(g, target, names):
@@ -142,7 +140,7 @@ def backward(
     sums_of = {s.gradient: inputs[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
     more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
-    buffers |= _CapturedRun(call, spans, inputs, cotangents.square(target)).buffers(more)
+    buffers |= _CapturedJaxRun(call, spans, inputs, cotangents.square(target)).buffers(more)
     folds = folded(buffers, g, slots, tables, plan.int64)
     return grads | folds | _zeros(values - folds.keys(), tables)
 
@@ -161,10 +159,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
                 f"  give it in parts of q, k and v along axis {axis}, with origin= and sizes= where the mask or score "
                 "mod reads b or h"
             )
-    for t in plan.every_table:
-        if len(shape := shapes.get(t.name, (1,) * t.rank)) != t.rank or 0 in shape:
-            return f"table `{t.source}` has {t.rank} axes of at least one entry, not shape {list(shape)}"
-    return ""
+    return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
 
 
 def target(
@@ -255,7 +250,7 @@ def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]
     return {n: jnp.zeros(np.shape(tables[n]) if n in tables else (), np.float32) for n in names}
 
 
-class _CapturedRun(triton_grids.CapturedKernels):
+class _CapturedJaxRun(triton_grids.CapturedKernels):
     """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
     writes it."""
 
@@ -527,9 +522,8 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
     """The table as kernels read it: Bool as bytes, Int as int32, in pairs of them where it needs 64 bits."""
     import jax.numpy as jnp
 
-    if np.ndim(table) != use.rank or np.size(table) == 0:
-        shape = list(np.shape(table))
-        raise ParameterError(f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {shape}")
+    if why := refused_shape(use, np.shape(table)):
+        raise ParameterError(why)
     if use.type is BOOL:
         return table.astype(bool).astype(np.int8)
     if use.type is FLOAT:
@@ -603,11 +597,8 @@ def _first() -> tuple[str, int, int]:
         return NOWHERE
     of_amd = str(device.compute_capability).split(":")[0]
     name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
-    return (
-        name,
-        int(getattr(device, "core_count", NOWHERE[1])),
-        int(getattr(device, "shared_memory_per_block_optin", 0)),
-    )
+    cores, shared = getattr(device, "core_count", NOWHERE[1]), getattr(device, "shared_memory_per_block_optin", 0)
+    return name, int(cores), int(shared)
 
 
 def check(platform: str, dtype: str) -> None:

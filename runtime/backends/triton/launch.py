@@ -175,19 +175,9 @@ class Bound:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 span_key = records.__name__, block
-        common = (
-            function,
-            module.arguments,
-            self.plan,
-            grid,
-            target,
-            self.device,
-            fixed,
-            tensors,
-            device_slots,
-            span_key,
+        return (launcher or Launch)(
+            function, module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
         )
-        return (launcher or Launch)(*common)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
@@ -262,15 +252,14 @@ def _values(
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
-    return Values(
-        (slots, tables),
-        numbers,
-        (*arrays, *[slots[n].resolve_neg() for n in device_slots]),
-        device_slots,
-        key,
-        spans,
-        span_tensors,
-    )
+    tensors = (*arrays, *[slots[n].resolve_neg() for n in device_slots])
+    return Values((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
+
+
+def refused_shape(use: TableUse, shape: Sequence[int]) -> str:
+    """A reason why kernels do not read a table of this shape; "" where they do."""
+    fits = len(shape) == use.rank and 0 not in shape
+    return "" if fits else f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {list(shape)}"
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -279,9 +268,8 @@ def _readable(use: TableUse, table: Tensor) -> Tensor:
     import torch
 
     table = table.resolve_neg()
-    if table.dim() != use.rank or table.numel() == 0:
-        shape = list(table.shape)
-        raise ParameterError(f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {shape}")
+    if why := refused_shape(use, table.shape):
+        raise ParameterError(why)
     if use.type is BOOL:
         table = table.to(torch.bool).view(torch.int8)
     elif use.type is INT and table.dtype not in (torch.int32, torch.int64):

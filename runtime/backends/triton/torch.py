@@ -214,9 +214,7 @@ class _BackwardLaunches:
         )
         self.geometry = g
         processors = grids.processors(context.device)
-        parts = {
-            "attention_dq": grids.of_call(plan, spans, g, target.dq or target, processors),
-        }
+        parts = {"attention_dq": grids.of_call(plan, spans, g, target.dq or target, processors)}
         for n in grids.walking_queries(target):
             parts[n] = grids.of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
         listed = frozenset(n for n, x in parts.items() if x is not None)
