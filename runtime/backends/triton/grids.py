@@ -186,7 +186,7 @@ class CapturedKernels:
 
     def run(
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
-        flags: Mapping[str, bool] = NO_FLAGS, more: Mapping[str, Any] = NO_FLAGS, zeroed: bool = False, **numbers: int,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Mapping[str, Any] = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Any:  # fmt: skip
         """The result of a kernel of the text that `emit` writes of the plan, the tile and `parts`; `more` are operands
         beside the arrays, `zeroed` says that the result begins as 0."""
@@ -325,7 +325,7 @@ class Shares:
             shapes["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
         return shapes
 
-    def numbers(self, g: Geometry) -> dict[str, int]:
+    def numbers(self, g: Geometry) -> dict[str, Any]:
         """The numbers that the combining kernel is launched with."""
         division = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
         return {"heads": g.heads, "q_len": g.q_len, **division}

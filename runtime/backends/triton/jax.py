@@ -88,8 +88,8 @@ def forward(
     records = None if spans is None else partial(spans.rows, block)
     if few is None:
         source = _source(triton_forward.emit, plan, target, dims, **kind.flags)
-        run = partial(call.run, source, "attention_forward", triton_grids.of_forward(g, target), target)
-        outputs = run(inputs | last, results, records, pool=k.shape[0])
+        grid, arrays = triton_grids.of_forward(g, target), inputs | last
+        outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
     source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
     outputs = call.run(
@@ -97,11 +97,8 @@ def forward(
         results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
     if not few.alone:
-        grid, numbers = (g.q_len, g.heads, g.batch), few.numbers(g)
-        run = partial(
-            call.run, source, "attention_combine", grid, few.combine_target, plan=triton_grids.NOTHING, **numbers
-        )
-        outputs = run(outputs | last, results)
+        grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
+        outputs = call.run(source, "attention_combine", grid, few.combine_target, outputs | last, results, **more)
     return tuple(outputs[n] for n in results)
 
 
@@ -264,7 +261,7 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
     def run(
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid,
         result: triton_grids.CapturedResult, *, flags: Mapping[str, bool] = triton_grids.NO_FLAGS,
-        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: int,
+        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
         dtype = np.int32 if name == "Counted" else np.float32

@@ -314,7 +314,7 @@ class _CapturedRun(grids.CapturedKernels):
     def run(
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: grids.Grid,
         result: grids.CapturedResult, *, flags: Mapping[str, bool] = grids.NO_FLAGS,
-        more: Mapping[str, Any] = grids.NO_FLAGS, zeroed: bool = False, **numbers: int,
+        more: Mapping[str, Any] = grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Tensor:  # fmt: skip
         import torch
 
@@ -330,7 +330,7 @@ class _CapturedRun(grids.CapturedKernels):
         return into
 
     def launch(
-        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, int]
+        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
     ) -> Launch:
         """A launch that is kept for such calls; `pointers` are beside the arrays."""
         return self.context.launch(
