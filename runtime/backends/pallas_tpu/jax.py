@@ -1,6 +1,6 @@
 """The Pallas kernels for TPUs on JAX arrays, traced or not: on a TPU, elsewhere in Pallas' interpreter.
 
-Their tiles, texts and refusals stand beside the executors.
+Their tiles, texts and refusals are in this module too.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
 
 
 class ForwardKind(NamedTuple):
-    """The facts by which launches of one forward differ: slots on the device, whether there are sinks, which results
-    are wanted beside out and lse, and whether tensor descriptors can read the arrays."""
+    """The facts by which launches of one forward differ. `device_slots` have their values on the device, `top` and
+    `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
 
     device_slots: tuple[str, ...] = ()
     sinks: bool = False
@@ -175,8 +175,8 @@ def _apart(entry: Expr, size: int, g: Geometry, slots: Mapping[str, Any]) -> str
 
 
 class CapturedKernels:
-    """The kernels of captured gradients that no row or column of tiles can sum, "diagonal" and "scatter", for a plan in
-    square tiles. Who brings the arrays says how a kernel is run, and how sums in fixed point are made."""
+    """The kernels of captured gradients that no row or column of tiles can sum, "diagonal" and "scatter", in square
+    tiles. A subclass for a framework says how its arrays are given to a kernel, and added up in fixed point."""
 
     plan: LoopPlan
     geometry: Geometry
@@ -188,8 +188,8 @@ class CapturedKernels:
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
         flags: Mapping[str, bool] = NO_FLAGS, more: Mapping[str, Any] = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Any:  # fmt: skip
-        """The result of a kernel of the text that `emit` writes of the plan, the tile and `parts`; `more` are operands
-        beside the arrays, `zeroed` says that the result begins as 0."""
+        """The result of a kernel, of the text that `emit` writes of the plan, the tile and `parts`. `more` are operands
+        next to the arrays; a `zeroed` result begins as 0."""
         raise NotImplementedError
 
     def padded(self, x: Any, before: int, behind: int) -> Any:
@@ -447,8 +447,8 @@ def processors(device: Any) -> int:
 
 
 class DividedLaunch:
-    """The launches of a kernel whose programs share rows: that of the programs, and that which combines what they leave
-    of a row's parts in arrays of these shapes and dtypes."""
+    """The launches of a kernel whose programs share rows: `first` leaves the results of parts in arrays of
+    `partial_shapes`, and `combine` makes a row's result of them."""
 
     first: Launch
     combine: Launch | None = None  # None: rows have one part

@@ -332,7 +332,7 @@ class _CapturedRun(grids.CapturedKernels):
     def launch(
         self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
     ) -> Launch:
-        """A launch that is kept for such calls; `pointers` are beside the arrays."""
+        """A launch that is kept for such calls; `pointers` come after the arrays."""
         return self.context.launch(
             kernels, kernel, grid, self.tile, {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")},
             records=None if self.spans is None else self.spans.rows, device_slots=self.values.device_slots, **numbers,
